@@ -1,0 +1,1 @@
+"""The provider's side: a stateless base executor that serves frozen linear layers over TLS."""

@@ -1,0 +1,152 @@
+"""``symbiosis-provider``: certificates, tokens, and the executor itself."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+# Threads that spin while they wait for the next product take the processor from TLS and from
+# tenants on the same machine. Must be set before torch loads its runtime.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from tqdm import tqdm
+
+from provider.certificates import DEFAULT_HOSTS, write_certificates
+from provider.tokens import TokenFile
+from shared.errors import SymbiosisError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
+app.add_typer(token_app, name="token")
+_errors = Console(stderr=True)
+
+
+@app.callback()
+def _root() -> None:
+    """Host the frozen layers of a language model for tenants."""
+
+
+@app.command()
+def certs(
+    directory: Annotated[Path, typer.Argument(help="Where the PEM files go.")],
+    host: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer reads it at run time
+        typer.Option(help="Name or address of the executor; repeat for more. Default: this machine."),
+    ] = None,
+) -> None:
+    """Make a development CA with a server and a client certificate."""
+    write_certificates(directory, host or DEFAULT_HOSTS, now=datetime.datetime.now(datetime.UTC))
+    print(f"wrote ca.pem (give it to tenants), server.pem/.key and client.pem/.key in {directory}")
+
+
+@token_app.command("add")
+def token_add(
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    token_file: Annotated[Path, typer.Option(help="Stores the token's hash; made if needed.")],
+) -> None:
+    """Print a new token for a tenant; it is shown only now."""
+    print(TokenFile(token_file).add(tenant))
+
+
+@app.command()
+def serve(
+    model_dir: Annotated[Path, typer.Argument(help="Checkpoint folder with safetensors.")],
+    tls_dir: Annotated[Path, typer.Option(help="Folder with server.pem and server.key.")],
+    token_file: Annotated[Path, typer.Option(help="Made by `token add`.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 picks a free port.")] = 8765,
+    numerics: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    ready_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Gets {url, pid, admin_url} once the port is open."),
+    ] = None,
+    admin_port: Annotated[
+        int, typer.Option(help="Loopback port of /metrics and /healthz; 0 picks one.")
+    ] = 0,
+    client_ca: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Also ask tenants for a certificate signed by this authority."),
+    ] = None,
+    serve_head: Annotated[bool, typer.Option(help="Also serve the output head.")] = False,
+    max_connections: Annotated[int, typer.Option(help="Close further connections at once.")] = 256,
+    drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM waits for requests.")] = 10.0,
+    threads: Annotated[int, typer.Option(help="Threads of one product; 0: one a core.")] = 0,
+) -> None:
+    """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=_errors, show_path=False, rich_tracebacks=False)],
+    )
+    import torch
+
+    from provider.executor import BaseExecutor
+    from provider.metrics import AdminServer, Metrics
+    from provider.scheduler import OneByOne
+    from provider.server import Server, server_context
+
+    if threads:
+        torch.set_num_threads(threads)
+    context = server_context(tls_dir, client_ca)
+    tokens = TokenFile(token_file)
+    tenants = tokens.check_readable()
+
+    def progress(items: Any, what: str) -> Any:
+        return tqdm(items, desc=what, unit="group", file=sys.stderr)
+
+    executor = BaseExecutor(model_dir, numerics=numerics, serve_head=serve_head, progress=progress)
+    metrics = Metrics()
+    server = Server(
+        executor,
+        OneByOne(executor),
+        context=context,
+        tokens=tokens,
+        metrics=metrics,
+        host=host,
+        port=port,
+        max_connections=max_connections,
+    )
+    admin = AdminServer(metrics, admin_port, healthy=lambda: not server.draining)
+    _errors.print(
+        f"serving [bold]{executor.manifest.model}[/] ({executor.manifest.architecture}, {numerics}, "
+        f"{len(executor.manifest.groups)} groups, digest {executor.manifest.digest[:16]}) "
+        f"to {tenants} tenants at {server.url}; metrics at http://127.0.0.1:{admin.port}/metrics"
+    )
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if ready_file is not None:
+        server.write_ready_file(ready_file, admin_url=f"http://127.0.0.1:{admin.port}")
+    stop.wait()
+    _errors.print("draining")
+    clean = server.drain(drain_seconds)
+    admin.close()
+    _errors.print("stopped" if clean else "stopped; some requests were cut off")
+
+
+def run(application: Callable[[], Any]) -> None:
+    """Run a command line; an error that this project raises becomes one line and exit status 1."""
+    try:
+        application()
+    except SymbiosisError as error:
+        _errors.print(f"[bold red]error:[/] {error}", highlight=False)
+        sys.exit(1)
+
+
+def main() -> None:
+    """Entry point of ``symbiosis-provider``."""
+    run(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""One tenant's connection: TLS and websocket handshake, then requests until it ends.
+
+A thread each, with blocking sockets. Python releases its lock inside TLS, socket and product
+calls, and a thread that waits for its own socket needs no hand-over to answer: a round trip takes
+half of what it takes through an event loop (``docs/performance.md``).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import time
+
+import torch
+from websockets.exceptions import InvalidHandshake, InvalidMessage
+from websockets.http11 import Request, Response
+from websockets.server import ServerProtocol
+
+from provider.executor import BaseExecutor, Scheduler
+from provider.metrics import Metrics
+from provider.tokens import TokenFile
+from shared.errors import SymbiosisError, WireError
+from shared.header import SUBPROTOCOL, Header, Operation
+from shared.messages import ErrorInfo, Fetch, Hello, decode, encode
+from shared.protocol import ExecutorProtocol
+from shared.websocket import (
+    Incoming,
+    MessageReader,
+    Opcode,
+    encode_control,
+    encode_message,
+)
+
+log = logging.getLogger(__name__)
+_quiet = logging.getLogger("symbiosis.websockets")
+_quiet.setLevel(logging.ERROR)
+
+HANDSHAKE_SECONDS = 10.0
+STALL_SECONDS = 60.0  # without a byte in the middle of a message, or unable to write one
+
+
+class Refused(Exception):
+    """The handshake ended with an HTTP error; ``reason`` is a metric label."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def handshake(
+    raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile
+) -> tuple[ssl.SSLSocket, str]:
+    """TLS, then the websocket opening handshake with its bearer token.
+
+    Returns:
+        The encrypted socket and the tenant's name.
+
+    Raises:
+        Refused, OSError: no session. The peer was told why as far as it may know.
+    """
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    raw.settimeout(HANDSHAKE_SECONDS)
+    sock = context.wrap_socket(raw, server_side=True)
+    protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
+    request: Request | None = None
+    while request is None:
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        data = sock.recv(4096)
+        if not data:
+            raise Refused("closed")
+        protocol.receive_data(data)
+        events = protocol.events_received()
+        request = next((e for e in events if isinstance(e, Request)), None)
+        if protocol.handshake_exc is not None:
+            raise Refused("http")
+    tenant, response, reason = _admit(protocol, request, tokens)
+    protocol.send_response(response)
+    for piece in protocol.data_to_send():
+        if piece:
+            sock.sendall(piece)
+    if tenant is None:
+        raise Refused(reason)
+    return sock, tenant
+
+
+def _admit(
+    protocol: ServerProtocol, request: Request, tokens: TokenFile
+) -> tuple[str | None, Response, str]:
+    def refuse(status: int, code: str, message: str) -> tuple[None, Response, str]:
+        return None, protocol.reject(status, encode(ErrorInfo(code, message)).decode()), code
+
+    offered = request.headers.get_all("Sec-WebSocket-Protocol")
+    if SUBPROTOCOL not in [name.strip() for value in offered for name in value.split(",")]:
+        return refuse(
+            400, "protocol_version", f"this executor speaks {SUBPROTOCOL}; install a matching version"
+        )
+    credentials = request.headers.get_all("Authorization")
+    scheme, _, token = (credentials[0] if len(credentials) == 1 else "").partition(" ")
+    tenant = tokens.tenant_of(token.strip()) if scheme.lower() == "bearer" else None
+    if tenant is None:
+        return refuse(
+            401, "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
+        )
+    response = protocol.accept(request)
+    if response.status_code != 101:
+        return None, response, "http"
+    return tenant, response, ""
+
+
+class Connection:
+    """Serves one session after its handshake.
+
+    Args:
+        sock: encrypted and authenticated.
+        tenant: for the log.
+    """
+
+    def __init__(
+        self,
+        sock: ssl.SSLSocket,
+        tenant: str,
+        executor: BaseExecutor,
+        scheduler: Scheduler,
+        metrics: Metrics,
+    ) -> None:
+        self._sock = sock
+        self._tenant = tenant
+        self._executor = executor
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._protocol = ExecutorProtocol(executor.manifest)
+        self._reader = MessageReader(
+            self._protocol.accept,
+            masked=True,
+            max_message_bytes=executor.manifest.limits.max_message_bytes,
+        )
+        self._closing = False
+
+    def drain(self) -> None:
+        """From another thread: answer what has arrived, then close."""
+        self._closing = True
+        try:
+            # The plain socket's method: SSLSocket.shutdown would also drop the encryption.
+            socket.socket.shutdown(self._sock, socket.SHUT_RD)
+        except OSError:
+            pass  # it is gone already
+
+    def serve(self) -> None:
+        """Answer requests until the tenant leaves, breaks the protocol or stalls."""
+        self._sock.settimeout(STALL_SECONDS)
+        try:
+            while self._serve_once():
+                pass
+            self._close(1001 if self._closing else 1000, "")
+        except WireError as error:
+            log.warning("tenant %s broke the protocol: %s", self._tenant, error)
+            self._refuse(0, error)
+            self._close(1009 if error.code == "too_large" else 1002, error.code)
+        except (OSError, EOFError) as error:
+            log.info("tenant %s: connection ended: %s", self._tenant, type(error).__name__)
+        finally:
+            self._sock.close()
+
+    def _serve_once(self) -> bool:
+        """Receive once and handle what is complete; False when the connection ends well."""
+        try:
+            count = self._sock.recv_into(self._reader.get_buffer())
+        except TimeoutError:
+            if self._reader.mid_message:
+                raise
+            return not self._closing  # an idle tenant may stay; TCP keep-alive finds dead ones
+        except ssl.SSLError:
+            if self._closing:
+                return False
+            raise
+        if count == 0:
+            return False
+        for event in self._reader.received(count):
+            if isinstance(event, Incoming):
+                self._answer(event)
+            elif event.opcode == Opcode.PING:
+                self._sock.sendall(encode_control(Opcode.PONG, event.data))
+            elif event.opcode == Opcode.CLOSE:
+                return False
+        return True
+
+    def _answer(self, message: Incoming) -> None:
+        header = message.header
+        try:
+            if message.error is not None:
+                raise message.error
+            if message.payload is None:
+                raise WireError("payload_length", "the message has no payload")
+            if header.operation in (Operation.PRODUCT, Operation.EFFECT):
+                started = time.perf_counter()
+                answer = self._protocol.answer(header)
+                out = self._scheduler.run(header, message.payload, answer)
+                self._metrics.product(header, answer, time.perf_counter() - started)
+                self._send(answer, [out])
+                return
+            data = message.payload.numpy().data.cast("B") if message.payload.numel() else b""
+            if header.operation == Operation.HELLO:
+                hello = decode(data, Hello)
+                log.info("tenant %s connected with %.40r", self._tenant, hello.client)
+                manifest = encode(self._executor.manifest)
+                self._send(
+                    Header(
+                        Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(manifest)
+                    ),
+                    manifest,
+                )
+            else:
+                self._send(*self._fetch(decode(data, Fetch), header.request_id))
+        except WireError as error:
+            self._refuse(header.request_id, error)
+        except OSError:
+            raise  # the connection, not the request
+        except Exception:
+            # One request's failure is that request's alone; the peer learns nothing of its cause.
+            log.exception("request of tenant %s failed", self._tenant)
+            self._refuse(
+                header.request_id, WireError("internal", "the executor failed on this request; report it")
+            )
+
+    def _fetch(self, request: Fetch, request_id: int) -> tuple[Header, list[torch.Tensor]]:
+        header, tensor = self._executor.fetch(request, request_id)
+        self._metrics.sent.inc(header.payload_bytes)
+        return header, [tensor]
+
+    def _refuse(self, request_id: int, error: SymbiosisError) -> None:
+        self._metrics.refused.labels(error.code).inc()
+        data = encode(ErrorInfo(error.code, error.message, error.retry_after))
+        header = Header(Operation.ERROR, request_id=request_id, rows=1, columns=len(data))
+        try:
+            self._send(header, data)
+        except OSError:
+            if request_id:
+                raise
+
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes) -> None:
+        for piece in encode_message(header, blocks):
+            self._sock.sendall(piece)
+
+    def _close(self, code: int, reason: str) -> None:
+        try:
+            self._sock.sendall(encode_control(Opcode.CLOSE, code.to_bytes(2, "big") + reason.encode()))
+            self._sock.settimeout(1.0)
+            self._sock.unwrap()  # TLS close_notify, so that the tenant sees an end, not a cut
+        except (OSError, ValueError):
+            pass  # the peer may be gone
+
+
+HANDSHAKE_ERRORS = (Refused, OSError, InvalidHandshake, InvalidMessage, EOFError)

@@ -1,0 +1,194 @@
+"""Which layers of a checkpoint are served, and which of them receive the same tensor.
+
+No table of architectures: one tiny forward pass on the ``meta`` device, which has shapes but no
+values, shows which layers are called with the same tensor object.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError
+from shared.header import MAX_MEMBERS
+from shared.messages import GroupInfo, Member, ParameterInfo
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What a checkpoint offers: groups for the executor, parameters for tenants."""
+
+    architecture: str
+    base_prefix: str
+    groups: tuple[GroupInfo, ...]
+    parameters: tuple[ParameterInfo, ...]
+    unavailable: tuple[str, ...]
+    parameter_tensors: dict[str, str]  # parameter name -> tensor name in the checkpoint
+
+
+def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
+    """Find the groups of a checkpoint and the parameters that tenants hold.
+
+    Args:
+        checkpoint: of any causal language model or encoder that transformers knows.
+        serve_head: also serve the output head, for tenants that ask for ``offload_head=True``.
+
+    Raises:
+        CheckpointError: unknown architecture, or no frozen linear layer that could be served.
+    """
+    model = _skeleton(checkpoint)
+    prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
+    head = model.get_output_embeddings()
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and (module is not head or serve_head)
+    }
+    groups: list[GroupInfo] = []
+    served: set[str] = set()
+    for names in _same_input(model, layers):
+        members: list[Member] = []
+        for name in names:
+            module = layers[name]
+            tensor = _tensor_name(checkpoint, f"{name}.weight", prefix)
+            if tensor is None:
+                log.warning("layer %s has no weight in the checkpoint; tenants keep it", name)
+                continue
+            transposed = isinstance(module, Conv1D)
+            shape = checkpoint.describe(tensor)[0]
+            outputs, inputs = reversed(shape) if transposed else shape
+            members.append(Member(_below(name, prefix), outputs, tensor, transposed))
+            served.add(f"{name}.weight")
+        if members:
+            groups.append(GroupInfo(inputs, tuple(members), head=layers[names[0]] is head))
+    if not any(not g.head for g in groups):
+        raise CheckpointError(
+            f"{checkpoint.folder} has no linear layer to serve: {type(model).__name__} has "
+            f"{len(layers)} and the checkpoint holds the weights of none of them"
+        )
+    if head is not None:
+        served -= {name for name, module in layers.items() if module is head}
+    parameters, tensors, missing = _tenant_parameters(checkpoint, model, served, prefix)
+    used = {m.tensor for g in groups for m in g.members} | set(tensors.values())
+    if missing and set(checkpoint.names()) - used:
+        # transformers renames or merges tensors of this checkpoint while loading it.
+        log.warning(
+            "tenants cannot load this model from here, only attach one that they loaded: %d parameters "
+            "have other names or shapes in the checkpoint, such as %s",
+            len(missing),
+            missing[0],
+        )
+    else:
+        for name in missing:
+            log.warning("%s is not in the checkpoint; tenants initialise it as transformers does", name)
+        missing = ()
+    return Discovery(type(model).__name__, prefix, tuple(groups), parameters, missing, tensors)
+
+
+def _skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error}") from error
+    for name in config.architectures or []:
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+            config._attn_implementation = "eager"
+            # Only shapes matter here, and mixtures of experts have their grouped product in bfloat16 alone.
+            config.dtype = torch.bfloat16
+            with torch.device("meta"):
+                model: PreTrainedModel = model_class._from_config(config)
+            return model.eval()
+    raise CheckpointError(
+        f"{checkpoint.folder}/config.json names no architecture that transformers "
+        f"{transformers.__version__} has (architectures: {config.architectures})"
+    )
+
+
+def _same_input(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[list[str]]:
+    """Partition the layers by the tensor that reaches them; a layer that is not reached is alone."""
+    reached: dict[int, list[str]] = {}
+    keep: list[torch.Tensor] = []  # so that no two tensors share an id
+    seen: set[str] = set()
+
+    def watch(name: str) -> object:
+        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if name not in seen:
+                seen.add(name)
+                keep.append(args[0])
+                reached.setdefault(id(args[0]), []).append(name)
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(watch(name))  # type: ignore[arg-type]
+        for name, module in layers.items()
+    ]
+    ids = torch.ones((1, 4), dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        log.warning("no grouping beyond what was reached: the tiny forward pass stopped with %s", error)
+    finally:
+        for handle in handles:
+            handle.remove()  # type: ignore[attr-defined]
+    groups = [
+        part
+        for names in reached.values()
+        for part in (names[i : i + MAX_MEMBERS] for i in range(0, len(names), MAX_MEMBERS))
+    ]
+    return groups + [[name] for name in layers if name not in seen]
+
+
+def _below(name: str, prefix: str) -> str:
+    return name.removeprefix(f"{prefix}.") if prefix else name
+
+
+def _tensor_name(checkpoint: Checkpoint, name: str, prefix: str) -> str | None:
+    """The checkpoint may have been saved with or without the head, so with or without the prefix."""
+    candidates = [name, _below(name, prefix), f"{prefix}.{name}"]
+    candidates += [c.replace("LayerNorm.weight", "LayerNorm.gamma") for c in candidates]
+    candidates += [c.replace("LayerNorm.bias", "LayerNorm.beta") for c in candidates]
+    return next((c for c in candidates if c in checkpoint), None)
+
+
+def _tenant_parameters(
+    checkpoint: Checkpoint, model: PreTrainedModel, served: set[str], prefix: str
+) -> tuple[tuple[ParameterInfo, ...], dict[str, str], tuple[str, ...]]:
+    """Parameters for tenants, the tensors that hold them, and the names that have none."""
+    infos: list[ParameterInfo] = []
+    tensors: dict[str, str] = {}
+    names_of: dict[int, list[str]] = {}  # tied parameters are one tensor with several names
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in served:
+            names_of.setdefault(id(tensor), []).append(name)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    missing: list[str] = []
+    for names in names_of.values():
+        stored = [(n, t) for n in names if (t := _tensor_name(checkpoint, n, prefix)) is not None]
+        if not stored:
+            missing.append(names[0])
+            continue
+        name, tensor_name = stored[0]
+        shape, dtype = checkpoint.describe(tensor_name)
+        if shape != shapes[name]:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {tensor_name} has shape {list(shape)}, "
+                f"the configuration asks for {list(shapes[name])}"
+            )
+        infos.append(ParameterInfo(name, shape, str(dtype).removeprefix("torch.")))
+        tensors[name] = tensor_name
+    return tuple(infos), tensors, tuple(missing)

@@ -1,0 +1,99 @@
+"""What the executor counts, and the loopback port that shows it (``/metrics``, ``/healthz``)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+
+from shared.header import Direction, Header, Operation
+
+_DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
+_OPERATIONS = {Operation.PRODUCT: "product", Operation.EFFECT: "effect"}
+
+
+class Metrics:
+    """Counters of one executor. Labels have few values and none that a peer chooses."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels = ("operation", "direction")
+        requests = Counter(
+            "symbiosis_requests", "Products and effects answered.", labels, registry=self.registry
+        )
+        rows = Counter("symbiosis_rows", "Rows of those requests.", labels, registry=self.registry)
+        seconds = Histogram(
+            "symbiosis_product_seconds",
+            "Time from a complete request to its computed answer.",
+            labels,
+            registry=self.registry,
+            buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1, 3, 10),
+        )
+        self._products = {
+            (o, d): tuple(metric.labels(operation, direction) for metric in (requests, rows, seconds))
+            for o, operation in _OPERATIONS.items()
+            for d, direction in _DIRECTIONS.items()
+        }
+        self.received = Counter("symbiosis_received_bytes", "Payload bytes received.", registry=self.registry)
+        self.sent = Counter("symbiosis_sent_bytes", "Payload bytes sent.", registry=self.registry)
+        self.refused = Counter(
+            "symbiosis_refused", "Requests answered with an error.", ("code",), registry=self.registry
+        )
+        self.handshakes_failed = Counter(
+            "symbiosis_handshakes_failed",
+            "Connections that ended before a session began.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.connections = Gauge("symbiosis_connections", "Open tenant sessions.", registry=self.registry)
+
+    def product(self, header: Header, answer: Header, seconds: float) -> None:
+        """Count one answered product or effect."""
+        requests, rows, histogram = self._products[Operation(header.operation), Direction(header.direction)]
+        requests.inc()
+        rows.inc(header.rows)
+        histogram.observe(seconds)
+        self.received.inc(header.payload_bytes)
+        self.sent.inc(answer.payload_bytes)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Scrapes are not worth a log line each."""
+
+
+class AdminServer:
+    """Serves ``/metrics`` and ``/healthz`` on a loopback port, in a thread of its own.
+
+    Args:
+        metrics: what to show.
+        port: 0 picks one; see ``port`` for which.
+        healthy: asked at every ``/healthz``; 200 if true, 503 if not (draining).
+    """
+
+    def __init__(self, metrics: Metrics, port: int, healthy: Callable[[], bool]) -> None:
+        show_metrics = make_wsgi_app(metrics.registry)
+
+        def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            path = environ["PATH_INFO"]
+            if path == "/metrics":
+                shown: Iterable[bytes] = show_metrics(environ, start_response)
+                return shown
+            if path == "/healthz":
+                ok = healthy()
+                start_response("200 OK" if ok else "503 Service Unavailable", [("Content-Type", "text/plain")])
+                return [b"ok\n" if ok else b"draining\n"]
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"try /metrics or /healthz\n"]
+
+        self._server: WSGIServer = make_server("127.0.0.1", port, app, handler_class=_QuietHandler)
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, name="admin", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,162 @@
+"""Listens, hands each connection to a thread, and drains at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+import msgspec
+
+from provider.connection import HANDSHAKE_ERRORS, Connection, Refused, handshake
+from provider.executor import BaseExecutor, Scheduler
+from provider.metrics import Metrics
+from provider.tokens import TokenFile
+from shared.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+
+def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:
+    """TLS 1.3 only, with ``server.pem`` and ``server.key`` of the folder.
+
+    Args:
+        client_ca: if given, tenants must also show a certificate that this authority signed.
+
+    Raises:
+        ConfigurationError: a file is missing or does not fit.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    folder = Path(tls_dir)
+    try:
+        context.load_cert_chain(folder / "server.pem", folder / "server.key")
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(
+            f"no usable certificate in {folder} (server.pem, server.key): {error}. "
+            f"For development: `symbiosis-provider certs {folder}`"
+        ) from error
+    return context
+
+
+class Server:
+    """A base executor behind a TLS port.
+
+    Args:
+        max_connections: further ones are closed at once; each costs a thread.
+    """
+
+    def __init__(
+        self,
+        executor: BaseExecutor,
+        scheduler: Scheduler,
+        *,
+        context: ssl.SSLContext,
+        tokens: TokenFile,
+        metrics: Metrics,
+        host: str = "127.0.0.1",
+        port: int = 8765,
+        max_connections: int = 256,
+    ) -> None:
+        self._executor, self._scheduler = executor, scheduler
+        self._context, self._tokens, self._metrics = context, tokens, metrics
+        self._max_connections = max_connections
+        self._threads: set[threading.Thread] = set()
+        self._sessions: set[Connection] = set()
+        self._lock = threading.Lock()
+        self.draining = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        self.host, self.port = host, self._listener.getsockname()[1]
+        self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def url(self) -> str:
+        """Where tenants connect."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"wss://{host}:{self.port}"
+
+    def write_ready_file(self, path: str | Path, **more: str) -> None:
+        """Tell a supervisor, in one rename, that the port is open; ``more`` goes into the file too."""
+        path = Path(path)
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_bytes(msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more}))
+        temporary.replace(path)
+
+    def drain(self, seconds: float = 10.0) -> bool:
+        """Stop accepting, let every session answer what has arrived; whether all ended in time."""
+        self.draining = True
+        try:
+            # Closing alone would not wake the thread that waits in accept().
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._listener.close()
+        with self._lock:
+            sessions, threads = list(self._sessions), list(self._threads)
+        for session in sessions:
+            session.drain()
+        for thread in threads:
+            thread.join(seconds)
+        return not any(thread.is_alive() for thread in threads)
+
+    def _accept(self) -> None:
+        while not self.draining:
+            try:
+                raw, _ = self._listener.accept()
+            except OSError:
+                if not self.draining:
+                    log.exception("cannot accept connections")
+                    threading.Event().wait(0.1)  # out of file descriptors: give some time to close
+                continue
+            with self._lock:
+                full = len(self._threads) >= self._max_connections
+            if full:
+                self._metrics.handshakes_failed.labels("full").inc()
+                raw.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(raw,), daemon=True)
+            with self._lock:
+                self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, raw: socket.socket) -> None:
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            try:
+                sock, tenant = handshake(raw, self._context, self._tokens)
+            except HANDSHAKE_ERRORS as error:
+                reason = error.reason if isinstance(error, Refused) else "tls"
+                self._metrics.handshakes_failed.labels(reason).inc()
+                log.info("no session: %s (%s)", reason, type(error).__name__)
+                return
+            session = Connection(sock, tenant, self._executor, self._scheduler, self._metrics)
+            with self._lock:
+                self._sessions.add(session)
+            self._metrics.connections.inc()
+            try:
+                if self.draining:
+                    session.drain()
+                session.serve()
+            finally:
+                self._metrics.connections.dec()
+                with self._lock:
+                    self._sessions.discard(session)
+        except Exception:
+            log.exception("connection thread failed")
+        finally:
+            raw.close()
+            with self._lock:
+                self._threads.discard(threading.current_thread())

@@ -1,0 +1,69 @@
+"""Bearer tokens: 32 random bytes each, of which the file keeps only the SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import ConfigurationError
+
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class TokenFile:
+    """A JSON file ``{tenant: sha256 of its token}``, readable by its owner only.
+
+    A plain hash is enough because a token is 256 random bits, not a password. The file is read at
+    every check, so that adding and removing tenants needs no restart.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, str])
+        except FileNotFoundError:
+            raise ConfigurationError(
+                f"{self.path} does not exist; make it with "
+                f"`symbiosis-provider token add TENANT --token-file {self.path}`"
+            ) from None
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigurationError(f"{self.path} is not a token file: {error}") from error
+
+    def check_readable(self) -> int:
+        """Number of tenants; raises ConfigurationError if the file cannot be used."""
+        return len(self._read())
+
+    def add(self, tenant: str) -> str:
+        """Make a token for a tenant, replacing an older one, and return it; it is stored nowhere."""
+        if not _TENANT.fullmatch(tenant):
+            raise ConfigurationError("a tenant's name is 1 to 64 letters, digits, dots, dashes, underscores")
+        tokens = self._read() if self.path.exists() else {}
+        token = secrets.token_urlsafe(32)
+        tokens[tenant] = _hash(token)
+        temporary = self.path.with_name(self.path.name + ".new")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(tokens)))
+        temporary.replace(self.path)
+        return token
+
+    def tenant_of(self, token: str) -> str | None:
+        """The tenant that holds this token, or None. Time does not depend on which or whether."""
+        given = _hash(token)
+        found = None
+        for tenant, stored in self._read().items():
+            if hmac.compare_digest(given, stored):
+                found = tenant
+        return found
+
+
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()

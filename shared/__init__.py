@@ -1,0 +1,1 @@
+"""The wire contract between tenant and provider: messages, framing, errors, checkpoints."""

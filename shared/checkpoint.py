@@ -1,0 +1,124 @@
+"""A Hugging Face checkpoint folder, read one tensor at a time, safetensors only.
+
+The provider reads the layers that it serves; a tenant that has the checkpoint reads the same
+layers to compute effects itself. Nothing here unpickles anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shared.errors import CheckpointError
+from shared.header import DTYPE_CODES
+from shared.messages import TENANT_FILES, FileInfo, GroupInfo, Member
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class Checkpoint:
+    """Names, shapes and lazily read tensors of a checkpoint folder.
+
+    Args:
+        folder: contains ``config.json`` and ``model.safetensors``, or shards with their index.
+
+    Raises:
+        CheckpointError: folder missing, no safetensors file, or a file that cannot be read.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{self.folder} is not a checkpoint folder: it has no config.json. Give the folder that "
+                "`save_pretrained` wrote or that a model hub's download made"
+            )
+        self._file_of = self._find_tensors()
+
+    def _find_tensors(self) -> dict[str, Path]:
+        if (self.folder / _INDEX).is_file():
+            try:
+                shards = {
+                    str(shard)
+                    for shard in json.loads((self.folder / _INDEX).read_text())["weight_map"].values()
+                }
+            except (ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(f"{self.folder / _INDEX} is damaged: {error}") from error
+        elif (self.folder / _SINGLE).is_file():
+            shards = {_SINGLE}
+        else:
+            raise CheckpointError(
+                f"{self.folder} has no {_SINGLE} and no {_INDEX}. Other formats (pickle .bin files) are "
+                "never read; convert with `model.save_pretrained(folder)`, which writes safetensors"
+            )
+        found: dict[str, Path] = {}
+        for shard in sorted(shards):
+            path = self.folder / Path(shard).name
+            try:
+                with safe_open(path, framework="pt") as file:
+                    found.update(dict.fromkeys(file.keys(), path))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        return found
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """One tensor in its stored dtype, or the given rows of its first axis."""
+        with safe_open(self._file_of[name], framework="pt") as file:
+            if rows is None:
+                tensor: torch.Tensor = file.get_tensor(name)
+            else:
+                tensor = file.get_slice(name)[rows]
+        return tensor
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype, without reading more than one row."""
+        with safe_open(self._file_of[name], framework="pt") as file:
+            part = file.get_slice(name)
+            shape = tuple(part.get_shape())
+            dtype = (part[0:1] if shape else file.get_tensor(name)).dtype
+        if dtype not in DTYPE_CODES:
+            raise CheckpointError(f"{name} has dtype {dtype}, which is not supported")
+        return shape, dtype
+
+    def member_weight(self, member: Member) -> torch.Tensor:
+        """The frozen weight W [outputs, inputs] of a layer, in its stored dtype."""
+        weight = self.read(member.tensor)
+        return weight.T if member.transposed else weight
+
+    def digest(self, groups: Iterable[GroupInfo]) -> str:
+        """SHA-256 over name, dtype, shape and bytes of every served weight as stored, in order of name.
+
+        Whoever has the checkpoint gets the same digest, whatever numerics an executor serves it in.
+        """
+        total = hashlib.sha256()
+        members = sorted(
+            (m for g in groups if not g.head for m in g.members), key=lambda member: member.tensor
+        )
+        for member in members:
+            weight = self.read(member.tensor).contiguous()
+            total.update(f"{member.tensor}|{weight.dtype}|{tuple(weight.shape)}|".encode())
+            total.update(weight.reshape(-1).view(torch.uint8).numpy().data)
+        return total.hexdigest()
+
+    def tenant_files(self) -> tuple[FileInfo, ...]:
+        """The configuration and tokenizer files that the folder has, with size and SHA-256."""
+        infos = []
+        for name in TENANT_FILES:
+            path = self.folder / name
+            if path.is_file():
+                data = path.read_bytes()
+                infos.append(FileInfo(name, len(data), hashlib.sha256(data).hexdigest()))
+        return tuple(infos)

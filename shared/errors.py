@@ -1,0 +1,131 @@
+"""Every error that this project raises on purpose.
+
+::
+
+    SymbiosisError
+    ├── ConfigurationError          an option or a file of our own user is wrong
+    │   ├── CheckpointError         a model folder cannot be served or read
+    │   └── ModelMismatch           a tenant's model is not the one the executor serves
+    ├── WireError                   a peer broke the protocol or asked for what cannot be (has a code)
+    ├── RequestRefused              the executor answered with a typed error (has its code)
+    ├── ConnectError                no session could be opened
+    │   ├── TlsError                certificate, host name or TLS version
+    │   ├── AuthenticationError     token or client certificate
+    │   └── ProtocolVersionError    the two sides speak different versions
+    ├── ConnectionLost              an open session broke
+    ├── RequestTimeout              no answer within the timeout
+    ├── NonFiniteError              NaN or infinity would have been sent
+    └── RemoteWeightUnavailable     something read the values of a weight that stays with the provider
+
+Errors carry a stable ``code`` and say what to do. What a peer is told is made of
+``code`` and ``message`` alone: no paths, no traces.
+"""
+
+from __future__ import annotations
+
+
+class SymbiosisError(Exception):
+    """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry"."""
+
+    code: str = "error"
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after = retry_after
+
+
+class ConfigurationError(SymbiosisError):
+    """An option, a file or a folder that the user of this side gave is wrong."""
+
+    code = "configuration"
+
+
+class CheckpointError(ConfigurationError):
+    """A model folder is missing, unreadable, or has nothing to serve."""
+
+    code = "checkpoint"
+
+
+class ModelMismatch(ConfigurationError):
+    """The tenant's model does not have the layers, shapes or weights of the executor's."""
+
+    code = "model_mismatch"
+
+
+class _CodedError(SymbiosisError):
+    """An error whose code is chosen where it is raised, out of the table in ``shared/PROTOCOL.md``."""
+
+    def __init__(self, code: str, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.code, self.message))
+
+
+class WireError(_CodedError):
+    """The peer's bytes are not a valid message, or ask for something that does not exist.
+
+    ``fatal`` means that the position in the byte stream is lost, so the connection must close;
+    otherwise only the one request fails.
+    """
+
+    def __init__(self, code: str, message: str, *, fatal: bool = False) -> None:
+        super().__init__(code, message)
+        self.fatal = fatal
+
+
+class RequestRefused(_CodedError):
+    """The executor refused one request; the session goes on."""
+
+
+class ConnectError(SymbiosisError):
+    """A session could not be opened: name, port, network."""
+
+    code = "connect"
+
+
+class TlsError(ConnectError):
+    """The TLS handshake failed: untrusted, expired or wrong-host certificate, or an old TLS version."""
+
+    code = "tls"
+
+
+class AuthenticationError(ConnectError):
+    """The executor did not accept the token or the client certificate."""
+
+    code = "unauthorized"
+
+
+class ProtocolVersionError(ConnectError):
+    """The executor does not speak this version of the protocol."""
+
+    code = "protocol_version"
+
+
+class ConnectionLost(SymbiosisError):
+    """The connection ended while the session was open; nothing was half applied, open a new session."""
+
+    code = "connection_lost"
+
+
+class RequestTimeout(SymbiosisError):
+    """No progress on a request within its timeout."""
+
+    code = "timeout"
+
+
+class NonFiniteError(SymbiosisError):
+    """A tensor that would have been sent holds NaN or infinity."""
+
+    code = "non_finite"
+
+
+class RemoteWeightUnavailable(SymbiosisError):
+    """The values of a frozen weight were read, but they stay with the provider."""
+
+    code = "remote_weight"

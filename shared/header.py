@@ -1,0 +1,144 @@
+"""The 32-byte little-endian header in front of every message (``shared/PROTOCOL.md``, "Header").
+
+::
+
+    offset  size  field
+         0     1  version      PROTOCOL_VERSION
+         1     1  operation    Operation
+         2     1  direction    Direction
+         3     1  dtype        code in DTYPES
+         4     4  group        group id of a product or effect, else 0
+         8     4  request_id   chosen by the tenant, repeated in the answer
+        12     4  rows
+        16     4  columns
+        20     2  flags        0 in this version
+        22     2  reserved     0
+        24     8  members      bit i: member i of the group takes part
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+import torch
+
+from shared.errors import WireError
+
+PROTOCOL_VERSION = 1
+SUBPROTOCOL = "symbiosis.v1"
+HEADER_BYTES = 32
+MAX_MEMBERS = 64
+
+_STRUCT = struct.Struct("<BBBBIIIIHHQ")
+
+
+class Operation(enum.IntEnum):
+    """What a message is. Tenants send HELLO, PRODUCT, EFFECT and FETCH; executors the rest."""
+
+    HELLO = 1
+    WELCOME = 2
+    PRODUCT = 3
+    EFFECT = 4
+    FETCH = 5
+    REPLY = 6
+    ERROR = 7
+
+
+class Direction(enum.IntEnum):
+    """``FORWARD`` multiplies rows by W transposed, ``BACKWARD`` output gradients by W."""
+
+    NONE = 0
+    FORWARD = 1
+    BACKWARD = 2
+
+
+# The closed table of element types. A code that is not here is refused; no type name ever
+# comes from the wire. Code 0 is raw bytes (JSON of control messages, parts of files).
+DTYPES: dict[int, torch.dtype] = {
+    0: torch.uint8,
+    1: torch.float32,
+    2: torch.bfloat16,
+    3: torch.float16,
+    4: torch.float64,
+    5: torch.int64,
+    6: torch.int32,
+    7: torch.bool,
+}
+BYTES = 0
+DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+DTYPE_NAMES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
+}
+
+
+class Header(NamedTuple):
+    """One parsed header; see the module's table. ``rows * columns * itemsize`` is the payload's size."""
+
+    operation: int
+    direction: int = Direction.NONE
+    dtype: int = BYTES
+    group: int = 0
+    request_id: int = 0
+    rows: int = 0
+    columns: int = 0
+    members: int = 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """Exact size in bytes of the payload; Python integers do not overflow."""
+        return self.rows * self.columns * DTYPES[self.dtype].itemsize
+
+    def pack(self) -> bytes:
+        """The 32 bytes of this header."""
+        return _STRUCT.pack(
+            PROTOCOL_VERSION,
+            self.operation,
+            self.direction,
+            self.dtype,
+            self.group,
+            self.request_id,
+            self.rows,
+            self.columns,
+            0,
+            0,
+            self.members,
+        )
+
+
+def parse_header(data: bytes | bytearray | memoryview) -> Header:
+    """Parse the first 32 bytes of a message.
+
+    Raises:
+        WireError: ``protocol_version`` (fatal), ``operation``, ``direction``, ``dtype`` or ``reserved``.
+    """
+    (version, operation, direction, dtype, group, request_id, rows, columns, flags, reserved, members) = (
+        _STRUCT.unpack_from(data)
+    )
+    if version != PROTOCOL_VERSION:
+        raise WireError(
+            "protocol_version",
+            f"the message has protocol version {version}, this side speaks {PROTOCOL_VERSION}; "
+            "install matching versions on both sides",
+            fatal=True,
+        )
+    if not 1 <= operation <= 7:
+        raise WireError("operation", f"unknown operation {operation}")
+    if direction > 2:
+        raise WireError("direction", f"unknown direction {direction}; forward is 1, backward is 2")
+    if dtype not in DTYPES:
+        raise WireError("dtype", f"unknown dtype code {dtype}")
+    if flags or reserved:
+        raise WireError("reserved", "flags and reserved must be 0 in this version")
+    return Header(operation, direction, dtype, group, request_id, rows, columns, members)
+
+
+def request_id_of(data: bytes | bytearray | memoryview) -> int:
+    """The request id of a header that may be invalid otherwise, so that its error can name it."""
+    return int.from_bytes(data[8:12], "little")
+
+
+def member_indices(members: int) -> list[int]:
+    """The positions of the bits set in ``members``, ascending."""
+    return [i for i in range(members.bit_length()) if members >> i & 1]

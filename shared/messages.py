@@ -1,0 +1,132 @@
+"""The control messages: typed, strict JSON (``shared/PROTOCOL.md``, "Control messages")."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from shared.errors import WireError
+
+# The files of a checkpoint folder that a tenant may ask for: what `AutoConfig`,
+# `GenerationConfig` and `AutoTokenizer` read. Both sides check names against this list, so
+# neither a curious tenant nor a hostile executor can name any other path.
+TENANT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all control messages."""
+
+
+class Hello(Message, frozen=True):
+    """First message of a tenant."""
+
+    client: str  # name and version, for the log
+
+
+class Member(Message, frozen=True):
+    """One frozen layer: ``y = x W^T`` with W of shape [outputs, inputs of the group]."""
+
+    name: str  # module path below the base model, e.g. "layers.0.self_attn.q_proj"
+    outputs: int
+    tensor: str  # name of the weight in the checkpoint's safetensors files
+    transposed: bool = False  # True: the checkpoint stores [inputs, outputs] (Conv1D)
+
+
+class GroupInfo(Message, frozen=True):
+    """Layers that receive the same tensor. The group's id is its position in the manifest."""
+
+    inputs: int
+    members: tuple[Member, ...]
+    head: bool = False  # the output head, which a tenant uses only with offload_head=True
+
+
+class ParameterInfo(Message, frozen=True):
+    """A parameter or persistent buffer that the tenant holds."""
+
+    name: str  # full name in the transformers model's state_dict
+    shape: tuple[int, ...]
+    dtype: str  # a name in DTYPE_NAMES: the checkpoint's own
+
+
+class FileInfo(Message, frozen=True):
+    """A file of the checkpoint folder; ``name`` is one of TENANT_FILES."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Limits(Message, frozen=True):
+    """What this executor accepts; the SDK splits larger requests."""
+
+    max_message_bytes: int  # payload of any message, either way
+    max_rows: int  # rows of one product
+
+
+class Manifest(Message, frozen=True):
+    """Everything a tenant needs to know about an executor; the payload of WELCOME."""
+
+    server: str
+    model: str
+    architecture: str  # transformers class name
+    base_prefix: str  # prefix of the base model in that class, e.g. "model"
+    digest: str  # SHA-256 over the served weights, see Checkpoint.digest
+    numerics: str
+    wire_dtypes: tuple[str, ...]
+    limits: Limits
+    groups: tuple[GroupInfo, ...]
+    parameters: tuple[ParameterInfo, ...]
+    unavailable: tuple[str, ...]  # tenant-side parameters that this executor cannot supply
+    files: tuple[FileInfo, ...]
+
+
+class Fetch(Message, frozen=True):
+    """Ask for rows [start, stop) of a parameter's first axis, or bytes [start, stop) of a file."""
+
+    kind: str  # "parameter" | "file"
+    name: str
+    start: int
+    stop: int
+
+
+class ErrorInfo(Message, frozen=True):
+    """Payload of ERROR."""
+
+    code: str
+    message: str
+    retry_after: float | None = None
+
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    """UTF-8 JSON of a control message."""
+    return msgspec.json.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
+    """Parse a control message strictly.
+
+    Raises:
+        WireError: ``control_message``, if it is not JSON or not exactly of this kind.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError("control_message", f"not a valid {kind.__name__} message: {error}") from error

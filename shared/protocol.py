@@ -1,0 +1,206 @@
+"""The message protocol as two state machines without I/O (``shared/PROTOCOL.md``).
+
+Both are asked about every header before anything is allocated for its payload: the executor's
+whether it will serve such a request, the tenant's whether it waits for such an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from shared.errors import WireError
+from shared.header import (
+    BYTES,
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    MAX_MEMBERS,
+    Direction,
+    Header,
+    Operation,
+    member_indices,
+)
+from shared.messages import GroupInfo, Manifest
+
+MAX_REQUEST_CONTROL_BYTES = 64 * 1024
+MAX_ANSWER_CONTROL_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Widths of one group: ``inputs`` D, ``outputs`` O of each member."""
+
+    inputs: int
+    outputs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, info: GroupInfo) -> GroupShape:
+        """The widths in a manifest's entry."""
+        return cls(info.inputs, tuple(m.outputs for m in info.members))
+
+    def selected(self, members: int) -> list[int]:
+        """Output widths of the members in the bit mask, in order."""
+        return [self.outputs[i] for i in member_indices(members)]
+
+    def request_columns(self, direction: int, members: int) -> int:
+        """Columns of a request: D forward, the sum of the members' O backward."""
+        return self.inputs if direction == Direction.FORWARD else sum(self.selected(members))
+
+    def answer_columns(self, direction: int, members: int) -> int:
+        """Columns of its answer, the other way round."""
+        return sum(self.selected(members)) if direction == Direction.FORWARD else self.inputs
+
+
+class ExecutorProtocol:
+    """The executor's side of one connection: HELLO first, then products, effects and fetches."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._shapes = [GroupShape.of(g) for g in manifest.groups]
+        self._limits = manifest.limits
+        self._dtypes = {DTYPE_CODES[DTYPE_NAMES[name]]: name for name in manifest.wire_dtypes}
+        self.greeted = False
+
+    def accept(self, header: Header) -> None:
+        """Check a request's header; nothing has been allocated yet.
+
+        Raises:
+            WireError: with the code of what is wrong; fatal if no HELLO came first.
+        """
+        operation = header.operation
+        if operation == Operation.HELLO:
+            if self.greeted:
+                raise WireError("unexpected", "HELLO was already said on this connection")
+            self.greeted = True
+        elif not self.greeted:
+            raise WireError("unexpected", "the first message must be HELLO", fatal=True)
+        if operation in (Operation.PRODUCT, Operation.EFFECT):
+            self._accept_product(header)
+        elif operation in (Operation.HELLO, Operation.FETCH):
+            if header.dtype != BYTES or header.rows != 1:
+                raise WireError("control_message", "control messages have one row of bytes")
+            if header.payload_bytes > MAX_REQUEST_CONTROL_BYTES:
+                raise WireError("too_large", f"control message over {MAX_REQUEST_CONTROL_BYTES} bytes")
+        else:
+            raise WireError("operation", f"tenants do not send operation {operation}")
+
+    def _accept_product(self, header: Header) -> None:
+        if header.group >= len(self._shapes):
+            raise WireError(
+                "group", f"unknown group {header.group}; this executor serves {len(self._shapes)}"
+            )
+        if header.direction not in (Direction.FORWARD, Direction.BACKWARD):
+            raise WireError("direction", "a product is forward (1) or backward (2)")
+        if header.dtype not in self._dtypes:
+            raise WireError("dtype", f"send one of {', '.join(self._dtypes.values())}")
+        shape = self._shapes[header.group]
+        if not 0 < header.members < 1 << len(shape.outputs):
+            raise WireError("members", f"group {header.group} has {len(shape.outputs)} members")
+        columns = shape.request_columns(header.direction, header.members)
+        if header.columns != columns:
+            raise WireError(
+                "width", f"group {header.group} takes {columns} columns here, not {header.columns}"
+            )
+        if header.rows == 0:
+            raise WireError("zero_rows", "a product needs at least one row")
+        if header.rows > self._limits.max_rows:
+            raise WireError(
+                "too_large", f"{header.rows} rows; the limit is {self._limits.max_rows}, split the request"
+            )
+        size = max(header.payload_bytes, self.answer(header).payload_bytes)
+        if size > self._limits.max_message_bytes:
+            raise WireError(
+                "too_large",
+                f"{size} bytes; the limit is {self._limits.max_message_bytes}, split the request",
+            )
+
+    def answer(self, header: Header) -> Header:
+        """Header of the answer to an accepted product or effect."""
+        columns = self._shapes[header.group].answer_columns(header.direction, header.members)
+        return header._replace(operation=Operation.REPLY, columns=columns)
+
+
+def validate_manifest(manifest: Manifest) -> None:
+    """Check what the types alone do not, so that a hostile manifest cannot do harm later.
+
+    Raises:
+        WireError: ``manifest``.
+    """
+    for group in manifest.groups:
+        widths = [group.inputs, *(m.outputs for m in group.members)]
+        if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
+            raise WireError("manifest", "the executor's manifest has a group of impossible shape")
+    for parameter in manifest.parameters:
+        if parameter.dtype not in DTYPE_NAMES or not all(0 < n < 1 << 31 for n in parameter.shape):
+            raise WireError("manifest", f"parameter {parameter.name[:80]!r} has an impossible type")
+    limits = manifest.limits
+    if limits.max_rows < 1 or limits.max_message_bytes < 1 << 16:
+        raise WireError("manifest", "the executor's limits leave no room for a request")
+    if not set(manifest.wire_dtypes) <= set(DTYPE_NAMES):
+        raise WireError("manifest", "the executor offers unknown dtypes")
+
+
+@dataclass(slots=True)
+class TenantProtocol:
+    """The tenant's side of one connection: numbers requests and knows which answers are awaited."""
+
+    _expected: dict[int, Header] = field(default_factory=dict)
+    _next_id: int = 1
+
+    def control(self, operation: Operation, size: int, answer: Header) -> Header:
+        """Header of a control request of ``size`` bytes whose answer will look like ``answer``."""
+        return self._register(Header(operation, rows=1, columns=size), answer)
+
+    def product(
+        self,
+        operation: Operation,
+        group: int,
+        shape: GroupShape,
+        direction: Direction,
+        members: int,
+        rows: int,
+        dtype: torch.dtype,
+    ) -> Header:
+        """Header of a product or effect request."""
+        header = Header(
+            operation,
+            direction,
+            DTYPE_CODES[dtype],
+            group,
+            0,
+            rows,
+            shape.request_columns(direction, members),
+            members,
+        )
+        columns = shape.answer_columns(direction, members)
+        return self._register(header, header._replace(operation=Operation.REPLY, columns=columns))
+
+    def _register(self, header: Header, answer: Header) -> Header:
+        request_id = self._next_id
+        self._next_id = request_id % 0xFFFFFFFF + 1
+        self._expected[request_id] = answer._replace(request_id=request_id)
+        return header._replace(request_id=request_id)
+
+    def accept(self, header: Header) -> None:
+        """Check an answer's header; nothing has been allocated yet.
+
+        Raises:
+            WireError: ``unexpected``, always fatal: an executor that answers what was not asked
+                cannot be followed any further.
+        """
+        expected = self._expected.get(header.request_id)
+        if header.operation == Operation.ERROR:
+            known = expected is not None or header.request_id == 0
+            if known and header.dtype == BYTES and header.payload_bytes <= MAX_REQUEST_CONTROL_BYTES:
+                return
+        elif expected is not None and expected.operation == Operation.WELCOME:
+            known = header._replace(columns=0) == expected._replace(columns=0)
+            if known and header.payload_bytes <= MAX_ANSWER_CONTROL_BYTES:
+                return
+        elif header == expected:
+            return
+        raise WireError("unexpected", "the executor sent an answer that was not asked for", fatal=True)
+
+    def answered(self, request_id: int) -> None:
+        """An answer is complete: its id is free again."""
+        self._expected.pop(request_id, None)

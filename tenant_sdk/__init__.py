@@ -1,0 +1,40 @@
+"""The tenant's side: ordinary transformers and PEFT code whose frozen layers run on an executor."""
+
+from shared.errors import (
+    AuthenticationError,
+    CheckpointError,
+    ConfigurationError,
+    ConnectError,
+    ConnectionLost,
+    ModelMismatch,
+    NonFiniteError,
+    ProtocolVersionError,
+    RemoteWeightUnavailable,
+    RequestRefused,
+    RequestTimeout,
+    SymbiosisError,
+    TlsError,
+)
+from tenant_sdk.noise_bank import NoiseBankOptions
+from tenant_sdk.remote import Stats
+from tenant_sdk.session import Session, connect
+
+__all__ = [
+    "AuthenticationError",
+    "CheckpointError",
+    "ConfigurationError",
+    "ConnectError",
+    "ConnectionLost",
+    "ModelMismatch",
+    "NoiseBankOptions",
+    "NonFiniteError",
+    "ProtocolVersionError",
+    "RemoteWeightUnavailable",
+    "RequestRefused",
+    "RequestTimeout",
+    "Session",
+    "Stats",
+    "SymbiosisError",
+    "TlsError",
+    "connect",
+]

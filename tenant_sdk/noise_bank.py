@@ -1,0 +1,173 @@
+"""The paper's masking: a bank of noise whose effect is known beforehand (Symbiosis §3.8).
+
+What it is worth: little. If the executor computes the effects, as the paper has it, it has seen
+every mask and can subtract each. If somebody else does, a mask that serves twice still shows the
+difference of the two rows. Kept for fidelity and as the subject of the audit; SECURITY.md says more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shared.errors import ConfigurationError
+from shared.header import Direction, Operation, member_indices
+from tenant_sdk.channel import Entropy
+from tenant_sdk.mask_sources import MaskSource
+from tenant_sdk.remote import RemoteExecutor
+
+
+@dataclass(frozen=True)
+class NoiseBankOptions:
+    """Size and life of a bank.
+
+    ``masks`` K, a power of two up to 256, for each group and direction. ``scale`` is the noise's
+    standard deviation in units of the activations' root mean square; it is rounded up to a power
+    of two. A bank is replaced after ``rotate_rows`` rows or ``rotate_seconds``; the next one is
+    fetched in the background.
+    """
+
+    masks: int = 16
+    scale: float = 1.0
+    rotate_rows: int = 1 << 16
+    rotate_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        if not 1 <= self.masks <= 256 or self.masks & (self.masks - 1):
+            raise ConfigurationError(f"masks must be a power of two from 1 to 256, not {self.masks}")
+        if self.scale <= 0 or self.rotate_rows < 1 or self.rotate_seconds <= 0:
+            raise ConfigurationError("scale, rotate_rows and rotate_seconds must be positive")
+
+
+@dataclass
+class _Bank:
+    """K standard normal masks of one group and direction, and their effects.
+
+    ``masks`` holds one block forward, one for each member backward; ``effects`` always one for each
+    member, so that any selection of members can be served.
+    """
+
+    masks: list[torch.Tensor]
+    effects: list[torch.Tensor]
+    made: float
+    rows: int = 0
+    next: Future[_Bank] | None = None
+
+
+class NoiseBank:
+    """Privacy mode ``noise-bank``.
+
+    A row x is sent as ``x + a n_k`` with k drawn secretly for every row, and ``a (n_k W)`` is
+    subtracted from the answer. The scale a is a power of two near ``scale`` times the larger of the
+    row's and the mean root mean square, so that multiplying by it is exact and quiet rows hide
+    among loud ones.
+
+    Args:
+        remote: the executor that gets the masked rows.
+        source: computes the effects.
+        options: size and life of a bank.
+        entropy: secret random bytes.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteExecutor,
+        source: MaskSource,
+        options: NoiseBankOptions,
+        *,
+        entropy: Entropy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._remote, self._source, self._options = remote, source, options
+        self._entropy, self._clock = entropy, clock
+        self._banks: dict[tuple[int, Direction], _Bank] = {}
+        self._lock = threading.Lock()
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-noise-bank")
+
+    def product(
+        self, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See ``tenant_sdk.privacy.Privacy``."""
+        bank = self._bank(group, direction, len(blocks[0]))
+        started = time.perf_counter()
+        choice = self._choose(blocks)
+        indices = member_indices(members)
+        if direction == Direction.FORWARD:
+            masks, effects = bank.masks, [bank.effects[i] for i in indices]
+        else:
+            masks = [bank.masks[i] for i in indices]
+            effects = [torch.stack([bank.effects[i] for i in indices]).sum(0)]
+        masked = [torch.addmm(block, choice, mask) for block, mask in zip(blocks, masks, strict=True)]
+        spent = time.perf_counter() - started
+        results = self._remote.product(Operation.PRODUCT, group, direction, members, masked)
+        started = time.perf_counter()
+        for result, effect in zip(results, effects, strict=True):
+            result.addmm_(choice, effect, alpha=-1)
+        self._remote.stats.seconds_masking += spent + time.perf_counter() - started
+        return results
+
+    def _choose(self, blocks: list[torch.Tensor]) -> torch.Tensor:
+        """[T, K]: in each row one entry, the power of two a, in a secretly drawn column."""
+        rows = len(blocks[0])
+        power = torch.stack([block.square().sum(1) for block in blocks]).sum(0)
+        rms = (power / sum(block.shape[1] for block in blocks)).sqrt_()
+        loud = torch.maximum(rms, rms.mean()) * self._options.scale
+        exponent = torch.where(loud > 0, loud, 1.0).log2().ceil_()
+        picked = np.frombuffer(self._entropy(rows), np.uint8) & (self._options.masks - 1)
+        choice = torch.zeros((rows, self._options.masks))
+        return choice.scatter_(1, torch.from_numpy(picked.astype(np.int64))[:, None], exponent.exp2_()[:, None])
+
+    def _bank(self, group: int, direction: Direction, rows: int) -> _Bank:
+        key = (group, direction)
+        with self._lock:
+            bank = self._banks.get(key)
+            if bank is not None and bank.next is not None and bank.next.done():
+                bank = self._banks[key] = bank.next.result()  # raises what the fetch raised
+            if bank is not None:
+                bank.rows += rows
+                options = self._options
+                old = self._clock() - bank.made > options.rotate_seconds
+                if bank.next is None and (old or bank.rows > options.rotate_rows):
+                    bank.next = self._fetcher.submit(self._make, group, direction)
+                return bank
+        made = self._make(group, direction)
+        with self._lock:
+            bank = self._banks.setdefault(key, made)
+            bank.rows += rows
+            return bank
+
+    def _make(self, group: int, direction: Direction) -> _Bank:
+        shape = self._remote.shapes[group]
+        count = len(shape.outputs)
+        if direction == Direction.FORWARD:
+            masks = [self._normal(shape.inputs)]
+            effects = self._source.effect(group, direction, (1 << count) - 1, masks)
+        else:
+            masks = [self._normal(width) for width in shape.outputs]
+            effects = [
+                self._source.effect(group, direction, 1 << i, [masks[i]])[0] for i in range(count)
+            ]
+        return _Bank(masks, effects, self._clock())
+
+    def _normal(self, width: int) -> torch.Tensor:
+        """[K, width] standard normal by the Box-Muller transform of secret random bytes."""
+        count = self._options.masks * width
+        uniform = np.frombuffer(self._entropy(8 * count), np.uint32).reshape(2, count)
+        radius = np.sqrt(-2.0 * np.log((uniform[0] + 1.0) / 2.0**32))
+        angle = uniform[1] * (2.0 * np.pi / 2.0**32)
+        normal = (radius * np.cos(angle)).astype(np.float32)
+        return torch.from_numpy(normal.reshape(self._options.masks, width))
+
+    def close(self) -> None:
+        """Stop fetching and forget the masks."""
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
+        self._banks.clear()
+        self._source.close()

@@ -1,0 +1,203 @@
+"""A connected executor as the rest of the SDK sees it: products of groups, parameters, files."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from shared.errors import ConfigurationError, WireError
+from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
+from shared.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
+from shared.protocol import GroupShape, TenantProtocol, validate_manifest
+from shared.websocket import Incoming, tensor_bytes
+from tenant_sdk.channel import Channel, Pending, control_payload
+
+FETCH_BYTES = 4 << 20
+
+
+@dataclass
+class Stats:
+    """What a session has done so far; ``session.stats`` returns a copy.
+
+    ``bytes_*`` count payloads. ``seconds_waiting`` is from handing a product to the connection to
+    having its answer: network, encryption and the executor's work; ``seconds_masking`` is
+    spent on drawing, adding and subtracting masks.
+    """
+
+    requests: int = 0
+    effect_requests: int = 0
+    rows: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_waiting: float = 0.0
+    seconds_masking: float = 0.0
+
+
+class RemoteExecutor:
+    """Products over one channel.
+
+    Args:
+        channel: open; HELLO is said here.
+        wire_dtype: float32 or bfloat16: what activations are sent as.
+
+    Raises:
+        ConfigurationError: the executor does not take this dtype.
+        WireError: its manifest is not valid.
+    """
+
+    def __init__(self, channel: Channel, wire_dtype: torch.dtype) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self.stats = Stats()
+        hello = encode(Hello(client="symbiosis/1"))
+        answer = channel.wait(
+            channel.submit(
+                lambda protocol: protocol.control(
+                    Operation.HELLO, len(hello), Header(Operation.WELCOME, rows=1)
+                ),
+                hello,
+            )
+        )
+        self.manifest = decode(control_payload(answer), Manifest)
+        validate_manifest(self.manifest)
+        if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
+            raise ConfigurationError(
+                f"the executor takes {', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}"
+            )
+        self.wire_dtype = wire_dtype
+        self.shapes = [GroupShape.of(info) for info in self.manifest.groups]
+
+    def product(
+        self,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """One product on the executor; larger ones than it takes are sent as several.
+
+        Args:
+            operation: PRODUCT, or EFFECT for the product of a mask.
+            group: id in the manifest.
+            direction: forward or backward.
+            members: bit mask of members.
+            blocks: [T, D] forward; backward one [T, O_m] for each member.
+
+        Returns:
+            Writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for each member forward,
+            one [T, D] backward.
+        """
+        shape = self.shapes[group]
+        rows, dtype = blocks[0].shape[0], blocks[0].dtype
+        widths = shape.selected(members) if direction == Direction.FORWARD else [shape.inputs]
+        limit = self._row_limit(shape, direction, members)
+        started = time.perf_counter()
+        sent = [
+            self._submit(operation, group, direction, members, [b[at : at + limit] for b in blocks])
+            for at in range(0, rows, limit)
+        ]
+        parts = [_split(_payload(self._channel.wait(pending)), widths) for pending in sent]
+        waited = time.perf_counter() - started
+        results = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+        itemsize = self.wire_dtype.itemsize
+        with self._lock:
+            stats = self.stats
+            if operation == Operation.EFFECT:
+                stats.effect_requests += len(sent)
+            else:
+                stats.requests += len(sent)
+                stats.rows += rows
+            stats.bytes_sent += rows * shape.request_columns(direction, members) * itemsize
+            stats.bytes_received += rows * sum(widths) * itemsize
+            stats.seconds_waiting += waited
+        return [result.to(dtype) for result in results]
+
+    def _row_limit(self, shape: GroupShape, direction: Direction, members: int) -> int:
+        limits = self.manifest.limits
+        widest = max(shape.request_columns(direction, members), shape.answer_columns(direction, members))
+        return max(1, min(limits.max_rows, limits.max_message_bytes // (widest * self.wire_dtype.itemsize)))
+
+    def _submit(
+        self,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+    ) -> Pending:
+        wire = [block.to("cpu", self.wire_dtype).contiguous() for block in blocks]
+
+        def header(protocol: TenantProtocol) -> Header:
+            return protocol.product(
+                operation, group, self.shapes[group], direction, members, len(wire[0]), self.wire_dtype
+            )
+
+        return self._channel.submit(header, wire)
+
+    def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
+        """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype."""
+        dtype = DTYPE_NAMES[info.dtype]
+        length = info.shape[0] if info.shape else 1
+        width = torch.Size(info.shape[1:]).numel()
+        step = max(1, FETCH_BYTES // (width * dtype.itemsize))
+        for piece in self._fetch("parameter", info.name, length, step, DTYPE_CODES[dtype], width):
+            yield piece.reshape(-1, *info.shape[1:])
+
+    def file(self, info: FileInfo) -> bytes:
+        """A configuration or tokenizer file, checked against the manifest's SHA-256.
+
+        Raises:
+            WireError: ``file``, if the bytes are not those that the manifest announced.
+        """
+        data = b"".join(
+            bytes(tensor_bytes(piece))
+            for piece in self._fetch("file", info.name, info.size, FETCH_BYTES, BYTES, None)
+        )
+        if hashlib.sha256(data).hexdigest() != info.sha256:
+            raise WireError("file", f"{info.name} is not the file that the executor announced")
+        return data
+
+    def _fetch(
+        self, kind: str, name: str, length: int, step: int, dtype: int, width: int | None
+    ) -> Iterator[torch.Tensor]:
+        """Pieces in order, a few of them in flight. ``width`` None: one row of so many bytes."""
+
+        def submit(start: int, stop: int) -> Pending:
+            body = encode(Fetch(kind, name, start, stop))
+            rows, columns = (1, stop - start) if width is None else (stop - start, width)
+            answer = Header(Operation.REPLY, dtype=dtype, rows=rows, columns=columns)
+            return self._channel.submit(
+                lambda protocol: protocol.control(Operation.FETCH, len(body), answer), body
+            )
+
+        ahead: deque[Pending] = deque()
+        for start in range(0, length, step):
+            ahead.append(submit(start, min(start + step, length)))
+            if len(ahead) == 4:
+                yield _payload(self._channel.wait(ahead.popleft()))
+        while ahead:
+            yield _payload(self._channel.wait(ahead.popleft()))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
+
+def _payload(answer: Incoming) -> torch.Tensor:
+    if answer.payload is None:
+        raise WireError("unexpected", "an answer without payload", fatal=True)
+    return answer.payload
+
+
+def _split(payload: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+    """Blocks [T, width] that lie one behind the other in a payload."""
+    rows = payload.shape[0]
+    parts = payload.view(-1).split([rows * width for width in widths])
+    return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]

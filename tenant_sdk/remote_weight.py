@@ -1,0 +1,83 @@
+"""What stands where a frozen weight was: its shape, dtype and device, and no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shared.errors import RemoteWeightUnavailable
+
+# What reads the values, by the operation that it begins with.
+_NEEDS = {
+    "linalg_svd": "a singular value decomposition of the base weight (PiSSA, CorDA, MiLoRA)",
+    "svd": "a singular value decomposition of the base weight (PiSSA)",
+    "linalg_qr": "a QR decomposition of the base weight (OLoRA)",
+    "linalg_vector_norm": "the norm of the base weight's rows (DoRA)",
+    "add": "a sum with the base weight (DoRA's weight norm, or merging an adapter)",
+    "add_": "writing the adapter into the base weight (merging)",
+    "copy_": "writing into the base weight (merging)",
+}
+_INSTEAD = (
+    "Use a method that needs only the layer's output: LoRA, rsLoRA, AdaLoRA, IA3, VeRA, LoHa, LoKr, "
+    "prefix, prompt or P-tuning; and instead of merging, keep the adapter beside the base model."
+)
+
+
+class RemoteWeight(torch.Tensor):
+    """A tensor without storage whose values may not be read.
+
+    PEFT asks a layer's weight for shape, dtype and device, and moves adapters to that device; so a
+    ``meta`` tensor or zeros would be silently wrong. Moving and detaching give another
+    RemoteWeight; everything else raises.
+    """
+
+    layer: str
+
+    @staticmethod
+    def __new__(
+        cls, layer: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> RemoteWeight:
+        """A stand-in for ``layer``'s weight of the given shape."""
+        self: RemoteWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype, device=device
+        )
+        self.layer = layer
+        return self
+
+    def __init__(self, *args: object) -> None:
+        """All is done in ``__new__``."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Allow what keeps the values untouched, refuse the rest."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        weight = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, cls)))
+        if name in ("detach", "alias"):
+            return cls(weight.layer, weight.shape, weight.dtype, weight.device)
+        if name == "_to_copy":
+            return cls(
+                weight.layer,
+                weight.shape,
+                kwargs.get("dtype") or weight.dtype,
+                torch.device(kwargs.get("device") or weight.device),
+            )
+        need = _NEEDS.get(name, f"the operation {name} on the base weight")
+        raise RemoteWeightUnavailable(
+            f"the weight of {weight.layer} stays with the provider, and something here needs {need}. {_INSTEAD}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteWeight:
+        """A copy of the stand-in; as a Parameter if it is one."""
+        copy = type(self)(self.layer, self.shape, self.dtype, self.device)
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=False)  # type: ignore[assignment]
+        memo[id(self)] = copy
+        return copy
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Shape and owner; there are no values to show."""
+        return f"RemoteWeight({self.layer!r}, shape={list(self.shape)}, dtype={self.dtype})"

@@ -1,0 +1,202 @@
+"""VirtLinear: a linear layer whose product is computed by the executor (Symbiosis §3.2, VirtLayer)."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from shared.errors import NonFiniteError, RemoteWeightUnavailable
+from shared.header import Direction, member_indices
+from shared.messages import GroupInfo
+from tenant_sdk.privacy import Privacy
+from tenant_sdk.remote_weight import RemoteWeight
+
+
+@dataclass
+class _Last:
+    """The last request of a group in one thread, and the outputs of it that nobody took yet."""
+
+    input: weakref.ref[torch.Tensor]
+    context: tuple[int, bool, torch.dtype]
+    members: set[int]
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def is_for(self, x: torch.Tensor, context: tuple[int, bool, torch.dtype]) -> bool:
+        return self.input() is x and self.context == context
+
+
+class Group:
+    """Layers that receive the same tensor: asked for together, with one request.
+
+    Which members join is learned while the model runs. All do at first; a member whose output was
+    fetched but not used leaves, because an adapter changes its input (IA3 on a feed-forward layer)
+    or it is not called; a member that turns out to get the same tensor as the others joins again.
+    """
+
+    def __init__(self, identity: int, info: GroupInfo, privacy: Privacy) -> None:
+        self.identity = identity
+        self.info = info
+        self._privacy = privacy
+        self._joined = set(range(len(info.members)))
+        self._threads = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """Copies of a model share the session."""
+        return self
+
+    def output(self, member: int, x: torch.Tensor) -> torch.Tensor:
+        """The member's bias-free output for x [..., D]: fresh, writable, [..., O], x's dtype."""
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        context = (x._version, torch.is_grad_enabled(), dtype)
+        last: _Last | None = getattr(self._threads, "last", None)
+        if last is not None and last.is_for(x, context):
+            if member in last.outputs:
+                return last.outputs.pop(member)
+            self._joined |= last.members | {member}
+            wanted = {member}
+        else:
+            if last is not None:
+                self._joined -= last.outputs.keys()
+            wanted = set(self._joined) if member in self._joined else {member}
+        outputs = self._request(wanted, x, dtype)
+        known = last.members if last is not None and last.is_for(x, context) else set()
+        taken = outputs.pop(member)
+        self._threads.last = _Last(weakref.ref(x), context, known | wanted, outputs)
+        return taken
+
+    def _request(
+        self, wanted: set[int], x: torch.Tensor, dtype: torch.dtype
+    ) -> dict[int, torch.Tensor]:
+        members = sum(1 << member for member in wanted)
+        outputs = _GroupProduct.apply(x.to(dtype), self, members)  # type: ignore[no-untyped-call]
+        return dict(zip(member_indices(members), outputs, strict=True))
+
+    def product(
+        self, direction: Direction, members: int, blocks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
+
+        Raises:
+            NonFiniteError: before anything is sent.
+        """
+        for block in blocks:
+            if not block.sum().isfinite() and not block.isfinite().all():
+                raise NonFiniteError(self._where_not_finite(direction))
+        first = blocks[0]
+        plain = [block.to("cpu", torch.float32) for block in blocks]
+        results = self._privacy.product(self.identity, direction, members, plain)
+        return [result.to(first.device, first.dtype) for result in results]
+
+    def _where_not_finite(self, direction: Direction) -> str:
+        names = ", ".join(member.name for member in self.info.members)
+        if direction == Direction.FORWARD:
+            return (
+                f"the input of {names} holds NaN or infinity; nothing was sent. Look at the layers and "
+                "adapters before it, or lower the learning rate"
+            )
+        return (
+            f"the output gradient of {names} holds NaN or infinity; nothing was sent. Lower the learning "
+            "rate or the loss scale"
+        )
+
+
+class _GroupProduct(torch.autograd.Function):
+    """``y_m = x W_m^T`` for some members; backward ``gx = sum_m gy_m W_m``.
+
+    Nothing is saved: the gradient needs the weight alone (Symbiosis §3.6).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, members: int) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.members, ctx.shape = group, members, x.shape
+        blocks = group.product(Direction.FORWARD, members, [x.detach().reshape(-1, x.shape[-1])])
+        return tuple(_own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        # A backward may reach only some members (their adapters are trained, others' are not).
+        reached = [
+            (index, grad)
+            for index, grad in zip(member_indices(ctx.members), grads, strict=True)
+            if grad is not None
+        ]
+        if not reached:
+            return None, None, None
+        members = sum(1 << index for index, _ in reached)
+        blocks = [grad.reshape(-1, grad.shape[-1]) for _, grad in reached]
+        (gradient,) = ctx.group.product(Direction.BACKWARD, members, blocks)
+        return gradient.view(ctx.shape), None, None
+
+
+def _own(block: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
+    """The same memory as a tensor that is no view: autograd lets nobody write into one of several views."""
+    owner = torch.empty(0, dtype=block.dtype, device=block.device)
+    return owner.set_(block.untyped_storage(), block.storage_offset(), tuple(shape))  # type: ignore[call-overload, no-any-return]
+
+
+class _Virtual(nn.Module):
+    """What VirtLinear and VirtConv1D share."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def _setup(self, group: Group, member: int, original: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._group, self._member = group, member
+        name = group.info.members[member].name
+        weight = original.weight
+        bias = getattr(original, "bias", None)
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        stand_in = RemoteWeight(name, weight.shape, weight.dtype, device)  # type: ignore[arg-type]
+        self.weight = nn.Parameter(stand_in, requires_grad=False)
+        self.register_parameter("bias", bias)  # type: ignore[arg-type]
+        self.train(original.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x W^T + b`` for x [..., D]: [..., O] in x's dtype."""
+        if self.weight.requires_grad:
+            raise RemoteWeightUnavailable(
+                f"{self._group.info.members[self._member].name} is to be trained in full, but its weight "
+                "stays with the provider; train an adapter, or keep the layer local with exclude="
+            )
+        out = self._group.output(self._member, x)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class VirtLinear(_Virtual, nn.Linear):
+    """An ``nn.Linear`` without its weight."""
+
+    def __init__(self, group: Group, member: int, original: nn.Linear) -> None:
+        """Stand in for ``original``, taking over its bias."""
+        self._setup(group, member, original)
+        self.in_features, self.out_features = original.in_features, original.out_features
+
+
+class VirtConv1D(_Virtual, Conv1D):
+    """A GPT-2-style ``Conv1D`` (weight stored as [D, O]) without its weight."""
+
+    def __init__(self, group: Group, member: int, original: Conv1D) -> None:
+        """Stand in for ``original``, taking over its bias."""
+        self._setup(group, member, original)
+        self.nx, self.nf = original.nx, original.nf
+
+
+def virtual_layer(group: Group, member: int, original: nn.Module) -> VirtLinear | VirtConv1D:
+    """The virtual layer of the right kind for a linear layer."""
+    if isinstance(original, Conv1D):
+        return VirtConv1D(group, member, original)
+    if isinstance(original, nn.Linear):
+        return VirtLinear(group, member, original)
+    raise TypeError(f"not a linear layer: {type(original).__name__}")

@@ -1,0 +1,204 @@
+"""Fixtures: certificates, tokens, tiny models, executors in this process and as processes of their own."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import tenant_sdk
+from provider.certificates import write_certificates
+from provider.executor import BaseExecutor
+from provider.metrics import Metrics
+from provider.scheduler import OneByOne
+from provider.server import Server, server_context
+from provider.tokens import TokenFile
+from shared.messages import Limits
+
+# Parity is asserted tightly; more threads would only add noise to a machine with few cores.
+torch.set_num_threads(2)
+
+TENANT = "alice"
+
+
+@dataclass(frozen=True)
+class Executor:
+    """A running executor and what a tenant needs to reach it."""
+
+    url: str
+    token: str
+    ca: Path
+    server: Server | None = None
+    process: subprocess.Popen[bytes] | None = None
+    admin_url: str = ""
+    log: Path | None = None
+
+    def connect(self, **options: Any) -> tenant_sdk.Session:
+        """A session; ``plain`` unless the test says otherwise."""
+        return tenant_sdk.connect(
+            self.url, **({"token": self.token, "ca": self.ca, "privacy": "plain"} | options)
+        )
+
+
+@pytest.fixture(scope="session")
+def tls_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A development CA with certificates for this machine."""
+    folder = tmp_path_factory.mktemp("tls")
+    write_certificates(folder, now=datetime.datetime.now(datetime.UTC))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A token file, and the token of TENANT."""
+    path = tmp_path_factory.mktemp("tokens") / "tokens.json"
+    return path, TokenFile(path).add(TENANT)
+
+
+@pytest.fixture(scope="session")
+def serve(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Callable[..., Executor]]:
+    """Start an executor in this process, behind real TLS sockets: ``serve(folder, numerics=...)``."""
+    servers: list[Server] = []
+
+    def start(folder: Path, *, limits: Limits | None = None, **options: Any) -> Executor:
+        base = BaseExecutor(folder, limits=limits, **options)
+        server = Server(
+            base,
+            OneByOne(base),
+            context=server_context(tls_dir),
+            tokens=TokenFile(token_file[0]),
+            metrics=Metrics(),
+            port=0,
+        )
+        servers.append(server)
+        return Executor(server.url, token_file[1], tls_dir / "ca.pem", server=server)
+
+    yield start
+    for server in servers:
+        server.drain(1.0)
+
+
+@pytest.fixture
+def serve_process(
+    tls_dir: Path, token_file: tuple[Path, str], tmp_path: Path
+) -> Iterator[Callable[..., Executor]]:
+    """Start an executor as its own process, as a provider does: ``serve_process(folder, "--option", ...)``."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(folder: Path, *options: str) -> Executor:
+        ready, log = tmp_path / f"ready-{len(processes)}", tmp_path / f"log-{len(processes)}"
+        command = [sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls_dir)]
+        command += ["--token-file", str(token_file[0]), "--port", "0", "--ready-file", str(ready), *options]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
+        processes.append(process)
+        deadline = time.monotonic() + 120
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"the executor did not start:\n{log.read_text()}")
+            time.sleep(0.05)
+        told = json.loads(ready.read_text())
+        return Executor(
+            told["url"], token_file[1], tls_dir / "ca.pem", process=process, admin_url=told["admin_url"], log=log
+        )
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+_LLAMA_LIKE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GPT_LIKE: dict[str, Any] = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 128,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_BERT_LIKE: dict[str, Any] = {
+    key: value for key, value in _LLAMA_LIKE.items() if key not in ("num_key_value_heads",)
+}
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA_LIKE),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA_LIKE, "head_dim": 16}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_LLAMA_LIKE, "head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_LLAMA_LIKE, "head_dim": 16}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT_LIKE),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT_LIKE),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            **{k: v for k, v in _LLAMA_LIKE.items() if k not in ("num_key_value_heads", "intermediate_size")},
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 64,
+        },
+    ),
+    "bert": ("BertModel", "BertConfig", _BERT_LIKE),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_LLAMA_LIKE, "num_local_experts": 4}),
+}
+
+
+def make_model(architecture: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny model of an architecture with random weights and non-zero biases."""
+    class_name, config_name, options = ARCHITECTURES[architecture]
+    torch.manual_seed(seed)
+    model = getattr(transformers, class_name)(getattr(transformers, config_name)(**options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a saved tiny model: ``checkpoint("llama")``; made once."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        if architecture not in made:
+            made[architecture] = tmp_path_factory.mktemp(architecture)
+            make_model(architecture).save_pretrained(made[architecture])
+        return made[architecture]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Executor:
+    """A tiny Llama in an executor of this process, shared by many tests."""
+    return serve(checkpoint("llama"))
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 distance."""
+    return float((got - expected).norm() / expected.norm())
