@@ -70,9 +70,7 @@ def serve(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Gets {url, pid, admin_url} once the port is open."),
     ] = None,
-    admin_port: Annotated[
-        int, typer.Option(help="Loopback port of /metrics and /healthz; 0 picks one.")
-    ] = 0,
+    admin_port: Annotated[int, typer.Option(help="Loopback port of /metrics and /healthz; 0 picks one.")] = 0,
     client_ca: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Also ask tenants for a certificate signed by this authority."),

@@ -48,9 +48,7 @@ class Refused(Exception):
         self.reason = reason
 
 
-def handshake(
-    raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile
-) -> tuple[ssl.SSLSocket, str]:
+def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, str]:
     """TLS, then the websocket opening handshake with its bearer token.
 
     Returns:
@@ -84,9 +82,7 @@ def handshake(
     return sock, tenant
 
 
-def _admit(
-    protocol: ServerProtocol, request: Request, tokens: TokenFile
-) -> tuple[str | None, Response, str]:
+def _admit(protocol: ServerProtocol, request: Request, tokens: TokenFile) -> tuple[str | None, Response, str]:
     def refuse(status: int, code: str, message: str) -> tuple[None, Response, str]:
         return None, protocol.reject(status, encode(ErrorInfo(code, message)).decode()), code
 
@@ -205,9 +201,7 @@ class Connection:
                 log.info("tenant %s connected with %.40r", self._tenant, hello.client)
                 manifest = encode(self._executor.manifest)
                 self._send(
-                    Header(
-                        Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(manifest)
-                    ),
+                    Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(manifest)),
                     manifest,
                 )
             else:

@@ -48,7 +48,7 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     model = _skeleton(checkpoint)
     prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
     head = model.get_output_embeddings()
-    layers = {
+    layers: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and (module is not head or serve_head)
@@ -107,7 +107,8 @@ def _skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
             config.dtype = torch.bfloat16
             with torch.device("meta"):
                 model: PreTrainedModel = model_class._from_config(config)
-            return model.eval()
+            model.eval()
+            return model
     raise CheckpointError(
         f"{checkpoint.folder}/config.json names no architecture that transformers "
         f"{transformers.__version__} has (architectures: {config.architectures})"
@@ -144,7 +145,7 @@ def _same_input(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[li
         log.warning("no grouping beyond what was reached: the tiny forward pass stopped with %s", error)
     finally:
         for handle in handles:
-            handle.remove()  # type: ignore[attr-defined]
+            handle.remove()
     groups = [
         part
         for names in reached.values()

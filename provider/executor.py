@@ -64,8 +64,7 @@ class BaseExecutor:
         found = discover(self.checkpoint, serve_head=serve_head)
         self._tensors = found.parameter_tensors
         self._weights = [
-            NUMERICS[numerics](self.checkpoint, info)
-            for info in progress(found.groups, "loading layers")
+            NUMERICS[numerics](self.checkpoint, info) for info in progress(found.groups, "loading layers")
         ]
         self.manifest = Manifest(
             server="symbiosis/1",
@@ -100,9 +99,7 @@ class BaseExecutor:
         if not rows.sum().isfinite() and not rows.isfinite().all():
             raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
         out = torch.empty(answer.rows * answer.columns, dtype=rows.dtype)
-        self._weights[header.group].product(
-            Direction(header.direction), header.members, rows.view(-1), out
-        )
+        self._weights[header.group].product(Direction(header.direction), header.members, rows.view(-1), out)
         return out
 
     def fetch(self, request: Fetch, request_id: int) -> tuple[Header, torch.Tensor]:

@@ -33,7 +33,11 @@ class Metrics:
             buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1, 3, 10),
         )
         self._products = {
-            (o, d): tuple(metric.labels(operation, direction) for metric in (requests, rows, seconds))
+            (o, d): (
+                requests.labels(operation, direction),
+                rows.labels(operation, direction),
+                seconds.labels(operation, direction),
+            )
             for o, operation in _OPERATIONS.items()
             for d, direction in _DIRECTIONS.items()
         }
@@ -61,7 +65,7 @@ class Metrics:
 
 
 class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a log line each."""
 
 
@@ -84,7 +88,9 @@ class AdminServer:
                 return shown
             if path == "/healthz":
                 ok = healthy()
-                start_response("200 OK" if ok else "503 Service Unavailable", [("Content-Type", "text/plain")])
+                start_response(
+                    "200 OK" if ok else "503 Service Unavailable", [("Content-Type", "text/plain")]
+                )
                 return [b"ok\n" if ok else b"draining\n"]
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"try /metrics or /healthz\n"]

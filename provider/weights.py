@@ -19,9 +19,7 @@ from shared.messages import GroupInfo
 class GroupWeight(Protocol):
     """Products of one group. A block is a contiguous [T, columns] tensor; members are a bit mask."""
 
-    def product(
-        self, direction: Direction, members: int, rows: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def product(self, direction: Direction, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply one request and write its answer.
 
         Args:
@@ -51,9 +49,7 @@ class FloatWeight:
         for part, member in zip(self._parts, info.members, strict=True):
             part.copy_(checkpoint.member_weight(member))
 
-    def product(
-        self, direction: Direction, members: int, rows: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def product(self, direction: Direction, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See GroupWeight. Float requests in another dtype are rounded to the weight's and back."""
         given = out
         if rows.dtype != self._weight.dtype:

@@ -68,9 +68,7 @@ DTYPES: dict[int, torch.dtype] = {
 }
 BYTES = 0
 DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
-DTYPE_NAMES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
-}
+DTYPE_NAMES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 class Header(NamedTuple):

@@ -153,9 +153,7 @@ class MessageReader:
         max_message_bytes: payloads above this are refused and fatal, because skipping costs too.
     """
 
-    def __init__(
-        self, accept: Callable[[Header], None], *, masked: bool, max_message_bytes: int
-    ) -> None:
+    def __init__(self, accept: Callable[[Header], None], *, masked: bool, max_message_bytes: int) -> None:
         self._accept = accept
         self._masked = masked
         self._max_frame = max_message_bytes + HEADER_BYTES

@@ -47,6 +47,7 @@ class Pending:
         self.leads = False
 
     def finish(self, answer: Incoming | None, error: SymbiosisError | None) -> None:
+        """Set the outcome and wake whoever waits for it."""
         self.answer, self.error, self.done = answer, error, True
         self.event.set()
 
@@ -70,9 +71,7 @@ class Channel:
         self._timeout = timeout
         self._entropy = entropy
         self._protocol = TenantProtocol()
-        self._reader = MessageReader(
-            self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES
-        )
+        self._reader = MessageReader(self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES)
         self._lock = threading.Lock()  # guards all below
         self._leading = False
         self._pending: dict[int, Pending] = {}
@@ -137,9 +136,7 @@ class Channel:
                     )
                 except BaseException:
                     # Interrupted with part of a message sent: the stream cannot be continued.
-                    self._break(
-                        ConnectionLost("a request was interrupted; open a new session to go on")
-                    )
+                    self._break(ConnectionLost("a request was interrupted; open a new session to go on"))
                     raise
                 finally:
                     self._hand_over(pending)

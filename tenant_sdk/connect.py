@@ -44,7 +44,9 @@ def client_context(
         if client_certificate is not None:
             context.load_cert_chain(*client_certificate)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(f"cannot use the certificate file {ca or client_certificate}: {error}") from error
+        raise ConfigurationError(
+            f"cannot use the certificate file {ca or client_certificate}: {error}"
+        ) from error
     return context
 
 
@@ -56,7 +58,9 @@ def split_url(url: str) -> tuple[str, int]:
     """
     parts = urlsplit(url)
     if parts.scheme == "ws":
-        raise ConfigurationError(f"{url}: plain ws:// is refused, everything would travel in the clear; use wss://")
+        raise ConfigurationError(
+            f"{url}: plain ws:// is refused, everything would travel in the clear; use wss://"
+        )
     try:
         host, port = parts.hostname, parts.port or DEFAULT_PORT
     except ValueError as error:
@@ -161,7 +165,9 @@ def open_connection(url: str, token: str, context: ssl.SSLContext, timeout: floa
     """All steps together."""
     host, port = split_url(url)
     if not token or any(c.isspace() or not c.isprintable() for c in token):
-        raise ConfigurationError("the token is empty or holds white space; paste it as the provider printed it")
+        raise ConfigurationError(
+            "the token is empty or holds white space; paste it as the provider printed it"
+        )
     sock: socket.socket = open_tcp(host, port, timeout)
     try:
         tls = start_tls(sock, host, context)

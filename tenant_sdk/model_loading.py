@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +29,7 @@ def download_files(remote: RemoteExecutor, folder: Path, *, tokenizer: bool) -> 
     wanted = [
         info
         for info in remote.manifest.files
-        if info.name in TENANT_FILES
-        and (tokenizer or info.name in ("config.json", "generation_config.json"))
+        if info.name in TENANT_FILES and (tokenizer or info.name in ("config.json", "generation_config.json"))
     ]
     for info in wanted:
         (folder / info.name).write_bytes(remote.file(info))
@@ -80,9 +78,7 @@ def load_model(
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         names = download_files(remote, Path(folder), tokenizer=False)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **config_overrides)
-        generation = (
-            GenerationConfig.from_pretrained(folder) if "generation_config.json" in names else None
-        )
+        generation = GenerationConfig.from_pretrained(folder) if "generation_config.json" in names else None
     config.dtype = dtype
     model = _skeleton(manifest.architecture, config, model_class)
     attach_layers(model, groups, offload_head=offload_head, probe=False)
@@ -90,7 +86,8 @@ def load_model(
     if generation is not None:
         model.generation_config = generation
     model.name_or_path = manifest.model
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _skeleton(architecture: str, config: Any, model_class: type[Any] | None) -> PreTrainedModel:
@@ -108,16 +105,12 @@ def _skeleton(architecture: str, config: Any, model_class: type[Any] | None) -> 
     return model
 
 
-def _fill(
-    model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *, progress: bool
-) -> None:
+def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *, progress: bool) -> None:
     infos = {info.name: info for info in remote.manifest.parameters}
     total = sum(torch.Size(info.shape).numel() for info in infos.values())
     state = model.state_dict(keep_vars=True)
     prefix = f"{model.base_model_prefix}."
-    with tqdm(
-        total=total, desc="tenant parameters", unit="el", unit_scale=True, disable=not progress
-    ) as bar:
+    with tqdm(total=total, desc="tenant parameters", unit="el", unit_scale=True, disable=not progress) as bar:
         for info in infos.values():
             # Another class around the same base model (a classifier, say) has other names for the rest.
             names = (info.name, prefix + info.name, info.name.removeprefix(prefix))
@@ -130,9 +123,7 @@ def _fill(
                 raise ModelMismatch(
                     f"{name} has shape {list(tensor.shape)} here and {list(info.shape)} at the executor"
                 )
-            target = torch.empty(
-                info.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype
-            )
+            target = torch.empty(info.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             at = 0
             for piece in remote.parameter(info):
                 (target if info.shape else target[None])[at : at + len(piece)] = piece
@@ -157,11 +148,7 @@ def _initialise_missing(model: PreTrainedModel) -> None:
     for module in model.modules():
         missing = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
         for name in missing:
-            parameter = module._parameters[name]
-            module._parameters[name] = nn.Parameter(
-                torch.empty_like(parameter, device="cpu"), requires_grad=True
-            )
+            shape, kind = getattr(module, name).shape, getattr(module, name).dtype
+            module._parameters[name] = nn.Parameter(torch.empty(shape, dtype=kind))
         if missing:
             model._init_weights(module)
-
-

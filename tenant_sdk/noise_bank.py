@@ -123,7 +123,9 @@ class NoiseBank:
         exponent = torch.where(loud > 0, loud, 1.0).log2().ceil_()
         picked = np.frombuffer(self._entropy(rows), np.uint8) & (self._options.masks - 1)
         choice = torch.zeros((rows, self._options.masks))
-        return choice.scatter_(1, torch.from_numpy(picked.astype(np.int64))[:, None], exponent.exp2_()[:, None])
+        return choice.scatter_(
+            1, torch.from_numpy(picked.astype(np.int64))[:, None], exponent.exp2_()[:, None]
+        )
 
     def _bank(self, group: int, direction: Direction, rows: int) -> _Bank:
         key = (group, direction)
@@ -152,9 +154,7 @@ class NoiseBank:
             effects = self._source.effect(group, direction, (1 << count) - 1, masks)
         else:
             masks = [self._normal(width) for width in shape.outputs]
-            effects = [
-                self._source.effect(group, direction, 1 << i, [masks[i]])[0] for i in range(count)
-            ]
+            effects = [self._source.effect(group, direction, 1 << i, [masks[i]])[0] for i in range(count)]
         return _Bank(masks, effects, self._clock())
 
     def _normal(self, width: int) -> torch.Tensor:

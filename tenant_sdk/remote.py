@@ -91,8 +91,8 @@ class RemoteExecutor:
             blocks: [T, D] forward; backward one [T, O_m] for each member.
 
         Returns:
-            Writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for each member forward,
-            one [T, D] backward.
+            Writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for each member
+            forward, one [T, D] backward.
         """
         shape = self.shapes[group]
         rows, dtype = blocks[0].shape[0], blocks[0].dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shared.errors import RemoteWeightUnavailable
 
@@ -39,9 +40,7 @@ class RemoteWeight(torch.Tensor):
         cls, layer: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> RemoteWeight:
         """A stand-in for ``layer``'s weight of the given shape."""
-        self: RemoteWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=device
-        )
+        self: RemoteWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.layer = layer
         return self
 
@@ -49,13 +48,13 @@ class RemoteWeight(torch.Tensor):
         """All is done in ``__new__``."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Allow what keeps the values untouched, refuse the rest."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        weight = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, cls)))
+        weight = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls))
         if name in ("detach", "alias"):
             return cls(weight.layer, weight.shape, weight.dtype, weight.device)
         if name == "_to_copy":
@@ -67,7 +66,8 @@ class RemoteWeight(torch.Tensor):
             )
         need = _NEEDS.get(name, f"the operation {name} on the base weight")
         raise RemoteWeightUnavailable(
-            f"the weight of {weight.layer} stays with the provider, and something here needs {need}. {_INSTEAD}"
+            f"the weight of {weight.layer} stays with the provider, and something here needs {need}. "
+            f"{_INSTEAD}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteWeight:
@@ -78,6 +78,6 @@ class RemoteWeight(torch.Tensor):
         memo[id(self)] = copy
         return copy
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and owner; there are no values to show."""
         return f"RemoteWeight({self.layer!r}, shape={list(self.shape)}, dtype={self.dtype})"

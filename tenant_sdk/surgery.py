@@ -106,7 +106,7 @@ def _checked(layer: nn.Module | None, member: Member, inputs: int) -> nn.Module:
 
 
 def _probe(group: Group, index: int, layer: nn.Module) -> None:
-    weight = layer.weight.detach().float().cpu()  # type: ignore[operator, union-attr]
+    weight = layer.weight.detach().float().cpu()  # type: ignore[operator]
     if isinstance(layer, Conv1D):
         weight = weight.T
     x = torch.randn((1, weight.shape[1]), generator=torch.Generator().manual_seed(index))
@@ -123,9 +123,7 @@ def _warn_about_local(model: nn.Module) -> None:
     """Expert weights are one 3-D parameter, not linear layers: they cannot be served and stay here."""
     local = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
     if local:
-        log.warning(
-            "these parameters are no linear layers and stay in tenant memory: %s", ", ".join(local)
-        )
+        log.warning("these parameters are no linear layers and stay in tenant memory: %s", ", ".join(local))
 
 
 def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path | None) -> int:

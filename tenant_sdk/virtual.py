@@ -74,16 +74,12 @@ class Group:
         self._threads.last = _Last(weakref.ref(x), context, known | wanted, outputs)
         return taken
 
-    def _request(
-        self, wanted: set[int], x: torch.Tensor, dtype: torch.dtype
-    ) -> dict[int, torch.Tensor]:
+    def _request(self, wanted: set[int], x: torch.Tensor, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         members = sum(1 << member for member in wanted)
         outputs = _GroupProduct.apply(x.to(dtype), self, members)  # type: ignore[no-untyped-call]
         return dict(zip(member_indices(members), outputs, strict=True))
 
-    def product(
-        self, direction: Direction, members: int, blocks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def product(self, direction: Direction, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
 
         Raises:
@@ -124,7 +120,7 @@ class _GroupProduct(torch.autograd.Function):
         return tuple(_own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         # A backward may reach only some members (their adapters are trained, others' are not).
         reached = [
@@ -149,8 +145,8 @@ def _own(block: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
 class _Virtual(nn.Module):
     """What VirtLinear and VirtConv1D share."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Any  # a RemoteWeight in a Parameter
+    bias: Any  # nn.Parameter or None; the two base classes disagree
 
     def _setup(self, group: Group, member: int, original: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -159,9 +155,9 @@ class _Virtual(nn.Module):
         weight = original.weight
         bias = getattr(original, "bias", None)
         device = torch.device("cpu") if weight.is_meta else weight.device
-        stand_in = RemoteWeight(name, weight.shape, weight.dtype, device)  # type: ignore[arg-type]
+        stand_in = RemoteWeight(name, weight.shape, weight.dtype, device)
         self.weight = nn.Parameter(stand_in, requires_grad=False)
-        self.register_parameter("bias", bias)  # type: ignore[arg-type]
+        self.register_parameter("bias", bias)
         self.train(original.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def serve(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Callable[...,
 def serve_process(
     tls_dir: Path, token_file: tuple[Path, str], tmp_path: Path
 ) -> Iterator[Callable[..., Executor]]:
-    """Start an executor as its own process, as a provider does: ``serve_process(folder, "--option", ...)``."""
+    """Start an executor as its own process: ``serve_process(folder, "--option", ...)``."""
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(folder: Path, *options: str) -> Executor:
@@ -111,7 +111,12 @@ def serve_process(
             time.sleep(0.05)
         told = json.loads(ready.read_text())
         return Executor(
-            told["url"], token_file[1], tls_dir / "ca.pem", process=process, admin_url=told["admin_url"], log=log
+            told["url"],
+            token_file[1],
+            tls_dir / "ca.pem",
+            process=process,
+            admin_url=told["admin_url"],
+            log=log,
         )
 
     yield start
