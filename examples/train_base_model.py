@@ -22,6 +22,7 @@ processor and the version of torch, which round differently.
 
 import argparse
 import copy
+import itertools
 import math
 import random
 import re
@@ -178,7 +179,8 @@ def train(args: argparse.Namespace) -> None:
     train_text, held_text = split(read_chapters(), 0.02, args.seed)
     tokenizer = train_tokenizer(train_text)
     stream, held = encode(tokenizer, train_text), encode(tokenizer, held_text)
-    model = build_model()
+    model = LlamaForCausalLM.from_pretrained(args.output) if args.resume else build_model()
+    model.float().train()
     print(f"{model.num_parameters():,} parameters; {len(stream):,} tokens, {len(held):,} held out")
 
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
@@ -186,9 +188,9 @@ def train(args: argparse.Namespace) -> None:
     groups += [{"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=args.decay)
     newline = tokenizer("\n", add_special_tokens=False).input_ids[0]
-    source = batches(stream, newline, args.batch, args.seed)
-    began, best = time.monotonic(), math.inf
-    for step in (bar := tqdm(range(1, args.steps + 1), unit="step", mininterval=5)):
+    source = itertools.islice(batches(stream, newline, args.batch, args.seed), args.resume, None)
+    began, best = time.monotonic(), evaluate(model, held)
+    for step in (bar := tqdm(range(args.resume + 1, args.steps + 1), unit="step", mininterval=5)):
         for group in optimizer.param_groups:
             group["lr"] = args.lr * schedule(step - 1, args.steps, args.warmup)
         loss = loss_of(model, next(source))
@@ -232,6 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the model files")
     parser.add_argument("--steps", type=int, default=3000, help="length of the schedule")
+    parser.add_argument("--resume", type=int, default=0, help="continue output's weights at a step")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--batch", type=int, default=8, help=f"windows of {CONTEXT} tokens a step")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")

@@ -70,7 +70,9 @@ def write_certificates(
         certificate = builder.sign(ca_key, hashes.SHA256())
         (folder / f"{role}.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        descriptor = os.open(folder / f"{role}.key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        key_file = folder / f"{role}.key"
+        key_file.unlink(missing_ok=True)  # a file that exists would keep its mode
+        descriptor = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(private)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
 import os
 import signal
@@ -12,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
-# Threads that spin while they wait for the next product take the processor from TLS and from
-# tenants on the same machine. Must be set before torch loads its runtime.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Threads that spin for long between products take the processor from TLS, and from tenants on the
+# same machine. Must be set before torch loads its runtime; docs/performance.md has the effect.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer
 from rich.console import Console
@@ -103,6 +104,9 @@ def serve(
         return tqdm(items, desc=what, unit="group", file=sys.stderr)
 
     executor = BaseExecutor(model_dir, numerics=numerics, serve_head=serve_head, progress=progress)
+    # What is loaded stays: the garbage collector need not walk it again in the middle of requests.
+    gc.collect()
+    gc.freeze()
     metrics = Metrics()
     server = Server(
         executor,

@@ -8,6 +8,7 @@ half of what it takes through an event loop (``docs/performance.md``).
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import ssl
 import time
@@ -60,10 +61,21 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     raw.settimeout(HANDSHAKE_SECONDS)
     sock = context.wrap_socket(raw, server_side=True)
+    try:
+        return sock, _upgrade(sock, tokens, deadline)
+    except BaseException:
+        sock.close()  # wrap_socket took it from the caller's
+        raise
+
+
+def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> str:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
     while request is None:
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        left = deadline - time.monotonic()
+        if left <= 0:  # bytes that come one by one must not stretch it
+            raise TimeoutError
+        sock.settimeout(left)
         data = sock.recv(4096)
         if not data:
             raise Refused("closed")
@@ -79,7 +91,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
             sock.sendall(piece)
     if tenant is None:
         raise Refused(reason)
-    return sock, tenant
+    return tenant
 
 
 def _admit(protocol: ServerProtocol, request: Request, tokens: TokenFile) -> tuple[str | None, Response, str]:
@@ -132,15 +144,20 @@ class Connection:
             max_message_bytes=executor.manifest.limits.max_message_bytes,
         )
         self._closing = False
+        # To wake the thread when it waits for its tenant. Shutting the socket would wake it too, but
+        # TLS takes an end without notice for an attack, and nothing more could be sent.
+        self._wake, self._woken = socket.socketpair()
+        self._poll = select.poll()
+        self._poll.register(self._sock, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
 
     def drain(self) -> None:
         """From another thread: answer what has arrived, then close."""
         self._closing = True
         try:
-            # The plain socket's method: SSLSocket.shutdown would also drop the encryption.
-            socket.socket.shutdown(self._sock, socket.SHUT_RD)
+            self._wake.send(b"x")
         except OSError:
-            pass  # it is gone already
+            pass  # it has ended already
 
     def serve(self) -> None:
         """Answer requests until the tenant leaves, breaks the protocol or stalls."""
@@ -156,20 +173,21 @@ class Connection:
         except (OSError, EOFError) as error:
             log.info("tenant %s: connection ended: %s", self._tenant, type(error).__name__)
         finally:
-            self._sock.close()
+            for each in (self._sock, self._wake, self._woken):
+                each.close()
 
     def _serve_once(self) -> bool:
         """Receive once and handle what is complete; False when the connection ends well."""
+        idle = not self._reader.mid_message and not self._sock.pending()
+        # An idle tenant may stay; TCP keep-alive finds dead ones.
+        if idle and [fd for fd, _ in self._poll.poll()] == [self._woken.fileno()]:
+            return False
         try:
             count = self._sock.recv_into(self._reader.get_buffer())
         except TimeoutError:
             if self._reader.mid_message:
                 raise
-            return not self._closing  # an idle tenant may stay; TCP keep-alive finds dead ones
-        except ssl.SSLError:
-            if self._closing:
-                return False
-            raise
+            return True  # part of a TLS record, or none of it for the application
         if count == 0:
             return False
         for event in self._reader.received(count):
@@ -192,8 +210,10 @@ class Connection:
                 started = time.perf_counter()
                 answer = self._protocol.answer(header)
                 out = self._scheduler.run(header, message.payload, answer)
-                self._metrics.product(header, answer, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
                 self._send(answer, [out])
+                self._metrics.product(header, answer, seconds)  # while the tenant goes on
+                self._scheduler.answered(header, self._something_to_do)
                 return
             data = message.payload.numpy().data.cast("B") if message.payload.numel() else b""
             if header.operation == Operation.HELLO:
@@ -216,6 +236,9 @@ class Connection:
             self._refuse(
                 header.request_id, WireError("internal", "the executor failed on this request; report it")
             )
+
+    def _something_to_do(self) -> bool:
+        return bool(self._sock.pending() or self._poll.poll(0))
 
     def _fetch(self, request: Fetch, request_id: int) -> tuple[Header, list[torch.Tensor]]:
         header, tensor = self._executor.fetch(request, request_id)

@@ -53,21 +53,24 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and (module is not head or serve_head)
     }
+    aliases = _names_of_tensors(model)
     groups: list[GroupInfo] = []
     served: set[str] = set()
-    for names in _same_input(model, layers):
+    for names in _same_input(model, layers, alone=head):
         members: list[Member] = []
         for name in names:
-            module = layers[name]
-            tensor = _tensor_name(checkpoint, f"{name}.weight", prefix)
+            weight = layers[name].weight
+            stored = [_tensor_name(checkpoint, alias, prefix) for alias in aliases[id(weight)]]
+            tensor = next((t for t in stored if t is not None), None)
             if tensor is None:
                 log.warning("layer %s has no weight in the checkpoint; tenants keep it", name)
                 continue
-            transposed = isinstance(module, Conv1D)
-            shape = checkpoint.describe(tensor)[0]
+            transposed = isinstance(layers[name], Conv1D)
+            shape = _checked_shape(checkpoint, tensor, tuple(weight.shape))  # type: ignore[arg-type]
             outputs, inputs = reversed(shape) if transposed else shape
             members.append(Member(_below(name, prefix), outputs, tensor, transposed))
-            served.add(f"{name}.weight")
+            if layers[name] is not head:
+                served.add(f"{name}.weight")
         if members:
             groups.append(GroupInfo(inputs, tuple(members), head=layers[names[0]] is head))
     if not any(not g.head for g in groups):
@@ -75,9 +78,8 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
             f"{checkpoint.folder} has no linear layer to serve: {type(model).__name__} has "
             f"{len(layers)} and the checkpoint holds the weights of none of them"
         )
-    if head is not None:
-        served -= {name for name, module in layers.items() if module is head}
-    parameters, tensors, missing = _tenant_parameters(checkpoint, model, served, prefix)
+    tied = [[n for n in names if n not in served] for names in aliases.values()]
+    parameters, tensors, missing = _tenant_parameters(checkpoint, model, tied, prefix)
     used = {m.tensor for g in groups for m in g.members} | set(tensors.values())
     if missing and set(checkpoint.names()) - used:
         # transformers renames or merges tensors of this checkpoint while loading it.
@@ -115,15 +117,17 @@ def _skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
     )
 
 
-def _same_input(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[list[str]]:
-    """Partition the layers by the tensor that reaches them; a layer that is not reached is alone."""
+def _same_input(
+    model: PreTrainedModel, layers: dict[str, nn.Module], *, alone: nn.Module | None
+) -> list[list[str]]:
+    """Partition the layers by the tensor that reaches them; ``alone`` and layers not reached are alone."""
     reached: dict[int, list[str]] = {}
     keep: list[torch.Tensor] = []  # so that no two tensors share an id
     seen: set[str] = set()
 
     def watch(name: str) -> object:
-        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if name not in seen:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if name not in seen and module is not alone:
                 seen.add(name)
                 keep.append(args[0])
                 reached.setdefault(id(args[0]), []).append(name)
@@ -138,14 +142,23 @@ def _same_input(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[li
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
+    stopped: Exception | None = None
     try:
-        with torch.no_grad():
-            model(**inputs)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        log.warning("no grouping beyond what was reached: the tiny forward pass stopped with %s", error)
+        # There are no values to look at: some models look for padding if there is no mask, others
+        # look at the mask if there is one.
+        for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
+            try:
+                with torch.no_grad():
+                    model(**inputs, **mask)
+                stopped = None
+                break
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                stopped = error
     finally:
         for handle in handles:
             handle.remove()
+    if stopped is not None:
+        log.warning("no grouping beyond what was reached: the tiny forward pass stopped with %s", stopped)
     groups = [
         part
         for names in reached.values()
@@ -166,30 +179,45 @@ def _tensor_name(checkpoint: Checkpoint, name: str, prefix: str) -> str | None:
     return next((c for c in candidates if c in checkpoint), None)
 
 
+def _checked_shape(checkpoint: Checkpoint, tensor: str, expected: tuple[int, ...]) -> tuple[int, ...]:
+    shape = checkpoint.describe(tensor)[0]
+    if shape != expected:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {tensor} has shape {list(shape)}, "
+            f"the configuration asks for {list(expected)}"
+        )
+    return shape
+
+
+def _names_of_tensors(model: PreTrainedModel) -> dict[int, list[str]]:
+    """Names by tensor: tied parameters are one tensor with several names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return names
+
+
 def _tenant_parameters(
-    checkpoint: Checkpoint, model: PreTrainedModel, served: set[str], prefix: str
+    checkpoint: Checkpoint, model: PreTrainedModel, tied: list[list[str]], prefix: str
 ) -> tuple[tuple[ParameterInfo, ...], dict[str, str], tuple[str, ...]]:
-    """Parameters for tenants, the tensors that hold them, and the names that have none."""
+    """Parameters for tenants, the tensors that hold them, and the names that have none.
+
+    Args:
+        tied: lists of names; those of one list are one tensor in the model.
+    """
     infos: list[ParameterInfo] = []
     tensors: dict[str, str] = {}
-    names_of: dict[int, list[str]] = {}  # tied parameters are one tensor with several names
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name not in served:
-            names_of.setdefault(id(tensor), []).append(name)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
     missing: list[str] = []
-    for names in names_of.values():
+    for names in filter(None, tied):
         stored = [(n, t) for n in names if (t := _tensor_name(checkpoint, n, prefix)) is not None]
         if not stored:
             missing.append(names[0])
-            continue
-        name, tensor_name = stored[0]
-        shape, dtype = checkpoint.describe(tensor_name)
-        if shape != shapes[name]:
-            raise CheckpointError(
-                f"{checkpoint.folder}: {tensor_name} has shape {list(shape)}, "
-                f"the configuration asks for {list(shapes[name])}"
-            )
-        infos.append(ParameterInfo(name, shape, str(dtype).removeprefix("torch.")))
-        tensors[name] = tensor_name
+        for name, tensor in stored:
+            if name != stored[0][0] and checkpoint.same(tensor, stored[0][1]):
+                continue
+            shape = _checked_shape(checkpoint, tensor, tuple(state[name].shape))
+            dtype = checkpoint.describe(tensor)[1]
+            infos.append(ParameterInfo(name, shape, str(dtype).removeprefix("torch.")))
+            tensors[name] = tensor
     return tuple(infos), tensors, tuple(missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -13,7 +14,7 @@ from provider.discovery import discover
 from provider.weights import NUMERICS, WIRE_DTYPES
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError, WireError
-from shared.header import BYTES, DTYPE_CODES, Direction, Header, Operation
+from shared.header import BYTES, DTYPE_CODES, Header, Operation
 from shared.messages import Fetch, Limits, Manifest
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,10 @@ class Scheduler(Protocol):
 
     def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
         """Block until the product is done; the answer's payload, flat."""
+        ...
+
+    def answered(self, header: Header, stop: Callable[[], bool]) -> None:
+        """The answer is on its way; use the time until ``stop()``, when the tenant's next request is here."""
         ...
 
 
@@ -96,11 +101,15 @@ class BaseExecutor:
         """
         # One reduction is cheaper than looking at every element; a finite tensor whose sum
         # overflows gets the second look.
-        if not rows.sum().isfinite() and not rows.isfinite().all():
+        if not math.isfinite(rows.sum().item()) and not rows.isfinite().all():
             raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
         out = torch.empty(answer.rows * answer.columns, dtype=rows.dtype)
-        self._weights[header.group].product(Direction(header.direction), header.members, rows.view(-1), out)
+        self._weights[header.group].product(header.direction, header.members, rows.view(-1), out)
         return out
+
+    def read_ahead(self, group: int, stop: Callable[[], bool]) -> None:
+        """Bring a group's weight nearer to the processor, until ``stop()``; past the last comes the first."""
+        self._weights[group % len(self._weights)].read_ahead(stop)
 
     def fetch(self, request: Fetch, request_id: int) -> tuple[Header, torch.Tensor]:
         """A piece of a parameter or file, and the header that announces it.

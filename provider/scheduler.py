@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
 from provider.executor import BaseExecutor
 from shared.header import Header
+
+READ_AHEAD_ROWS = 16
 
 
 class OneByOne:
@@ -24,3 +27,12 @@ class OneByOne:
         """See ``provider.executor.Scheduler``."""
         with self._turn:
             return self._executor.product(header, rows, answer)
+
+    def answered(self, header: Header, stop: Callable[[], bool]) -> None:
+        """Read the next group's weight ahead while the tenant computes its attention.
+
+        A product of few rows takes as long as its weight takes to arrive from memory, and groups
+        are called in the order of their ids. Only while nobody else's product runs.
+        """
+        if header.rows <= READ_AHEAD_ROWS:
+            self._executor.read_ahead(header.group + 1, lambda: self._turn.locked() or stop())

@@ -7,6 +7,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -106,8 +107,9 @@ class Server:
             sessions, threads = list(self._sessions), list(self._threads)
         for session in sessions:
             session.drain()
+        deadline = time.monotonic() + seconds
         for thread in threads:
-            thread.join(seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
     def _accept(self) -> None:
@@ -138,7 +140,9 @@ class Server:
             try:
                 sock, tenant = handshake(raw, self._context, self._tokens)
             except HANDSHAKE_ERRORS as error:
-                reason = error.reason if isinstance(error, Refused) else "tls"
+                reason = "slow" if isinstance(error, TimeoutError) else "tls"
+                if isinstance(error, Refused):
+                    reason = error.reason
                 self._metrics.handshakes_failed.labels(reason).inc()
                 log.info("no session: %s (%s)", reason, type(error).__name__)
                 return

@@ -49,7 +49,8 @@ class TokenFile:
         token = secrets.token_urlsafe(32)
         tokens[tenant] = _hash(token)
         temporary = self.path.with_name(self.path.name + ".new")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        temporary.unlink(missing_ok=True)  # a file that exists would keep its mode
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(tokens)))
         temporary.replace(self.path)
@@ -66,4 +67,5 @@ class TokenFile:
 
 
 def _hash(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+    # What is no text stands for itself: the token comes from an HTTP header of anyone's.
+    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()

@@ -93,6 +93,10 @@ class Checkpoint:
             raise CheckpointError(f"{name} has dtype {dtype}, which is not supported")
         return shape, dtype
 
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same values."""
+        return one == other or torch.equal(self.read(one), self.read(other))
+
     def member_weight(self, member: Member) -> torch.Tensor:
         """The frozen weight W [outputs, inputs] of a layer, in its stored dtype."""
         weight = self.read(member.tensor)

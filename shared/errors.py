@@ -5,7 +5,8 @@
     SymbiosisError
     ├── ConfigurationError          an option or a file of our own user is wrong
     │   ├── CheckpointError         a model folder cannot be served or read
-    │   └── ModelMismatch           a tenant's model is not the one the executor serves
+    │   ├── ModelMismatch           a tenant's model is not the one the executor serves
+    │   └── StorageError            a file cannot be written: disk full, not writable
     ├── WireError                   a peer broke the protocol or asked for what cannot be (has a code)
     ├── RequestRefused              the executor answered with a typed error (has its code)
     ├── ConnectError                no session could be opened
@@ -51,6 +52,12 @@ class ModelMismatch(ConfigurationError):
     """The tenant's model does not have the layers, shapes or weights of the executor's."""
 
     code = "model_mismatch"
+
+
+class StorageError(ConfigurationError):
+    """A file or folder cannot be written: no space left, a quota, no permission."""
+
+    code = "storage"
 
 
 class _CodedError(SymbiosisError):

@@ -129,4 +129,6 @@ def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError("control_message", f"not a valid {kind.__name__} message: {error}") from error
+        # Cut, because it may quote the peer's own field names, which are as long as the peer likes.
+        reason = str(error)[:200]
+        raise WireError("control_message", f"not a valid {kind.__name__} message: {reason}") from error

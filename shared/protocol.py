@@ -6,7 +6,10 @@ whether it will serve such a request, the tenant's whether it waits for such an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -15,11 +18,11 @@ from shared.header import (
     BYTES,
     DTYPE_CODES,
     DTYPE_NAMES,
+    DTYPES,
     MAX_MEMBERS,
     Direction,
     Header,
     Operation,
-    member_indices,
 )
 from shared.messages import GroupInfo, Manifest
 
@@ -27,29 +30,40 @@ MAX_REQUEST_CONTROL_BYTES = 64 * 1024
 MAX_ANSWER_CONTROL_BYTES = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """Widths of one group: ``inputs`` D, ``outputs`` O of each member."""
+class Plan(NamedTuple):
+    """Widths of one kind of request: direction and members are given."""
 
-    inputs: int
-    outputs: tuple[int, ...]
+    request_columns: int  # D forward, the sum of the members' O backward
+    answer_columns: int  # the other way round
+    answer_widths: tuple[int, ...]  # of the answer's blocks
+    indices: tuple[int, ...]  # of the members
+
+
+class GroupShape:
+    """Widths of one group.
+
+    Args:
+        inputs: D.
+        outputs: O of each member.
+    """
+
+    def __init__(self, inputs: int, outputs: Sequence[int]) -> None:
+        self.inputs = inputs
+        self.outputs = tuple(outputs)
+        # Few combinations occur; the bound is for a peer that would try all of them.
+        self.plan = lru_cache(maxsize=64)(self._plan)
 
     @classmethod
     def of(cls, info: GroupInfo) -> GroupShape:
         """The widths in a manifest's entry."""
-        return cls(info.inputs, tuple(m.outputs for m in info.members))
+        return cls(info.inputs, [m.outputs for m in info.members])
 
-    def selected(self, members: int) -> list[int]:
-        """Output widths of the members in the bit mask, in order."""
-        return [self.outputs[i] for i in member_indices(members)]
-
-    def request_columns(self, direction: int, members: int) -> int:
-        """Columns of a request: D forward, the sum of the members' O backward."""
-        return self.inputs if direction == Direction.FORWARD else sum(self.selected(members))
-
-    def answer_columns(self, direction: int, members: int) -> int:
-        """Columns of its answer, the other way round."""
-        return sum(self.selected(members)) if direction == Direction.FORWARD else self.inputs
+    def _plan(self, direction: int, members: int) -> Plan:
+        indices = tuple(i for i in range(members.bit_length()) if members >> i & 1)
+        widths = tuple(self.outputs[i] for i in indices)
+        if direction == Direction.FORWARD:
+            return Plan(self.inputs, sum(widths), widths, indices)
+        return Plan(sum(widths), self.inputs, (self.inputs,), indices)
 
 
 class ExecutorProtocol:
@@ -71,7 +85,6 @@ class ExecutorProtocol:
         if operation == Operation.HELLO:
             if self.greeted:
                 raise WireError("unexpected", "HELLO was already said on this connection")
-            self.greeted = True
         elif not self.greeted:
             raise WireError("unexpected", "the first message must be HELLO", fatal=True)
         if operation in (Operation.PRODUCT, Operation.EFFECT):
@@ -81,6 +94,7 @@ class ExecutorProtocol:
                 raise WireError("control_message", "control messages have one row of bytes")
             if header.payload_bytes > MAX_REQUEST_CONTROL_BYTES:
                 raise WireError("too_large", f"control message over {MAX_REQUEST_CONTROL_BYTES} bytes")
+            self.greeted = True
         else:
             raise WireError("operation", f"tenants do not send operation {operation}")
 
@@ -96,10 +110,11 @@ class ExecutorProtocol:
         shape = self._shapes[header.group]
         if not 0 < header.members < 1 << len(shape.outputs):
             raise WireError("members", f"group {header.group} has {len(shape.outputs)} members")
-        columns = shape.request_columns(header.direction, header.members)
-        if header.columns != columns:
+        plan = shape.plan(header.direction, header.members)
+        if header.columns != plan.request_columns:
             raise WireError(
-                "width", f"group {header.group} takes {columns} columns here, not {header.columns}"
+                "width",
+                f"group {header.group} takes {plan.request_columns} columns here, not {header.columns}",
             )
         if header.rows == 0:
             raise WireError("zero_rows", "a product needs at least one row")
@@ -107,7 +122,8 @@ class ExecutorProtocol:
             raise WireError(
                 "too_large", f"{header.rows} rows; the limit is {self._limits.max_rows}, split the request"
             )
-        size = max(header.payload_bytes, self.answer(header).payload_bytes)
+        columns = max(plan.request_columns, plan.answer_columns)
+        size = header.rows * columns * DTYPES[header.dtype].itemsize
         if size > self._limits.max_message_bytes:
             raise WireError(
                 "too_large",
@@ -116,8 +132,9 @@ class ExecutorProtocol:
 
     def answer(self, header: Header) -> Header:
         """Header of the answer to an accepted product or effect."""
-        columns = self._shapes[header.group].answer_columns(header.direction, header.members)
-        return header._replace(operation=Operation.REPLY, columns=columns)
+        _, direction, dtype, group, request_id, rows, _, members = header
+        columns = self._shapes[group].plan(direction, members).answer_columns
+        return Header(Operation.REPLY, direction, dtype, group, request_id, rows, columns, members)
 
 
 def validate_manifest(manifest: Manifest) -> None:
@@ -149,7 +166,9 @@ class TenantProtocol:
 
     def control(self, operation: Operation, size: int, answer: Header) -> Header:
         """Header of a control request of ``size`` bytes whose answer will look like ``answer``."""
-        return self._register(Header(operation, rows=1, columns=size), answer)
+        request_id = self._new_id()
+        self._expected[request_id] = answer._replace(request_id=request_id)
+        return Header(operation, request_id=request_id, rows=1, columns=size)
 
     def product(
         self,
@@ -162,24 +181,18 @@ class TenantProtocol:
         dtype: torch.dtype,
     ) -> Header:
         """Header of a product or effect request."""
-        header = Header(
-            operation,
-            direction,
-            DTYPE_CODES[dtype],
-            group,
-            0,
-            rows,
-            shape.request_columns(direction, members),
-            members,
+        request_id = self._new_id()
+        code = DTYPE_CODES[dtype]
+        plan = shape.plan(direction, members)
+        self._expected[request_id] = Header(
+            Operation.REPLY, direction, code, group, request_id, rows, plan.answer_columns, members
         )
-        columns = shape.answer_columns(direction, members)
-        return self._register(header, header._replace(operation=Operation.REPLY, columns=columns))
+        return Header(operation, direction, code, group, request_id, rows, plan.request_columns, members)
 
-    def _register(self, header: Header, answer: Header) -> Header:
+    def _new_id(self) -> int:
         request_id = self._next_id
         self._next_id = request_id % 0xFFFFFFFF + 1
-        self._expected[request_id] = answer._replace(request_id=request_id)
-        return header._replace(request_id=request_id)
+        return request_id
 
     def accept(self, header: Header) -> None:
         """Check an answer's header; nothing has been allocated yet.

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from websockets.frames import apply_mask  # type: ignore[attr-defined]  # the C version, if built
 
 from shared.errors import WireError
 from shared.header import DTYPES, HEADER_BYTES, Header, parse_header, request_id_of
@@ -90,11 +91,13 @@ def xor_mask(data: memoryview, mask: bytes, out: memoryview, offset: int = 0) ->
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared, not copied."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    if tensor.dtype == torch.bfloat16:  # numpy has none
+        tensor = tensor.view(torch.int16)
+    return memoryview(tensor.detach().numpy().reshape(-1)).cast("B")  # type: ignore[arg-type]
 
 
 def encode_message(
-    header: Header, blocks: list[torch.Tensor] | bytes, mask: bytes = b""
+    header: Header, blocks: Sequence[torch.Tensor] | bytes, mask: bytes = b""
 ) -> Iterator[bytes | memoryview]:
     """The bytes of one message, in pieces to be written in order.
 
@@ -106,22 +109,19 @@ def encode_message(
     A masked piece is valid only until the next one is taken: they share one buffer.
     """
     views = [memoryview(blocks)] if isinstance(blocks, bytes) else [tensor_bytes(b) for b in blocks]
-    total = HEADER_BYTES + header.payload_bytes
+    head = header.pack()
+    total = HEADER_BYTES + sum(map(len, views))
     start = frame_header(Opcode.BINARY, total, mask)
-    head: bytes | bytearray = header.pack()
-    if mask:
-        head = bytearray(head)
-        xor_mask(memoryview(head), mask, memoryview(head))
     if total <= RECORD_BYTES:  # one write, one TLS record
-        body = bytearray(b"".join(views))
-        if mask:
-            xor_mask(memoryview(body), mask, memoryview(body))
-        yield b"".join((start, head, body))
-        return
-    yield start + head
+        body = b"".join((head, *views))
+        return iter((start + (apply_mask(body, mask) if mask else body),))
     if not mask:
-        yield from views
-        return
+        return iter((start + head, *views))
+    return _masked_pieces(start + apply_mask(head, mask), views, mask)
+
+
+def _masked_pieces(start: bytes, views: list[memoryview], mask: bytes) -> Iterator[bytes | memoryview]:
+    yield start
     scratch = memoryview(bytearray(CHUNK_BYTES))
     offset = 0
     for view in views:
@@ -135,10 +135,7 @@ def encode_message(
 
 def encode_control(opcode: Opcode, data: bytes = b"", mask: bytes = b"") -> bytes:
     """A ping, pong or close frame; ``data`` is at most 125 bytes."""
-    body = bytearray(data)
-    if mask:
-        xor_mask(memoryview(body), mask, memoryview(body))
-    return frame_header(opcode, len(data), mask) + bytes(body)
+    return frame_header(opcode, len(data), mask) + (apply_mask(data, mask) if mask else data)
 
 
 class MessageReader:
@@ -247,10 +244,8 @@ class MessageReader:
                 raise WireError("frame", "websocket control frame too long or fragmented", fatal=True)
             if len(data) < end + length:
                 return 0
-            body = bytearray(data[end : end + length])
-            if mask:
-                xor_mask(memoryview(body), mask, memoryview(body))
-            events.append(Control(Opcode(opcode), bytes(body)))
+            body = bytes(data[end : end + length])
+            events.append(Control(Opcode(opcode), apply_mask(body, mask) if mask else body))
             return end + length
         if opcode == Opcode.TEXT:
             raise WireError("text", "text message; this protocol is binary", fatal=True)
@@ -264,16 +259,46 @@ class MessageReader:
                 fatal=True,
             )
         if not self._in_message:
+            if fin and length < HEADER_BYTES:
+                raise WireError("header", f"message of {length} bytes is shorter than its header", fatal=True)
+            if fin and end + length <= len(data):
+                events.append(self._whole(data[end : end + length], mask))
+                return end + length
             self._in_message = True
             self._head, self._header, self._error = b"", None, None
             self._payload, self._view, self._filled = None, memoryview(b""), 0
-            if fin and length < HEADER_BYTES:
-                raise WireError("header", f"message of {length} bytes is shorter than its header", fatal=True)
         self._frame_left, self._fin, self._mask, self._mask_at = length, fin, mask, 0
         self._message_bytes = before + length
         if length == 0 and fin:
             self._finish(events)
         return end
+
+    def _whole(self, data: memoryview, mask: bytes) -> Incoming:
+        """A small message that arrived at once, as those of decoding do."""
+        body = bytearray(apply_mask(data, mask) if mask else data)
+        header: Header | None = None
+        try:
+            header = parse_header(body)
+            self._check(header, len(body) - HEADER_BYTES)
+        except WireError as error:
+            if error.fatal:
+                raise
+            return Incoming(header or Header(0, request_id=request_id_of(body)), None, error)
+        dtype = DTYPES[header.dtype]
+        if len(body) == HEADER_BYTES:
+            return Incoming(header, torch.empty((header.rows, header.columns), dtype=dtype))
+        payload = torch.frombuffer(body, dtype=dtype, offset=HEADER_BYTES)
+        return Incoming(header, payload.view(header.rows, header.columns))
+
+    def _check(self, header: Header, payload_bytes: int | None) -> None:
+        """Refuse a header; ``payload_bytes`` is what really follows, None if not known yet."""
+        if payload_bytes is not None and header.payload_bytes != payload_bytes:
+            raise WireError(
+                "payload_length",
+                f"the header says {header.payload_bytes} bytes of payload "
+                f"({header.rows} x {header.columns}), the message has {payload_bytes}",
+            )
+        self._accept(header)
 
     def _take(self, data: memoryview, events: list[Incoming | Control], *, in_place: bool) -> None:
         """Payload bytes of the current frame: header first, then tensor."""
@@ -303,16 +328,8 @@ class MessageReader:
     def _open(self) -> None:
         """The header is complete: check it, then allocate."""
         try:
-            header = parse_header(self._head)
-            self._header = header
-            size = self._message_bytes - HEADER_BYTES
-            if self._fin and header.payload_bytes != size:
-                raise WireError(
-                    "payload_length",
-                    f"the header says {header.payload_bytes} bytes of payload "
-                    f"({header.rows} x {header.columns}), the message has {size}",
-                )
-            self._accept(header)
+            header = self._header = parse_header(self._head)
+            self._check(header, self._message_bytes - HEADER_BYTES if self._fin else None)
         except WireError as error:
             if error.fatal:
                 raise
@@ -323,7 +340,11 @@ class MessageReader:
 
     def _finish(self, events: list[Incoming | Control]) -> None:
         self._in_message = False
-        header = self._header or Header(0, request_id=request_id_of(self._head.ljust(12, b"\0")))
+        if len(self._head) < HEADER_BYTES:  # in several frames; one frame is refused by its length
+            raise WireError(
+                "header", f"message of {self._message_bytes} bytes is shorter than its header", fatal=True
+            )
+        header = self._header or Header(0, request_id=request_id_of(self._head))
         error, payload = self._error, self._payload
         if error is None and (payload is None or self._filled != header.payload_bytes):
             error, payload = (

@@ -12,6 +12,7 @@ from shared.errors import (
     RemoteWeightUnavailable,
     RequestRefused,
     RequestTimeout,
+    StorageError,
     SymbiosisError,
     TlsError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "RequestTimeout",
     "Session",
     "Stats",
+    "StorageError",
     "SymbiosisError",
     "TlsError",
     "connect",

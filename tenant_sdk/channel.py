@@ -39,7 +39,7 @@ class Pending:
     __slots__ = ("answer", "done", "error", "event", "leads", "waited")
 
     def __init__(self) -> None:
-        self.event = threading.Event()
+        self.event: threading.Event | None = None  # made only if another thread leads
         self.answer: Incoming | None = None
         self.error: SymbiosisError | None = None
         self.done = False
@@ -49,7 +49,8 @@ class Pending:
     def finish(self, answer: Incoming | None, error: SymbiosisError | None) -> None:
         """Set the outcome and wake whoever waits for it."""
         self.answer, self.error, self.done = answer, error, True
-        self.event.set()
+        if self.event is not None:
+            self.event.set()
 
 
 _NO_ANSWER = Incoming(Header(0), None)  # of a ping
@@ -87,6 +88,7 @@ class Channel:
         self._wake_write.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
+        self._events = 0  # what the socket is registered for
         self._stop = threading.Event()
         threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
 
@@ -119,10 +121,15 @@ class Channel:
         """
         with self._lock:
             pending.waited = True
-            if not self._leading and not pending.done:
+            if self._leading:
+                pending.event = threading.Event()
+            elif not pending.done:
                 self._leading = pending.leads = True
-        while not pending.done:
-            if pending.leads:
+        try:
+            while not pending.done:
+                if not pending.leads and pending.event is not None:
+                    pending.event.wait()  # done, or chosen to lead
+                    continue
                 try:
                     self._lead(pending)
                 except SymbiosisError as error:
@@ -138,10 +145,10 @@ class Channel:
                     # Interrupted with part of a message sent: the stream cannot be continued.
                     self._break(ConnectionLost("a request was interrupted; open a new session to go on"))
                     raise
-                finally:
-                    self._hand_over(pending)
-            else:
-                pending.event.wait()  # done, or chosen to lead
+        finally:
+            # Also when interrupted while another leads: leadership left to a thread that is gone
+            # would leave all others waiting for ever.
+            self._hand_over(pending)
         if pending.error is not None:
             raise pending.error
         return pending.answer or _NO_ANSWER
@@ -158,18 +165,22 @@ class Channel:
         self.wait(pending)
 
     def close(self) -> None:
-        """End the session; later requests raise ConnectionLost."""
-        self._stop.set()
+        """End the session; later requests, and those under way, raise ConnectionLost."""
         with self._lock:
-            ours = self._broken is None and not self._leading
-        if ours:
-            try:
+            ours = not self._leading  # else the leader shuts the socket: nobody else may touch it
+            self._leading = True  # and from now on nobody starts to lead
+            between_messages = ours and self._broken is None and self._writing is None
+        try:
+            if between_messages:
                 self._sock.settimeout(1.0)
                 code = (1000).to_bytes(2, "big")
                 self._sock.sendall(encode_control(Opcode.CLOSE, code, self._entropy(4)))
-            except (OSError, ValueError):
-                pass  # it is gone already
-        self._break(ConnectionLost("the session is closed"))
+        except (OSError, ValueError):
+            pass  # it is gone already
+        finally:
+            self._break(ConnectionLost("the session is closed"))
+            if ours:
+                self._shut()
 
     # -- leading ---------------------------------------------------------------------------------
 
@@ -181,36 +192,49 @@ class Channel:
                 pass  # it has been woken a thousand times already
 
     def _hand_over(self, pending: Pending) -> None:
+        """Leave ``wait``: the leader names an heir, or shuts a broken channel that needs none."""
         with self._lock:
+            pending.waited = False
+            if not pending.leads:
+                return
             pending.leads = False
             waiting = (*self._pending.values(), *self._pongs)
             heir = next((p for p in waiting if p.waited), None)
             self._leading = heir is not None
-            if heir is not None:
+            if heir is not None and heir.event is not None:
                 heir.leads = True
                 heir.event.set()
+            elif self._broken is not None:
+                self._shut()
 
     def _lead(self, pending: Pending) -> None:
         last_progress = time.monotonic()
         while not pending.done:
             blocked = self._write()
+            # What TLS has decrypted already does not wake poll().
+            if not self._sock.pending():
+                left = last_progress + self._timeout - time.monotonic()
+                if self._sleep(blocked, left):
+                    last_progress = time.monotonic()
             if self._read():
                 last_progress = time.monotonic()
-                continue
-            left = last_progress + self._timeout - time.monotonic()
-            if left <= 0:
-                raise RequestTimeout(
-                    f"{self._peer} made no progress for {self._timeout:.0f} s; it may be overloaded or "
-                    "gone. `symbiosis-tenant doctor` tests the connection"
-                )
-            events = select.POLLIN | (select.POLLOUT if blocked else 0)
+
+    def _sleep(self, blocked: bool, seconds: float) -> bool:
+        """Until there is something to read or, if writing is blocked, to write; True for the latter."""
+        events = select.POLLIN | (select.POLLOUT if blocked else 0)
+        if events != self._events:
             self._poll.register(self._sock, events)
-            for ready, what in self._poll.poll(left * 1000):
-                if ready == self._wake_read.fileno():
-                    if not self._wake_read.recv(4096):
-                        raise ConnectionLost("the session was closed while a request was under way")
-                elif what & select.POLLOUT:
-                    last_progress = time.monotonic()
+            self._events = events
+        ready = self._poll.poll(max(0.0, seconds) * 1000)
+        if not ready:
+            raise RequestTimeout(
+                f"{self._peer} made no progress for {self._timeout:.0f} s; it may be overloaded or "
+                "gone. `symbiosis-tenant doctor` tests the connection"
+            )
+        for descriptor, _ in ready:
+            if descriptor == self._wake_read.fileno() and not self._wake_read.recv(4096):
+                raise ConnectionLost("the session was closed while a request was under way")
+        return any(what & select.POLLOUT for _, what in ready)
 
     def _write(self) -> bool:
         """Write what there is; True if the socket took only part of it."""
@@ -278,7 +302,10 @@ class Channel:
             error = RequestRefused(info.code, info.message, retry_after=info.retry_after)
         with self._lock:
             self._protocol.answered(event.header.request_id)
-            pending = self._pending.pop(event.header.request_id)
+            pending = self._pending.pop(event.header.request_id, None)
+        if pending is None:
+            # Its header was accepted because the first answer arrived in the same read.
+            raise WireError("unexpected", "the executor answered a request twice", fatal=True)
         pending.finish(event, error)
 
     def _break(self, error: SymbiosisError) -> None:
@@ -291,12 +318,16 @@ class Channel:
             self._pending.clear()
             self._pongs.clear()
             self._outbox.clear()
-            self._writing, self._piece = None, memoryview(b"")
         for pending in waiting:
             pending.finish(None, self._broken)
-        # A leader asleep in poll() would not notice that its socket is closed.
-        self._wake_write.close()
+        self._wake_write.close()  # wakes a leader that is asleep in poll()
+
+    def _shut(self) -> None:
+        """Close the sockets. Only whoever leads may: a TLS socket that is closed under another
+        thread's send would send in the clear, through the plain socket that is left of it."""
+        self._writing, self._piece = None, memoryview(b"")
         self._sock.close()
+        self._wake_read.close()
 
     def _keep_alive(self) -> None:
         """Keep middleboxes from forgetting an idle connection, and notice early that it died."""

@@ -120,8 +120,11 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
     request.headers["Authorization"] = f"Bearer {token}"
     protocol.send_request(request)
     try:
-        for piece in protocol.data_to_send():
-            sock.sendall(piece)
+        try:
+            for piece in protocol.data_to_send():
+                sock.sendall(piece)
+        except OSError:
+            pass  # an executor that refuses the certificate has said so and left: read what it said
         while True:
             data = sock.recv(4096)
             if data:
@@ -134,6 +137,11 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
             if response is not None and response.status_code != 101:
                 raise _refusal(response, url)
             if response is not None and failure is None:
+                if protocol.subprotocol != SUBPROTOCOL:
+                    raise ProtocolVersionError(
+                        f"{url} is a websocket server, but did not agree to {SUBPROTOCOL}; is this an "
+                        "executor's port?"
+                    )
                 return
             if failure is not None or not data:
                 raise failure or EOFError("the connection ended")

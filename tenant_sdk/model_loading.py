@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.messages import TENANT_FILES
 from tenant_sdk.remote import RemoteExecutor
+from tenant_sdk.remote_weight import RemoteWeight
 from tenant_sdk.surgery import attach_layers
 from tenant_sdk.virtual import Group
 
@@ -85,20 +86,23 @@ def load_model(
     _fill(model, remote, dtype, progress=progress)
     if generation is not None:
         model.generation_config = generation
-    model.name_or_path = manifest.model
+    # PEFT asks the Hugging Face Hub about a model's name whenever it saves an adapter; an empty name
+    # keeps it from telling a third party which model this tenant uses.
+    model.name_or_path = ""
+    model.config.name_or_path = manifest.model
     model.eval()
     return model
 
 
 def _skeleton(architecture: str, config: Any, model_class: type[Any] | None) -> PreTrainedModel:
     found = model_class or getattr(transformers, architecture, None)
-    if not (isinstance(found, type) and hasattr(found, "_from_config")):
+    # Auto classes choose by configuration, model classes take it as it is.
+    build = getattr(found, "from_config", None) or getattr(found, "_from_config", None)
+    if build is None:
         raise ModelMismatch(
             f"transformers {transformers.__version__} has no model class {architecture[:80]!r}; "
             "install the version that the provider runs, or give model_class="
         )
-    # Auto classes choose by configuration, model classes take it as it is.
-    build = getattr(found, "from_config", None) or found._from_config
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = build(config)
@@ -115,7 +119,7 @@ def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *,
             # Another class around the same base model (a classifier, say) has other names for the rest.
             names = (info.name, prefix + info.name, info.name.removeprefix(prefix))
             name = next((n for n in names if n in state), None)
-            if name is None:
+            if name is None or isinstance(state[name], RemoteWeight):  # not needed here
                 bar.update(torch.Size(info.shape).numel())
                 continue
             tensor = state[name]
@@ -130,8 +134,19 @@ def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *,
                 at += len(piece)
                 bar.update(piece.numel())
             _set(model, name, target)
-    model.tie_weights()
+    _tie(model)
     _initialise_missing(model)
+
+
+def _tie(model: PreTrainedModel) -> None:
+    """Tie as transformers does, whichever of the tied names the checkpoint holds."""
+    for name in list(model.all_tied_weights_keys):
+        if isinstance(model.get_parameter_or_buffer(name), RemoteWeight):  # an offloaded head
+            del model.all_tied_weights_keys[name]
+    missing = {
+        name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_meta
+    }
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
 
 def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -145,10 +160,12 @@ def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _initialise_missing(model: PreTrainedModel) -> None:
     """Parameters that the checkpoint lacks (a new classification head) start as transformers starts them."""
-    for module in model.modules():
-        missing = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
-        for name in missing:
-            shape, kind = getattr(module, name).shape, getattr(module, name).dtype
-            module._parameters[name] = nn.Parameter(torch.empty(shape, dtype=kind))
-        if missing:
-            model._init_weights(module)
+    modules = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                fresh = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=True)
+                module.register_parameter(name, fresh)
+            else:
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        model._init_weights(module)

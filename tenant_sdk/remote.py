@@ -88,41 +88,43 @@ class RemoteExecutor:
             group: id in the manifest.
             direction: forward or backward.
             members: bit mask of members.
-            blocks: [T, D] forward; backward one [T, O_m] for each member.
+            blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member.
 
         Returns:
             Writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for each member
             forward, one [T, D] backward.
         """
-        shape = self.shapes[group]
-        rows, dtype = blocks[0].shape[0], blocks[0].dtype
-        widths = shape.selected(members) if direction == Direction.FORWARD else [shape.inputs]
-        limit = self._row_limit(shape, direction, members)
+        plan = self.shapes[group].plan(direction, members)
+        rows, dtype, itemsize = blocks[0].shape[0], blocks[0].dtype, self.wire_dtype.itemsize
+        limits = self.manifest.limits
+        row_bytes = max(plan.request_columns, plan.answer_columns) * itemsize
+        limit = max(1, min(limits.max_rows, limits.max_message_bytes // row_bytes))
         started = time.perf_counter()
-        sent = [
-            self._submit(operation, group, direction, members, [b[at : at + limit] for b in blocks])
-            for at in range(0, rows, limit)
-        ]
-        parts = [_split(_payload(self._channel.wait(pending)), widths) for pending in sent]
-        waited = time.perf_counter() - started
-        results = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
-        itemsize = self.wire_dtype.itemsize
+        if rows <= limit:
+            pending = self._submit(operation, group, direction, members, blocks)
+            results = _split(_payload(self._channel.wait(pending)), plan.answer_widths)
+            sent = 1
+        else:
+            under_way = [
+                self._submit(operation, group, direction, members, [b[at : at + limit] for b in blocks])
+                for at in range(0, rows, limit)
+            ]
+            parts = [_split(_payload(self._channel.wait(p)), plan.answer_widths) for p in under_way]
+            results = [torch.cat(column) for column in zip(*parts, strict=True)]
+            sent = len(parts)
         with self._lock:
             stats = self.stats
+            stats.seconds_waiting += time.perf_counter() - started
             if operation == Operation.EFFECT:
-                stats.effect_requests += len(sent)
+                stats.effect_requests += sent
             else:
-                stats.requests += len(sent)
+                stats.requests += sent
                 stats.rows += rows
-            stats.bytes_sent += rows * shape.request_columns(direction, members) * itemsize
-            stats.bytes_received += rows * sum(widths) * itemsize
-            stats.seconds_waiting += waited
+            stats.bytes_sent += rows * plan.request_columns * itemsize
+            stats.bytes_received += rows * plan.answer_columns * itemsize
+        if dtype == self.wire_dtype:
+            return results
         return [result.to(dtype) for result in results]
-
-    def _row_limit(self, shape: GroupShape, direction: Direction, members: int) -> int:
-        limits = self.manifest.limits
-        widest = max(shape.request_columns(direction, members), shape.answer_columns(direction, members))
-        return max(1, min(limits.max_rows, limits.max_message_bytes // (widest * self.wire_dtype.itemsize)))
 
     def _submit(
         self,
@@ -132,12 +134,11 @@ class RemoteExecutor:
         members: int,
         blocks: list[torch.Tensor],
     ) -> Pending:
-        wire = [block.to("cpu", self.wire_dtype).contiguous() for block in blocks]
+        wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
+        shape, rows = self.shapes[group], wire[0].shape[0]
 
         def header(protocol: TenantProtocol) -> Header:
-            return protocol.product(
-                operation, group, self.shapes[group], direction, members, len(wire[0]), self.wire_dtype
-            )
+            return protocol.product(operation, group, shape, direction, members, rows, self.wire_dtype)
 
         return self._channel.submit(header, wire)
 
@@ -196,8 +197,10 @@ def _payload(answer: Incoming) -> torch.Tensor:
     return answer.payload
 
 
-def _split(payload: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+def _split(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
     """Blocks [T, width] that lie one behind the other in a payload."""
+    if len(widths) == 1:
+        return [payload]
     rows = payload.shape[0]
     parts = payload.view(-1).split([rows * width for width in widths])
     return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -11,11 +11,14 @@ from shared.errors import RemoteWeightUnavailable
 
 # What reads the values, by the operation that it begins with.
 _NEEDS = {
-    "linalg_svd": "a singular value decomposition of the base weight (PiSSA, CorDA, MiLoRA)",
-    "svd": "a singular value decomposition of the base weight (PiSSA)",
+    "_linalg_svd": "a singular value decomposition of the base weight (PiSSA, CorDA, MiLoRA)",
     "linalg_qr": "a QR decomposition of the base weight (OLoRA)",
     "linalg_vector_norm": "the norm of the base weight's rows (DoRA)",
     "add": "a sum with the base weight (DoRA's weight norm, or merging an adapter)",
+    "mm": "a product with the base weight itself (PiSSA by iteration, HRA, or merging)",
+    "mul": "scaling the base weight (merging an adapter)",
+    "t": "the base weight transposed (merging an adapter)",
+    "clone": "a copy of the base weight (SHiRA, or merging an adapter)",
     "add_": "writing the adapter into the base weight (merging)",
     "copy_": "writing into the base weight (merging)",
 }
@@ -23,6 +26,7 @@ _INSTEAD = (
     "Use a method that needs only the layer's output: LoRA, rsLoRA, AdaLoRA, IA3, VeRA, LoHa, LoKr, "
     "prefix, prompt or P-tuning; and instead of merging, keep the adapter beside the base model."
 )
+_SAVING = "Save the adapter alone: `save_pretrained` of the PEFT model, or `peft.get_peft_model_state_dict`."
 
 
 class RemoteWeight(torch.Tensor):
@@ -64,11 +68,40 @@ class RemoteWeight(torch.Tensor):
                 kwargs.get("dtype") or weight.dtype,
                 torch.device(kwargs.get("device") or weight.device),
             )
-        need = _NEEDS.get(name, f"the operation {name} on the base weight")
-        raise RemoteWeightUnavailable(
-            f"the weight of {weight.layer} stays with the provider, and something here needs {need}. "
-            f"{_INSTEAD}"
+        raise weight._unavailable(_NEEDS.get(name, f"the operation {name} on the base weight"))
+
+    def _unavailable(self, need: str, instead: str = _INSTEAD) -> RemoteWeightUnavailable:
+        return RemoteWeightUnavailable(
+            f"the weight of {self.layer} stays with the provider, and something here needs {need}. {instead}"
         )
+
+    # What reads memory without an operation that could be dispatched; some of it would crash.
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse."""
+        raise self._unavailable("its values as an array")
+
+    def tolist(self) -> NoReturn:
+        """Refuse."""
+        raise self._unavailable("its values as a list")
+
+    def apply_(self, *args: Any) -> NoReturn:
+        """Refuse."""
+        raise self._unavailable("its values one by one")
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse."""
+        raise self._unavailable("its bytes, to save or to share them", _SAVING)
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse."""
+        raise self._unavailable("its bytes, to share them with another process", _SAVING)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._unavailable("its memory")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise self._unavailable("its bytes, to pickle them", _SAVING)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteWeight:
         """A copy of the stand-in; as a Parameter if it is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Iterable
@@ -26,11 +27,14 @@ class _Last:
 
     input: weakref.ref[torch.Tensor]
     context: tuple[int, bool, torch.dtype]
+    values: torch.Tensor | None  # a copy of an input that counts no versions
     members: set[int]
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def is_for(self, x: torch.Tensor, context: tuple[int, bool, torch.dtype]) -> bool:
-        return self.input() is x and self.context == context
+        if self.input() is not x or self.context != context:
+            return False
+        return self.values is None or torch.equal(self.values, x)
 
 
 class Group:
@@ -54,30 +58,44 @@ class Group:
 
     def output(self, member: int, x: torch.Tensor) -> torch.Tensor:
         """The member's bias-free output for x [..., D]: fresh, writable, [..., O], x's dtype."""
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        context = (x._version, torch.is_grad_enabled(), dtype)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if len(self.info.members) == 1:
+            return self._request(1, x, dtype)[0]
+        # Tensors made in inference mode have no version that would tell of writing in place.
+        version = -1 if x.is_inference() else x._version
+        context = (version, torch.is_grad_enabled(), dtype)
         last: _Last | None = getattr(self._threads, "last", None)
+        known: set[int] = set()
         if last is not None and last.is_for(x, context):
             if member in last.outputs:
                 return last.outputs.pop(member)
-            self._joined |= last.members | {member}
+            known = last.members
+            self._joined |= known | {member}
             wanted = {member}
         else:
             if last is not None:
                 self._joined -= last.outputs.keys()
             wanted = set(self._joined) if member in self._joined else {member}
-        outputs = self._request(wanted, x, dtype)
-        known = last.members if last is not None and last.is_for(x, context) else set()
+        members = sum(1 << i for i in wanted)
+        outputs = dict(zip(member_indices(members), self._request(members, x, dtype), strict=True))
         taken = outputs.pop(member)
-        self._threads.last = _Last(weakref.ref(x), context, known | wanted, outputs)
+        values = x.clone() if x.is_inference() else None
+        self._threads.last = _Last(weakref.ref(x), context, values, known | wanted, outputs)
         return taken
 
-    def _request(self, wanted: set[int], x: torch.Tensor, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        members = sum(1 << member for member in wanted)
-        outputs = _GroupProduct.apply(x.to(dtype), self, members)  # type: ignore[no-untyped-call]
-        return dict(zip(member_indices(members), outputs, strict=True))
+    def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        x = x.to(dtype)
+        if x.requires_grad and torch.is_grad_enabled():
+            outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(x, self, members)  # type: ignore[no-untyped-call]
+            return outputs
+        # Nothing to differentiate: decoding does not pay for the graph.
+        return self.forward_product(members, x)
+
+    def forward_product(self, members: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs [..., O_m] of the members for x [..., D], outside autograd."""
+        blocks = self.product(Direction.FORWARD, members, [x.detach().reshape(-1, x.shape[-1])])
+        return tuple(_own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
 
     def product(self, direction: Direction, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
@@ -86,9 +104,11 @@ class Group:
             NonFiniteError: before anything is sent.
         """
         for block in blocks:
-            if not block.sum().isfinite() and not block.isfinite().all():
+            if not math.isfinite(block.sum().item()) and not block.isfinite().all():
                 raise NonFiniteError(self._where_not_finite(direction))
         first = blocks[0]
+        if first.dtype == torch.float32 and first.device.type == "cpu":
+            return self._privacy.product(self.identity, direction, members, blocks)
         plain = [block.to("cpu", torch.float32) for block in blocks]
         results = self._privacy.product(self.identity, direction, members, plain)
         return [result.to(first.device, first.dtype) for result in results]
@@ -116,8 +136,7 @@ class _GroupProduct(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group, members: int) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.group, ctx.members, ctx.shape = group, members, x.shape
-        blocks = group.product(Direction.FORWARD, members, [x.detach().reshape(-1, x.shape[-1])])
-        return tuple(_own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
+        return group.forward_product(members, x)
 
     @staticmethod
     @once_differentiable

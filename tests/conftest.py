@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import settings
 from transformers import PreTrainedModel
 
 import tenant_sdk
@@ -29,6 +30,10 @@ from shared.messages import Limits
 
 # Parity is asserted tightly; more threads would only add noise to a machine with few cores.
 torch.set_num_threads(2)
+
+# The same examples in every run: a property test that fails must fail for everybody.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.load_profile("ci")
 
 TENANT = "alice"
 

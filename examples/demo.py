@@ -1,0 +1,280 @@
+"""The whole product in a few minutes: a tenant fine-tunes on private notes through a provider's executor.
+
+An executor serves ``examples/base_model`` in a process of its own, behind TLS 1.3. In this process a
+tenant fine-tunes a LoRA adapter on ``examples/data`` with the Trainer of transformers, masking what
+it sends (``noise-bank``). The same training then runs without the executor, and the two are
+compared. Run it with ``make demo``; results are in ``out/demo``.
+"""
+
+from __future__ import annotations
+
+import os
+
+# On one machine, threads that spin while they wait would slow the other process down. Before torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from demo_report import Display, draw_losses, print_table
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+
+import tenant_sdk
+from tenant_sdk.finetuning import Blocks, pack, perplexity, read_tokens
+
+HERE = Path(__file__).resolve().parent
+BASE_MODEL, DATA = HERE / "base_model", HERE / "data"
+PROMPT = "Mon 3 March. Biscuit, beagle, 6 y, owner Mrs"
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Size of the demo."""
+
+    output: Path
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    rank: int
+    new_tokens: int
+    privacy: str
+
+
+@dataclass
+class Result:
+    """What one training gave; ``losses`` in nats per token, one a step."""
+
+    losses: list[float]
+    perplexity_before: float
+    perplexity_after: float
+    text_before: list[int]
+    text_after: list[int]
+    train_seconds: float
+    generate_seconds: float
+
+
+def parse_arguments() -> Options:
+    """The defaults are what ``make demo`` runs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=HERE.parent / "out" / "demo")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--privacy", default="noise-bank")
+    return Options(**vars(parser.parse_args()))
+
+
+class Progress(TrainerCallback):
+    """Moves the display's bar."""
+
+    def __init__(self, advance: Callable[[], None]) -> None:
+        self.advance = advance
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Of the Trainer."""
+        self.advance()
+
+
+def train(
+    model: Any, blocks: Blocks, options: Options, advance: Callable[[], None]
+) -> tuple[Any, list[float]]:
+    """LoRA on every linear layer, by an ordinary Trainer; it cannot tell where the layers are computed."""
+    set_seed(SEED)
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=2 * options.rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(model, config)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.batch_size,
+            learning_rate=options.learning_rate,
+            seed=SEED,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            label_names=["labels"],
+            dataloader_pin_memory=False,
+            use_cpu=True,
+        )
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
+            data_collator=default_data_collator,
+            callbacks=[Progress(advance)],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def generate(model: Any, tokenizer: Any, new_tokens: int) -> list[int]:
+    """The most likely continuation of PROMPT."""
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    model.eval()
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def run_one(
+    model: Any,
+    tokenizer: Any,
+    blocks: Blocks,
+    held_out: Blocks,
+    options: Options,
+    display: Display,
+    where: str,
+) -> tuple[Any, Result]:
+    """Perplexity, training, perplexity, text: the same for both places."""
+    with display.stage(f"held-out perplexity of the base model, {where}"):
+        before = perplexity(model.eval(), held_out, options.batch_size)
+        text_before = generate(model, tokenizer, options.new_tokens)
+    with display.stage(f"fine-tuning, {where}", total=options.steps) as advance:
+        started = time.perf_counter()
+        model, losses = train(model, blocks, options, advance)
+        train_seconds = time.perf_counter() - started
+    with display.stage(f"held-out perplexity and text with the adapter, {where}"):
+        after = perplexity(model, held_out, options.batch_size)
+        started = time.perf_counter()
+        text_after = generate(model, tokenizer, options.new_tokens)
+        generate_seconds = time.perf_counter() - started
+    return model, Result(losses, before, after, text_before, text_after, train_seconds, generate_seconds)
+
+
+@contextmanager
+def executor(log: Path, display: Display) -> Iterator[tuple[str, str, Path]]:
+    """An executor process behind TLS: URL, token and authority. It must end well when told to."""
+    provider = [sys.executable, "-m", "provider.cli"]
+    with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as folder, log.open("wb") as output:
+        tls, tokens, ready = Path(folder) / "tls", Path(folder) / "tokens.json", Path(folder) / "ready.json"
+        with display.stage("provider: development certificate authority, token for the tenant"):
+            subprocess.run([*provider, "certs", str(tls)], check=True, stdout=output, stderr=output)
+            add = [*provider, "token", "add", "clinic", "--token-file", str(tokens)]
+            token = subprocess.run(add, check=True, stdout=subprocess.PIPE, stderr=output, text=True)
+        with display.stage(f"provider: executor process serving {BASE_MODEL.name} over TLS 1.3"):
+            serve = [*provider, "serve", str(BASE_MODEL), "--tls-dir", str(tls), "--token-file", str(tokens)]
+            process = subprocess.Popen(
+                [*serve, "--port", "0", "--ready-file", str(ready)], stdout=output, stderr=output
+            )
+            deadline = time.monotonic() + 120
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    process.kill()
+                    raise RuntimeError("the executor did not start")
+                time.sleep(0.05)
+            url = json.loads(ready.read_text())["url"]
+        try:
+            yield url, token.stdout.strip(), tls / "ca.pem"
+            with display.stage("provider: executor stopped by SIGTERM"):
+                process.send_signal(signal.SIGTERM)
+                if (status := process.wait(30)) != 0:
+                    raise RuntimeError(f"the executor ended with status {status} after SIGTERM")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def run(options: Options, display: Display) -> dict[str, Any]:
+    """The demo; its summary, which is also written to the output folder."""
+    adapter = options.output / "adapter"
+    shutil.rmtree(adapter, ignore_errors=True)
+    started = time.perf_counter()
+    with executor(options.output / "executor.log", display) as (url, token, ca):
+        with tenant_sdk.connect(url, token=token, ca=ca, privacy=options.privacy) as session:
+            with display.stage("tenant: model skeleton and tokenizer from the executor"):
+                model: Any = session.load_model(progress=False)
+                tokenizer = session.load_tokenizer()
+                blocks, held_out = (
+                    pack(read_tokens(DATA / name, tokenizer), options.sequence_length, keep_tail=tail)
+                    for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
+                )
+            model, remote = run_one(
+                model, tokenizer, blocks, held_out, options, display, "through the executor"
+            )
+            model.save_pretrained(str(adapter))
+            stats, manifest = session.stats, session.manifest
+
+    local_model = transformers.AutoModelForCausalLM.from_pretrained(BASE_MODEL, dtype=torch.float32)
+    _, local = run_one(local_model, tokenizer, blocks, held_out, options, display, "all local")
+    with display.stage("the saved adapter in plain transformers and PEFT"):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(BASE_MODEL, dtype=torch.float32)
+        reloaded = generate(
+            peft.PeftModel.from_pretrained(plain, str(adapter)), tokenizer, options.new_tokens
+        )
+    differences = [abs(a - b) for a, b in zip(remote.losses, local.losses, strict=True)]
+    summary = {
+        "model": manifest.model,
+        "digest": manifest.digest,
+        "privacy": options.privacy,
+        "steps": options.steps,
+        "tokens_per_step": options.batch_size * options.sequence_length,
+        "executor": asdict(remote),
+        "local": asdict(local),
+        "largest_loss_difference": max(differences),
+        "same_tokens": remote.text_after == local.text_after,
+        "saved_adapter_gives_same_tokens": reloaded == remote.text_after,
+        "prompt": PROMPT,
+        "text_base_model": tokenizer.decode(remote.text_before),
+        "text_executor": tokenizer.decode(remote.text_after),
+        "text_local": tokenizer.decode(local.text_after),
+        "traffic": asdict(stats),
+        "seconds": time.perf_counter() - started,
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "peft": peft.__version__,
+        },
+    }
+    (options.output / "summary.json").write_text(json.dumps(summary, indent=1))
+    draw_losses(remote.losses, local.losses, options.privacy, options.output / "loss.png")
+    return summary
+
+
+def main() -> None:
+    """Run the demo and show what came out; if it fails, show the executor's last words."""
+    warnings.simplefilter("ignore", FutureWarning)  # between transformers and peft
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    options, display = parse_arguments(), Display()
+    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        summary = run(options, display)
+    except BaseException:
+        display.show_log(options.output / "executor.log")
+        raise
+    print_table(display.console, summary, options.output)
+
+
+if __name__ == "__main__":
+    main()

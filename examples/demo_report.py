@@ -1,0 +1,118 @@
+"""How the demo shows itself: stages with progress, a picture, a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+
+class Display:
+    """Stages on the terminal; each leaves one line."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
+
+    @contextmanager
+    def stage(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        """Show a spinner, or a bar of ``total`` steps which the yielded function moves."""
+        started = time.perf_counter()
+        columns = [SpinnerColumn(), TextColumn(what)]
+        columns += [BarColumn(), MofNCompleteColumn()] if total else []
+        with Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True) as progress:
+            task = progress.add_task(what, total=total)
+            if not self.console.is_terminal:
+                self.console.print(f"  {what} ...")
+            yield lambda: progress.advance(task)
+        self.console.print(
+            f"[green]✓[/] {what}  [dim]{time.perf_counter() - started:.1f} s[/]", soft_wrap=True
+        )
+
+    def show_log(self, log: Path, lines: int = 30) -> None:
+        """The end of the executor's log."""
+        if log.exists():
+            tail = log.read_text(errors="replace").splitlines()[-lines:]
+            self.console.print(f"[bold red]the demo failed; the executor's last lines ({log}):[/]")
+            self.console.print(escape("\n".join(tail)))
+
+
+def draw_losses(remote: list[float], local: list[float], privacy: str, path: Path) -> None:
+    """Both loss curves on top of each other, and their difference below."""
+    steps = range(1, len(remote) + 1)
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(7.2, 5.4), height_ratios=(3, 1.3), layout="constrained"
+    )
+    above.plot(steps, local, color="#f4a259", linewidth=5, solid_capstyle="round", label="all local")
+    above.plot(steps, remote, color="#1d3557", linewidth=1.4, label=f"through the executor, {privacy}")
+    above.set_ylabel("training loss (nats per token)")
+    above.set_title("Fine-tuning on private notes: the same training in two places")
+    above.legend(frameon=False)
+    difference = [(a - b) * 1e6 for a, b in zip(remote, local, strict=True)]
+    below.axhline(0, color="#999999", linewidth=0.8)
+    below.plot(steps, difference, color="#b23a48", linewidth=1.2)
+    below.set_ylabel("difference (10⁻⁶ nats)")
+    below.set_xlabel("optimizer step")
+    below.set_xlim(0.5, len(remote) + 0.5)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.align_ylabels()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def print_table(console: Console, summary: dict[str, Any], output: Path) -> None:
+    """The figures side by side, then the texts and where the files are."""
+    remote, local, traffic = summary["executor"], summary["local"], summary["traffic"]
+    table = Table(
+        title=f"{summary['steps']} steps of {summary['tokens_per_step']} tokens, LoRA, {summary['privacy']}"
+    )
+    table.add_column("")
+    table.add_column("through the executor", justify="right")
+    table.add_column("all local", justify="right")
+    rows = [
+        ("held-out perplexity before", "perplexity_before", ".1f"),
+        ("held-out perplexity after", "perplexity_after", ".2f"),
+        ("seconds to fine-tune", "train_seconds", ".1f"),
+        ("seconds to generate", "generate_seconds", ".1f"),
+    ]
+    table.add_row("first loss", f"{remote['losses'][0]:.4f}", f"{local['losses'][0]:.4f}")
+    table.add_row("last loss", f"{remote['losses'][-1]:.4f}", f"{local['losses'][-1]:.4f}")
+    for name, key, form in rows:
+        table.add_row(name, f"{remote[key]:{form}}", f"{local[key]:{form}}")
+    table.add_row("largest difference of loss", f"{summary['largest_loss_difference']:.1e}", "")
+    table.add_row("same greedy tokens", "yes" if summary["same_tokens"] else "no", "")
+    same = summary["saved_adapter_gives_same_tokens"]
+    table.add_row("saved adapter, plain PEFT: same tokens", "yes" if same else "no", "")
+    table.add_row("round trips", f"{traffic['requests']:,} + {traffic['effect_requests']} for masks", "0")
+    sent, received = traffic["bytes_sent"] / 1e6, traffic["bytes_received"] / 1e6
+    table.add_row("sent / received", f"{sent:,.0f} MB / {received:,.0f} MB", "0")
+    console.print(table)
+    console.print(f"[bold]prompt[/]           {escape(summary['prompt'])}", soft_wrap=True)
+    for label, key in (("base model", "text_base_model"), ("with the adapter", "text_executor")):
+        text = " ".join(summary[key].split())
+        console.print(f"[bold]{label:<16}[/] {escape(text)}", soft_wrap=True)
+    console.print(
+        f"\nadapter, summary.json, loss.png and executor.log are in {escape(str(output))}; "
+        f"{summary['seconds']:.0f} s in all",
+        soft_wrap=True,
+    )

@@ -1,0 +1,176 @@
+"""The PEFT methods that `symbiosis-tenant finetune` offers: those that never read a base weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+
+from shared.errors import ConfigurationError, ModelMismatch
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """What the adapter shall be.
+
+    ``rank`` of the low-rank methods. ``targets``: names of layers, or ``all-linear`` for every linear
+    layer but the output head; low-rank methods only. ``virtual_tokens``: length of the prompt-like
+    methods. ``steps``: optimizer steps of the whole training, for AdaLoRA's schedule. ``seed`` of
+    VeRA's random projections, which are not trained.
+    """
+
+    method: str = "lora"
+    rank: int = 8
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    virtual_tokens: int = 20
+    steps: int = 100
+    seed: int = 0
+
+    @property
+    def target_modules(self) -> str | list[str]:
+        """As PEFT wants it."""
+        return ALL_LINEAR if ALL_LINEAR in self.targets else list(self.targets)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table below; ``learning_rate`` is what the command line takes if the user gives none."""
+
+    learning_rate: float
+    make: Callable[[AdapterOptions], Any]
+    low_rank: bool = True
+    prompt_like: bool = False
+
+
+def _lora(options: AdapterOptions, **more: Any) -> Any:
+    return peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=2 * options.rank,
+        target_modules=options.target_modules,
+        task_type="CAUSAL_LM",
+        **more,
+    )
+
+
+def _adalora(options: AdapterOptions) -> Any:
+    # Starts with half as much rank again, gives it up between the first tenth and the last third.
+    return peft.AdaLoraConfig(
+        init_r=options.rank + (options.rank + 1) // 2,
+        target_r=options.rank,
+        tinit=options.steps // 10,
+        tfinal=options.steps // 3,
+        deltaT=max(1, options.steps // 50),
+        total_step=options.steps,
+        lora_alpha=2 * options.rank,
+        target_modules=options.target_modules,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _vera(options: AdapterOptions) -> Any:
+    return peft.VeraConfig(
+        r=options.rank,
+        target_modules=options.target_modules,
+        projection_prng_key=options.seed,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _loha(options: AdapterOptions) -> Any:
+    return peft.LoHaConfig(
+        r=options.rank, alpha=options.rank, target_modules=options.target_modules, task_type="CAUSAL_LM"
+    )
+
+
+def _lokr(options: AdapterOptions) -> Any:
+    return peft.LoKrConfig(
+        r=options.rank, alpha=options.rank, target_modules=options.target_modules, task_type="CAUSAL_LM"
+    )
+
+
+def _ia3(_options: AdapterOptions) -> Any:
+    # Which layers are scaled at their input and which at their output is PEFT's knowledge.
+    return peft.IA3Config(task_type="CAUSAL_LM")
+
+
+def _prefix(options: AdapterOptions) -> Any:
+    return peft.PrefixTuningConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
+
+
+def _prompt(options: AdapterOptions) -> Any:
+    return peft.PromptTuningConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
+
+
+def _p_tuning(options: AdapterOptions) -> Any:
+    return peft.PromptEncoderConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
+
+
+METHODS: dict[str, Method] = {
+    "lora": Method(1e-3, _lora),
+    "rslora": Method(1e-3, lambda options: _lora(options, use_rslora=True)),
+    "adalora": Method(2e-3, _adalora),
+    "ia3": Method(5e-3, _ia3, low_rank=False),
+    "vera": Method(5e-3, _vera),
+    "loha": Method(1e-3, _loha),
+    "lokr": Method(2e-3, _lokr),
+    "prefix": Method(1e-2, _prefix, low_rank=False, prompt_like=True),
+    "prompt": Method(1e-2, _prompt, low_rank=False, prompt_like=True),
+    "p-tuning": Method(1e-3, _p_tuning, low_rank=False, prompt_like=True),
+}
+
+
+def find_method(name: str) -> Method:
+    """A row of ``METHODS``.
+
+    Raises:
+        ConfigurationError: no such method, or one that needs the base weights.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    needs_weights = name.lower() in ("dora", "pissa", "olora", "corda", "milora")
+    why = ", which reads the base weights; they stay with the provider" if needs_weights else ""
+    raise ConfigurationError(f"unknown method {name!r}{why}; choose from {', '.join(METHODS)}")
+
+
+def add_adapter(model: Any, options: AdapterOptions) -> Any:
+    """A PEFT model with a fresh adapter around a transformers model.
+
+    Raises:
+        ConfigurationError: the method is unknown, or does not fit the model or the options.
+    """
+    method = find_method(options.method)
+    if options.targets != (ALL_LINEAR,) and not method.low_rank:
+        raise ConfigurationError(
+            f"{options.method} chooses its layers itself; --target-modules is for the low-rank methods"
+        )
+    try:
+        return peft.get_peft_model(model, method.make(options))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{options.method} does not fit {type(model).__name__} with these options: {error}"
+        ) from error
+
+
+def load_adapter(model: Any, folder: Path) -> Any:
+    """A PEFT model with the adapter of a standard PEFT folder, for inference.
+
+    Raises:
+        ConfigurationError: there is no adapter in the folder, or it is damaged.
+        ModelMismatch: it was made for another base model.
+    """
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise ConfigurationError(f"{folder} holds no adapter: there is no {name} in it")
+    try:
+        return peft.PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ModelMismatch(
+            f"the adapter in {folder} was made for another base model: {str(error).splitlines()[0]}"
+        ) from error
+    except Exception as error:  # safetensors and json have errors of their own kinds
+        raise ConfigurationError(f"cannot read the adapter in {folder}: {error}") from error

@@ -1,0 +1,265 @@
+"""``symbiosis-tenant``: fine-tune, generate, and find out what is wrong with a connection."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shared.errors import ConfigurationError, ConnectionLost, SymbiosisError
+from tenant_sdk import cli_options as options
+from tenant_sdk.session import Session
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# Standard output is for results (text, figures); everything else goes to standard error.
+_status = Console(stderr=True, highlight=False, soft_wrap=True)
+_results = Console(highlight=False, soft_wrap=True)
+
+
+@app.callback()
+def _root() -> None:
+    """Use a language model whose frozen layers a provider hosts, keeping text and adapters here."""
+
+
+def _load_tokenizer(session: Session, folder: Path | None) -> Any:
+    if folder is None:
+        return session.load_tokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"no tokenizer in {folder}: {error}") from error
+
+
+def _load_model(session: Session) -> Any:
+    import torch
+
+    model: Any = session.load_model()
+    return model.to("cuda") if torch.cuda.is_available() else model
+
+
+def _print_stats(session: Session) -> None:
+    stats = session.stats
+    _results.print(
+        f"session: {stats.requests} requests and {stats.effect_requests} for masks, {stats.rows} rows, "
+        f"{stats.bytes_sent / 1e6:.1f} MB sent, {stats.bytes_received / 1e6:.1f} MB received, "
+        f"{stats.seconds_waiting:.1f} s waiting, {stats.seconds_masking:.1f} s masking"
+    )
+
+
+@app.command()
+def finetune(
+    provider: options.Provider,
+    token_env: options.TokenEnv,
+    data: Annotated[Path, typer.Option(help="Plain text file (UTF-8) to learn from.")],
+    output: Annotated[Path, typer.Option(help="Folder to make for the adapter, in PEFT's format.")],
+    ca: options.Ca = None,
+    mask_source: options.MaskSource = None,
+    privacy: options.PrivacyMode = options.PRIVACY,
+    method: Annotated[
+        str,
+        typer.Option(help="lora, rslora, adalora, ia3, vera, loha, lokr, prefix, prompt or p-tuning."),
+    ] = "lora",
+    rank: Annotated[int, typer.Option(min=1, help="Of the low-rank methods.")] = 8,
+    target_modules: Annotated[
+        str, typer.Option(help="Layers that low-rank methods adapt: names with commas, or all-linear.")
+    ] = "all-linear",
+    virtual_tokens: Annotated[int, typer.Option(min=1, help="Of prefix, prompt and p-tuning.")] = 20,
+    learning_rate: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Default: by method, 0.001 for lora."),
+    ] = None,
+    steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Optimizer steps, instead of --epochs."),
+    ] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks a step.")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens a block.")] = 256,
+    seed: options.Seed = 0,
+    held_out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Text to measure perplexity on, before and after; not learned from."),
+    ] = None,
+    save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
+    tokenizer: options.Tokenizer = None,
+    wire_dtype: options.WireDtype = options.WIRE_DTYPE,
+    digest: options.Digest = None,
+    client_certificate: options.ClientCertificate = None,
+    client_key: options.ClientKey = None,
+    timeout: options.Timeout = options.TIMEOUT,
+) -> None:
+    """Train an adapter on a text file; the text, the adapter and its gradients stay on this machine."""
+    from tenant_sdk.adapters import find_method
+    from tenant_sdk.finetuning import Training
+    from tenant_sdk.finetuning import finetune as train
+    from tenant_sdk.storage import check_new_folder
+
+    find_method(method)
+    check_new_folder(output)
+    training = Training(
+        data=data,
+        output=output,
+        held_out=held_out,
+        method=method,
+        rank=rank,
+        targets=tuple(name.strip() for name in target_modules.split(",")),
+        virtual_tokens=virtual_tokens,
+        learning_rate=learning_rate,
+        steps=steps,
+        epochs=epochs,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        seed=seed,
+        save_steps=save_steps,
+        resume=resume,
+    )
+    client = options.client_certificate(client_certificate, client_key)
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+    )
+    with (
+        options.open_session(
+            provider, ca, token_env, mask_source, privacy, wire_dtype, digest, client, timeout
+        ) as session,
+        Progress(*columns, TimeRemainingColumn(), console=_status) as bar,
+    ):
+        model = _load_model(session)
+        task = bar.add_task("training", total=None, loss="", visible=False)
+
+        def show(step: int, of: int, loss: float | None) -> None:
+            fields = {} if loss is None else {"loss": f"{loss:.4f}"}
+            bar.update(task, completed=step, total=of, visible=True, **fields)  # type: ignore[arg-type]
+            if loss is not None and not _status.is_terminal:
+                _status.print(f"step {step} of {of}: loss {loss:.4f}")
+
+        try:
+            report = train(
+                training,
+                model,
+                _load_tokenizer(session, tokenizer),
+                session.manifest.digest,
+                show=show,
+                say=lambda line: _status.print(escape(line)),
+            )
+        except ConnectionLost as error:
+            raise ConnectionLost(f"{error.message}; to resume, add --resume to the same command") from error
+    _results.print(
+        f"loss: {report.first_loss:.4f} at the start, {report.last_loss:.4f} at the end of {report.steps} "
+        f"steps ({report.seconds:.1f} s)"
+    )
+    if report.perplexity_before is not None and report.perplexity_after is not None:
+        _results.print(
+            f"held-out perplexity: {report.perplexity_before:.2f} before, {report.perplexity_after:.2f} after"
+        )
+    _print_stats(session)
+    _results.print(f"adapter: {escape(str(output))}")
+
+
+@app.command()
+def generate(
+    provider: options.Provider,
+    token_env: options.TokenEnv,
+    prompt: Annotated[str, typer.Option(help="What to go on from.")],
+    adapter: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder of an adapter, as finetune writes it."),
+    ] = None,
+    ca: options.Ca = None,
+    mask_source: options.MaskSource = None,
+    privacy: options.PrivacyMode = options.PRIVACY,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens at the latest.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this share.")] = 1.0,
+    seed: options.Seed = 0,
+    tokenizer: options.Tokenizer = None,
+    wire_dtype: options.WireDtype = options.WIRE_DTYPE,
+    digest: options.Digest = None,
+    client_certificate: options.ClientCertificate = None,
+    client_key: options.ClientKey = None,
+    timeout: options.Timeout = options.TIMEOUT,
+) -> None:
+    """Continue a prompt, with or without an adapter; the text and the adapter stay on this machine."""
+    from tenant_sdk.adapters import load_adapter
+    from tenant_sdk.generation import Sampling, stream
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    client = options.client_certificate(client_certificate, client_key)
+    with options.open_session(
+        provider, ca, token_env, mask_source, privacy, wire_dtype, digest, client, timeout
+    ) as session:
+        model = _load_model(session)
+        if adapter is not None:
+            model = load_adapter(model, adapter)
+        tokens, seconds = stream(model, _load_tokenizer(session, tokenizer), prompt, sampling)
+    _status.print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s")
+
+
+@app.command()
+def doctor(
+    provider: options.Provider,
+    token_env: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="VAR", help="Environment variable that holds the token, to check all steps."),
+    ] = None,
+    ca: options.Ca = None,
+    mask_source: options.MaskSource = None,
+    wire_dtype: options.WireDtype = options.WIRE_DTYPE,
+    digest: options.Digest = None,
+    client_certificate: options.ClientCertificate = None,
+    client_key: options.ClientKey = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that each step may take.")] = 10.0,
+) -> None:
+    """Check an executor step by step; at the first failure, say what is wrong and what to do."""
+    from tenant_sdk.doctor import Target, examine
+
+    client = options.client_certificate(client_certificate, client_key)
+    failed = False
+    sources = [url for url in mask_source or () if not url.startswith("local:")]
+    for url in (provider, *sources):
+        if sources:
+            _results.print(f"[bold]{escape(url)}[/]")
+        for finding in examine(Target(url, ca, client, token_env, wire_dtype, digest, timeout)):
+            mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[finding.ok]
+            _results.print(f"{mark} {finding.step:<12}{escape(finding.detail)}")
+            if finding.cure:
+                _results.print(f"  {'':<12}→ {escape(finding.cure)}")
+            failed |= finding.ok is False
+    if failed:
+        raise typer.Exit(1)
+
+
+def run(application: Callable[[], Any]) -> None:
+    """Run a command line; an error that this project raises becomes one line and exit status 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if not sys.warnoptions:
+        # Deprecations between libraries are no news to whoever types a command.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+    try:
+        application()
+    except SymbiosisError as error:
+        _status.print(f"[bold red]error:[/] {escape(str(error))}")
+        sys.exit(1)
+
+
+def main() -> None:
+    """Entry point of ``symbiosis-tenant``."""
+    run(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""What is wrong between this machine and an executor, step by step: `symbiosis-tenant doctor`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import ssl
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cryptography import x509
+
+from shared.errors import AuthenticationError, ConfigurationError, ProtocolVersionError, SymbiosisError
+from shared.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
+from shared.messages import Manifest
+from tenant_sdk.channel import Channel
+from tenant_sdk.connect import client_context, open_tcp, split_url, start_tls, upgrade
+from tenant_sdk.remote import RemoteExecutor
+
+SMALL_REPEATS, LARGE_REPEATS = 30, 5
+LARGE_BYTES = 4 << 20
+# Renewing a certificate takes people, so say early that it will be due.
+SOON_DAYS = 14
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One step. ``ok`` None: not checked, or it deserves attention. ``cure``: what to do about it."""
+
+    step: str
+    ok: bool | None
+    detail: str
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to examine, as the other commands would use it. ``token_env`` None: no token is at hand."""
+
+    url: str
+    ca: Path | None = None
+    client_certificate: tuple[Path, Path] | None = None
+    token_env: str | None = None
+    wire_dtype: str = "float32"
+    digest: str | None = None
+    timeout: float = 10.0
+
+
+def examine(target: Target) -> Iterator[Finding]:
+    """Findings in order; the first with ``ok`` False is the last."""
+    step = "url"
+    sock: socket.socket | None = None
+    channel: Channel | None = None
+    try:
+        host, port = split_url(target.url)
+        yield Finding("url", True, f"host {host}, port {port}")
+
+        step = "authority"
+        context = client_context(target.ca, target.client_certificate)
+        trusts = f"{target.ca}" if target.ca is not None else "those of the operating system (no --ca given)"
+        yield Finding("authority", True, trusts)
+
+        step = "dns"
+        yield _resolve(host, port)
+
+        step = "tcp"
+        started = time.perf_counter()
+        sock = open_tcp(host, port, target.timeout)
+        milliseconds = (time.perf_counter() - started) * 1e3
+        yield Finding("tcp", True, f"port {port} is open, connected in {milliseconds:.1f} ms")
+
+        step = "tls"
+        tls = sock = start_tls(sock, host, context)
+        yield from _tls_findings(tls)
+
+        step = "token"
+        token = os.environ.get(target.token_env, "") if target.token_env else ""
+        if target.token_env and not token:
+            raise ConfigurationError(f"the environment variable {target.token_env} is not set, or empty")
+        if not token:
+            yield from _without_token(tls, target.url)
+            return
+        if any(c.isspace() or not c.isprintable() for c in token):
+            raise ConfigurationError(f"the token in {target.token_env} holds white space")
+        upgrade(tls, target.url, token)
+        yield Finding("token", True, f"accepted (from {target.token_env})")
+        yield Finding("protocol", True, f"both sides speak {SUBPROTOCOL}")
+
+        step = "manifest"
+        channel = Channel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
+        remote = RemoteExecutor(channel, DTYPE_NAMES[target.wire_dtype])
+        yield from _manifest_findings(remote.manifest, target)
+
+        step = "speed"
+        yield from _speed(remote)
+    except SymbiosisError as error:
+        if isinstance(error, ProtocolVersionError):
+            step = "protocol"
+        shown = ""
+        if step == "tls":
+            shown = _shown_certificate(target)
+        yield Finding(step, False, error.message + shown, _cure(error, step, target))
+    finally:
+        if channel is not None:
+            channel.close()
+        if sock is not None:
+            sock.close()
+
+
+def _cure(error: SymbiosisError, step: str, target: Target) -> str:
+    if isinstance(error, ProtocolVersionError):
+        return "install the version of this package that the provider runs, or ask the provider to update"
+    if isinstance(error, AuthenticationError) or step == "token":
+        variable = target.token_env or "TOKEN"
+        return (
+            f"ask the provider for a token (they run `symbiosis-provider token add NAME --token-file FILE`), "
+            f"then `export {variable}=...` and give --token-env {variable}"
+        )
+    return {
+        "url": "give the URL that the provider's `serve` printed with --provider",
+        "authority": "give the provider's ca.pem with --ca, and both files of a client certificate or none",
+        "dns": "look for a typing error in --provider; on a private network, ask for its DNS server or VPN",
+        "tcp": "compare --provider with the URL that `serve` printed; ask whether it runs, and on an address "
+        "that this machine may reach (`serve --host`, firewall)",
+        "tls": "ask the provider for the ca.pem that belongs to this server, or for a server certificate "
+        "that names this host (`symbiosis-provider certs DIR --host NAME`); never switch the check off",
+        "manifest": "compare the versions of both sides and the options given here",
+        "speed": "look into the executor's log at the time of this check",
+    }[step]
+
+
+def _resolve(host: str, port: int) -> Finding:
+    started = time.perf_counter()
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigurationError(f"cannot resolve the host name {host!r}: {error}") from error
+    addresses = sorted({str(entry[4][0]) for entry in found})
+    milliseconds = (time.perf_counter() - started) * 1e3
+    if addresses == [host]:
+        return Finding("dns", True, f"{host} is an address")
+    return Finding("dns", True, f"{host} is {', '.join(addresses)} ({milliseconds:.1f} ms)")
+
+
+def _tls_findings(sock: ssl.SSLSocket) -> Iterator[Finding]:
+    cipher = sock.cipher()
+    yield Finding("tls", True, f"{sock.version()}, {cipher[0] if cipher else 'no cipher'}")
+    certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
+    days = (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
+    soon = days < SOON_DAYS
+    yield Finding(
+        "certificate",
+        None if soon else True,
+        _describe(certificate) + (f"; only {days} days left" if soon else ""),
+        "ask the provider when it will be renewed" if soon else "",
+    )
+
+
+def _describe(certificate: x509.Certificate) -> str:
+    try:
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = ", ".join(str(name.value) for name in extension)
+    except x509.ExtensionNotFound:
+        names = "no host at all"
+    return (
+        f"{certificate.subject.rfc4514_string()}, for {names}, by {certificate.issuer.rfc4514_string()}, "
+        f"valid until {certificate.not_valid_after_utc:%Y-%m-%d}"
+    )
+
+
+def _shown_certificate(target: Target) -> str:
+    """What the server shows, for the message only: nothing is sent over this unverified connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    host, port = split_url(target.url)
+    try:
+        with open_tcp(host, port, target.timeout) as raw, context.wrap_socket(raw) as sock:
+            shown = sock.getpeercert(binary_form=True)
+        return f". The server shows: {_describe(x509.load_der_x509_certificate(shown or b''))}"
+    except (OSError, ValueError, SymbiosisError):
+        return ""
+
+
+def _without_token(sock: ssl.SSLSocket, url: str) -> Iterator[Finding]:
+    """Whether it is an executor shows in how it refuses."""
+    try:
+        upgrade(sock, url, "none")
+    except AuthenticationError:
+        yield Finding("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
+    yield Finding(
+        "token", None, "not checked, nor anything after it", "give --token-env VARIABLE to check the rest"
+    )
+
+
+def _manifest_findings(manifest: Manifest, target: Target) -> Iterator[Finding]:
+    layers = sum(len(group.members) for group in manifest.groups)
+    yield Finding(
+        "manifest",
+        True,
+        f"{manifest.model} ({manifest.architecture}): {layers} layers in {len(manifest.groups)} groups, "
+        f"{manifest.numerics}, takes {' or '.join(manifest.wire_dtypes)} on the wire",
+    )
+    if target.digest is not None and target.digest != manifest.digest:
+        raise ConfigurationError(f"it serves weights with digest {manifest.digest}, not {target.digest}")
+    pinned = ", as pinned" if target.digest else ""
+    yield Finding("digest", True, manifest.digest + pinned)
+    if manifest.unavailable:
+        yield Finding(
+            "parameters",
+            None,
+            f"it cannot supply {len(manifest.unavailable)} parameters that tenants hold",
+            "load the checkpoint yourself and use session.attach",
+        )
+
+
+def _speed(remote: RemoteExecutor) -> Iterator[Finding]:
+    """Round trips of products of noise, through the same code that sends activations."""
+    groups = [(i, shape) for i, shape in enumerate(remote.shapes) if not remote.manifest.groups[i].head]
+    if not groups:
+        raise ConfigurationError("the executor serves no layers")
+
+    def product(group: int, members: int, rows: int) -> Callable[[], object]:
+        x = torch.randn(rows, remote.shapes[group].inputs)
+        return lambda: remote.product(Operation.EFFECT, group, Direction.FORWARD, members, [x])
+
+    group, shape = groups[0]
+    all_members = (1 << len(shape.outputs)) - 1
+    small = _seconds(product(group, all_members, 1), SMALL_REPEATS)
+    yield Finding(
+        "round trip",
+        True,
+        f"one row: {small * 1e3:.2f} ms; a token takes {len(groups)} of them, so at most "
+        f"{1 / (small * len(groups)):.0f} tokens/s",
+    )
+    # The group that sends most for what it gets back shows the way up, the other extreme the way down.
+    itemsize = remote.wire_dtype.itemsize
+    limits = remote.manifest.limits
+    for name, (group, shape), up in (
+        ("upload", max(groups, key=lambda entry: entry[1].inputs / min(entry[1].outputs)), True),
+        ("download", max(groups, key=lambda entry: sum(entry[1].outputs) / entry[1].inputs), False),
+    ):
+        narrowest = 1 << shape.outputs.index(min(shape.outputs))
+        members = narrowest if up else (1 << len(shape.outputs)) - 1
+        there, back = (
+            shape.inputs * itemsize,
+            shape.plan(Direction.FORWARD, members).answer_columns * itemsize,
+        )
+        size = min(LARGE_BYTES, limits.max_message_bytes)
+        rows = max(1, min(limits.max_rows, size // max(there, back)))
+        seconds = _seconds(product(group, members, rows), LARGE_REPEATS)
+        moved = rows * (there if up else back)
+        yield Finding(
+            name,
+            True,
+            f"{rows} rows, {rows * there / 1e6:.2f} MB there and {rows * back / 1e6:.2f} MB back: "
+            f"{seconds * 1e3:.1f} ms, so {moved / 1e6 / seconds:.0f} MB/s or more "
+            "(the executor's product is in it)",
+        )
+
+
+def _seconds(action: Callable[[], object], repeats: int) -> float:
+    """Median of ``repeats`` runs, after two to warm up."""
+    taken = []
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[2:])

@@ -1,0 +1,81 @@
+"""Text from a prompt, token by token: what `symbiosis-tenant generate` does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, TextStreamer, set_seed
+
+from shared.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens. ``temperature`` 0 takes the most likely one, whatever the seed."""
+
+    max_new_tokens: int = 100
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def config(self, model: Any) -> GenerationConfig:
+        """What ``generate`` takes; end and padding tokens are the model's own.
+
+        Raises:
+            ConfigurationError: a value makes no sense.
+        """
+        if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ConfigurationError(
+                "--max-new-tokens is at least 1, --temperature not negative, --top-p above 0 and at most 1"
+            )
+        own = model.generation_config
+        choose = (
+            {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+            if self.temperature > 0
+            else {"do_sample": False}
+        )
+        return GenerationConfig(
+            max_new_tokens=self.max_new_tokens,
+            bos_token_id=own.bos_token_id,
+            eos_token_id=own.eos_token_id,
+            pad_token_id=own.pad_token_id if own.pad_token_id is not None else _first(own.eos_token_id),
+            **choose,
+        )
+
+
+def _first(ids: int | list[int] | None) -> int | None:
+    return ids[0] if isinstance(ids, list) else ids
+
+
+def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> tuple[int, float]:
+    """Write the continuation of a prompt to standard output, each word as soon as it is whole.
+
+    Returns:
+        Number of new tokens, seconds.
+
+    Raises:
+        ConfigurationError: the prompt is empty or, with what shall follow, longer than the model's context.
+    """
+    ids = torch.tensor([tokenizer(prompt, verbose=False)["input_ids"]], device=model.device)
+    config = sampling.config(model)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if ids.shape[1] == 0:
+        raise ConfigurationError("the prompt is empty")
+    if limit is not None and ids.shape[1] + sampling.max_new_tokens > limit:
+        raise ConfigurationError(
+            f"the prompt has {ids.shape[1]} tokens and the model's context {limit}: ask for at most "
+            f"{max(0, limit - ids.shape[1])} with --max-new-tokens"
+        )
+    set_seed(sampling.seed)
+    model.eval()
+    started = time.perf_counter()
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=config,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+    return out.shape[1] - ids.shape[1], time.perf_counter() - started

@@ -1,0 +1,158 @@
+"""Folders on disk that are either whole or absent, and disk errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from shared.errors import ConfigurationError, StorageError
+
+# What a disk does to a program that did nothing wrong; other errors of the system are let through.
+_DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ENOTDIR,
+}
+
+
+def _disk_error(error: BaseException) -> tuple[str, int] | None:
+    """Reason and errno, if this is a disk's fault: torch and safetensors have errors of their own for it."""
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return error.strerror or str(error), error.errno
+    if isinstance(error, SafetensorError) and (found := re.search(r"([^:]*) \(os error (\d+)\)", str(error))):
+        return found[1].strip(), int(found[2])
+    if isinstance(error, RuntimeError) and "inline_container" in str(error):
+        return "writing a file failed", errno.ENOSPC
+    return None
+
+
+@contextmanager
+def disk_errors(path: Path, what: str, then: str) -> Iterator[None]:
+    """Turn what a disk can do wrong while ``what`` is written to ``path`` into a StorageError.
+
+    Args:
+        then: what to do once the disk is right again, as a sentence.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = _disk_error(error)
+        if reason is None:
+            raise
+        cure = {
+            errno.ENOSPC: f"free some space there ({free_megabytes(path):.0f} MB are free)",
+            errno.EDQUOT: "free some space of your quota there",
+            errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
+        }.get(reason[1], "make the folder writable, or choose another")
+        raise StorageError(f"cannot write {what} to {path}: {reason[0]}; {cure}. {then}") from error
+
+
+def free_megabytes(path: Path) -> float:
+    """Free space, in 10^6 bytes, where ``path`` is or would be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free / 1e6
+
+
+def check_new_folder(path: Path) -> Path:
+    """The absolute path of a folder that will be made: absent or empty, below a folder that exists.
+
+    Raises:
+        ConfigurationError: it holds something, which would be overwritten.
+    """
+    path = path.absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigurationError(f"{path} exists already; choose another --output, or remove it first")
+    with disk_errors(path.parent, "the output", "Then run again."):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A temporary sibling to write into, which takes the name ``path`` if the block ends without an error.
+
+    So whoever finds ``path`` finds all of it. Without an end (a crash) a hidden sibling is left.
+    """
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
+    try:
+        yield temporary
+        temporary.rename(path)  # replaces an empty folder, refuses one that is not
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+class Checkpoints:
+    """The folder beside an output where a training leaves what it needs to go on after a crash.
+
+    Args:
+        output: of the training; the folder is its sibling ``NAME.checkpoints``.
+        settings: what must be the same when a training is resumed.
+    """
+
+    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+        self.folder = output.with_name(output.name + ".checkpoints")
+        self._settings_file = self.folder / "settings.json"
+        self._settings = settings
+
+    def begin(self, *, resume: bool) -> Path | None:
+        """Make the folder, or look into the one of an interrupted training.
+
+        Returns:
+            The checkpoint to resume from; None to start at the beginning.
+
+        Raises:
+            ConfigurationError: an interrupted training would be overwritten, or there is none to
+                resume, or it had other settings.
+        """
+        if not resume:
+            if self.folder.exists():
+                raise ConfigurationError(
+                    f"{self.folder} holds an interrupted training; go on with --resume, or remove it first"
+                )
+            with disk_errors(self.folder, "checkpoints", "Then run again."):
+                self.folder.mkdir()
+                self._settings_file.write_text(json.dumps(self._settings, indent=1))
+            return None
+        if not self._settings_file.is_file():
+            raise ConfigurationError(
+                f"there is nothing to resume: no {self._settings_file}; leave out --resume"
+            )
+        before = _read_json(self._settings_file) or {}
+        other = [name for name, value in self._settings.items() if before.get(name) != value]
+        if other:
+            raise ConfigurationError(
+                "--resume needs the options of the interrupted training; these differ: "
+                + ", ".join(f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
+            )
+        found = [path for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+        # The Trainer writes its state last; a checkpoint without it was cut off.
+        whole = [path for path in found if _read_json(path / "trainer_state.json") is not None]
+        return max(whole, key=lambda path: int(path.name[11:]), default=None)
+
+    def remove(self) -> None:
+        """The training is complete: its checkpoints are of no more use."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
