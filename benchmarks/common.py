@@ -91,5 +91,6 @@ def processor_seconds(pid: int) -> float:
 
 def spread(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
     """Median and range: ``1.23 (1.20-1.31)``."""
-    low, middle, high = (f"{v * scale:.{digits}f}" for v in (min(values), statistics.median(values), max(values)))
+    marks = (min(values), statistics.median(values), max(values))
+    low, middle, high = (f"{value * scale:.{digits}f}" for value in marks)
     return f"{middle} ({low}-{high})"

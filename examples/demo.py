@@ -38,7 +38,7 @@ import tenant_sdk
 from tenant_sdk.finetuning import Blocks, pack, perplexity, read_tokens
 
 HERE = Path(__file__).resolve().parent
-BASE_MODEL, DATA = HERE / "base_model", HERE / "data"
+DATA = HERE / "data"
 PROMPT = "Mon 3 March. Biscuit, beagle, 6 y, owner Mrs"
 SEED = 0
 
@@ -47,6 +47,7 @@ SEED = 0
 class Options:
     """Size of the demo."""
 
+    base_model: Path
     output: Path
     steps: int
     batch_size: int
@@ -75,6 +76,7 @@ def parse_arguments() -> Options:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--base-model", type=Path, default=HERE / "base_model")
     parser.add_argument("--output", type=Path, default=HERE.parent / "out" / "demo")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -173,7 +175,7 @@ def run_one(
 
 
 @contextmanager
-def executor(log: Path, display: Display) -> Iterator[tuple[str, str, Path]]:
+def executor(model: Path, log: Path, display: Display) -> Iterator[tuple[str, str, Path]]:
     """An executor process behind TLS: URL, token and authority. It must end well when told to."""
     provider = [sys.executable, "-m", "provider.cli"]
     with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as folder, log.open("wb") as output:
@@ -182,8 +184,8 @@ def executor(log: Path, display: Display) -> Iterator[tuple[str, str, Path]]:
             subprocess.run([*provider, "certs", str(tls)], check=True, stdout=output, stderr=output)
             add = [*provider, "token", "add", "clinic", "--token-file", str(tokens)]
             token = subprocess.run(add, check=True, stdout=subprocess.PIPE, stderr=output, text=True)
-        with display.stage(f"provider: executor process serving {BASE_MODEL.name} over TLS 1.3"):
-            serve = [*provider, "serve", str(BASE_MODEL), "--tls-dir", str(tls), "--token-file", str(tokens)]
+        with display.stage(f"provider: executor process serving {model.name} over TLS 1.3"):
+            serve = [*provider, "serve", str(model), "--tls-dir", str(tls), "--token-file", str(tokens)]
             process = subprocess.Popen(
                 [*serve, "--port", "0", "--ready-file", str(ready)], stdout=output, stderr=output
             )
@@ -210,25 +212,27 @@ def run(options: Options, display: Display) -> dict[str, Any]:
     adapter = options.output / "adapter"
     shutil.rmtree(adapter, ignore_errors=True)
     started = time.perf_counter()
-    with executor(options.output / "executor.log", display) as (url, token, ca):
-        with tenant_sdk.connect(url, token=token, ca=ca, privacy=options.privacy) as session:
-            with display.stage("tenant: model skeleton and tokenizer from the executor"):
-                model: Any = session.load_model(progress=False)
-                tokenizer = session.load_tokenizer()
-                blocks, held_out = (
-                    pack(read_tokens(DATA / name, tokenizer), options.sequence_length, keep_tail=tail)
-                    for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
-                )
-            model, remote = run_one(
-                model, tokenizer, blocks, held_out, options, display, "through the executor"
+    log = options.output / "executor.log"
+    # The session, the inner of the two, ends before the executor is told to stop.
+    with (
+        executor(options.base_model, log, display) as (url, token, ca),
+        tenant_sdk.connect(url, token=token, ca=ca, privacy=options.privacy) as session,
+    ):
+        with display.stage("tenant: model skeleton and tokenizer from the executor"):
+            model: Any = session.load_model(progress=False)
+            tokenizer = session.load_tokenizer()
+            blocks, held_out = (
+                pack(read_tokens(DATA / name, tokenizer), options.sequence_length, keep_tail=tail)
+                for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
             )
-            model.save_pretrained(str(adapter))
-            stats, manifest = session.stats, session.manifest
+        model, remote = run_one(model, tokenizer, blocks, held_out, options, display, "through the executor")
+        model.save_pretrained(str(adapter))
+        stats, manifest = session.stats, session.manifest
 
-    local_model = transformers.AutoModelForCausalLM.from_pretrained(BASE_MODEL, dtype=torch.float32)
+    local_model = transformers.AutoModelForCausalLM.from_pretrained(options.base_model, dtype=torch.float32)
     _, local = run_one(local_model, tokenizer, blocks, held_out, options, display, "all local")
     with display.stage("the saved adapter in plain transformers and PEFT"):
-        plain = transformers.AutoModelForCausalLM.from_pretrained(BASE_MODEL, dtype=torch.float32)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(options.base_model, dtype=torch.float32)
         reloaded = generate(
             peft.PeftModel.from_pretrained(plain, str(adapter)), tokenizer, options.new_tokens
         )

@@ -35,16 +35,17 @@ class Display:
     def stage(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
         """Show a spinner, or a bar of ``total`` steps which the yielded function moves."""
         started = time.perf_counter()
-        columns = [SpinnerColumn(), TextColumn(what)]
-        columns += [BarColumn(), MofNCompleteColumn()] if total else []
-        with Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True) as progress:
-            task = progress.add_task(what, total=total)
-            if not self.console.is_terminal:
-                self.console.print(f"  {what} ...")
-            yield lambda: progress.advance(task)
-        self.console.print(
-            f"[green]✓[/] {what}  [dim]{time.perf_counter() - started:.1f} s[/]", soft_wrap=True
-        )
+        if self.console.is_terminal:
+            columns = [SpinnerColumn(), TextColumn(what)]
+            columns += [BarColumn(), MofNCompleteColumn()] if total else []
+            with Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True) as progress:
+                task = progress.add_task(what, total=total)
+                yield lambda: progress.advance(task)
+        else:
+            print(f"  {what} ...", flush=True)
+            yield lambda: None
+        seconds = time.perf_counter() - started
+        self.console.print(f"[green]✓[/] {escape(what)}  [dim]{seconds:.1f} s[/]", soft_wrap=True)
 
     def show_log(self, log: Path, lines: int = 30) -> None:
         """The end of the executor's log."""

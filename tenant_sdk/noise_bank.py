@@ -116,16 +116,15 @@ class NoiseBank:
 
     def _choose(self, blocks: list[torch.Tensor]) -> torch.Tensor:
         """[T, K]: in each row one entry, the power of two a, in a secretly drawn column."""
-        rows = len(blocks[0])
-        power = torch.stack([block.square().sum(1) for block in blocks]).sum(0)
-        rms = (power / sum(block.shape[1] for block in blocks)).sqrt_()
-        loud = torch.maximum(rms, rms.mean()) * self._options.scale
-        exponent = torch.where(loud > 0, loud, 1.0).log2().ceil_()
+        rows = blocks[0].shape[0]
+        norms = [torch.linalg.vector_norm(block, dim=1).numpy() for block in blocks]
+        norm = norms[0] if len(norms) == 1 else np.linalg.norm(norms, axis=0)
+        width = sum(block.shape[1] for block in blocks)
+        loud = np.maximum(norm, norm.mean()) * (self._options.scale / width**0.5)
+        choice = np.zeros((rows, self._options.masks), np.float32)
         picked = np.frombuffer(self._entropy(rows), np.uint8) & (self._options.masks - 1)
-        choice = torch.zeros((rows, self._options.masks))
-        return choice.scatter_(
-            1, torch.from_numpy(picked.astype(np.int64))[:, None], exponent.exp2_()[:, None]
-        )
+        choice[np.arange(rows), picked] = np.ldexp(np.float32(1), np.frexp(loud)[1])
+        return torch.from_numpy(choice)
 
     def _bank(self, group: int, direction: Direction, rows: int) -> _Bank:
         key = (group, direction)

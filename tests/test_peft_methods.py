@@ -101,6 +101,7 @@ class Local:
         model.save_pretrained(adapter)
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
 @pytest.mark.parametrize("method", METHODS)
 def test_trains_as_locally(
     method: str, llama: Executor, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -174,7 +175,7 @@ def test_eva(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
                 init_lora_weights="eva",
                 eva_config=peft.EvaConfig(rho=1.0, use_label_mask=False),
             )
-            adapted = peft.get_peft_model(model, config)
+            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
             batches = [{"input_ids": token_ids(rows=4, seed=seed)} for seed in range(4)]
             peft.initialize_lora_eva_weights(
                 adapted, batches, prepare_model_inputs_fn=None, show_progress_bar=False
@@ -217,7 +218,7 @@ def test_other_methods_that_need_the_weight_do_not_train_wrongly(
 ) -> None:
     with llama.connect() as session:
         model = session.load_model(progress=False)
-        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match="SHiRA|HRA"):
+        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match=r"SHiRA|HRA"):
             fixed_result(peft.get_peft_model(model, config), token_ids())
 
 
@@ -227,7 +228,7 @@ def test_merging_fails_at_once(method: str, how: str, llama: Executor) -> None:
     with llama.connect() as session:
         model = wrap(session.load_model(progress=False), method)
         expected = fixed_result(model, token_ids())
-        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match="merg.*keep the adapter beside"):
+        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match=r"merg.*keep the adapter beside"):
             getattr(model, how)()
         if how == "merge_adapter":  # nothing was half done
             assert torch.equal(fixed_result(model, token_ids()), expected)

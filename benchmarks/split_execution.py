@@ -1,0 +1,312 @@
+"""Split execution against local: fine-tuning iteration, decoding, one round trip, memory.
+
+    make bench                       # or: python benchmarks/split_execution.py --rounds 5
+
+A 12-layer, d = 768, Llama-shaped model with random weights; LoRA r = 8 on q, k, v, o; batch 2 x 512
+for an iteration, one row a step for decoding. Every round measures all modes in turn, so that a
+machine whose speed drifts does not favour one. Prints tables, and writes split_execution.json and
+split_execution.png into --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import ssl
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import warnings
+from pathlib import Path
+from typing import Any
+
+# For all modes, local too, which it does not slow down: OpenMP threads that spin while the tenant
+# waits take the processor from an executor on the same machine (docs/performance.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import torch
+from common import Executor, executor, peak_memory_mib, spread, write_model
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, logging
+from websockets.sync.client import connect as websocket_connect
+
+import tenant_sdk
+from shared.header import Direction, Operation
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+MODES: dict[str, dict[str, Any]] = {
+    "local": {},
+    "plain float32": {"privacy": "plain"},
+    "plain, bfloat16 on the wire": {"privacy": "plain", "wire_dtype": "bfloat16"},
+    "noise-bank float32": {"privacy": "noise-bank"},
+}
+BATCH, SEQUENCE, PROMPT, NEW_TOKENS = 2, 512, 64, 32
+# A file or pipe has no width of its own, and eighty columns would break the table.
+console = Console(width=None if sys.stdout.isatty() else 150)
+
+
+def load(mode: str, folder: Path, running: Executor) -> tuple[Any, tenant_sdk.Session | None]:
+    """The adapted model of one mode, and its session."""
+    session = None
+    if mode == "local":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        session = tenant_sdk.connect(running.url, token=running.token, ca=running.ca, **MODES[mode])
+        model = session.load_model(progress=False)
+    torch.manual_seed(1)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return get_peft_model(model, LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM")), session
+
+
+def iteration(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    """One fine-tuning step."""
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def generate(model: Any, ids: torch.Tensor, count: int) -> float:
+    """Seconds to generate ``count`` tokens greedily."""
+    model.eval()
+    started = time.perf_counter()
+    model.generate(input_ids=ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return time.perf_counter() - started
+
+
+def product_seconds(running: Executor) -> float:
+    """Seconds that the executor has spent on products and effects, from its own metrics."""
+    text = urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=10).read().decode()  # noqa: S310
+    return sum(float(v) for v in re.findall(r"symbiosis_product_seconds_sum\{.*\} (\S+)", text))
+
+
+def measure_modes(folder: Path, running: Executor, rounds: int) -> dict[str, dict[str, Any]]:
+    """All figures of iteration and decoding, by mode."""
+    loaded = {mode: load(mode, folder, running) for mode in MODES}
+    optimizers = {
+        mode: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        for mode, (model, _) in loaded.items()
+    }
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 32000, (BATCH, SEQUENCE), generator=generator)
+    prompt = ids[:1, :PROMPT]
+    results: dict[str, dict[str, Any]] = {
+        mode: {"iteration": [], "decode": [], "waiting": [], "masking": [], "product": []} for mode in MODES
+    }
+    for number in range(rounds + 1):  # the first warms up
+        for mode, (model, session) in loaded.items():
+            console.print(f"round {number}/{rounds}: {mode}", highlight=False)
+            before, product = session.stats if session else None, product_seconds(running)
+            started = time.perf_counter()
+            iteration(model, optimizers[mode], ids)
+            seconds = time.perf_counter() - started
+            after = session.stats if session else None
+            spent = product_seconds(running) - product
+            decode = (generate(model, prompt, NEW_TOKENS + 1) - generate(model, prompt, 1)) / NEW_TOKENS
+            if number == 0:
+                continue
+            result = results[mode]
+            result["iteration"].append(seconds)
+            result["decode"].append(decode)
+            if before and after:
+                result["waiting"].append(after.seconds_waiting - before.seconds_waiting)
+                result["masking"].append(after.seconds_masking - before.seconds_masking)
+                result["product"].append(spent)
+                result["requests"] = after.requests - before.requests
+                result["sent_mib"] = (after.bytes_sent - before.bytes_sent) / 2**20
+                result["received_mib"] = (after.bytes_received - before.bytes_received) / 2**20
+    for _, session in loaded.values():
+        if session:
+            session.close()
+    return results
+
+
+def measure_round_trips(running: Executor, tls: Path, work: Path, rounds: int) -> list[dict[str, Any]]:
+    """The layer 768 -> 768 through client and server, against an echo of the same bytes."""
+    ready = work / "echo-port"
+    echo = subprocess.Popen([sys.executable, str(Path(__file__).with_name("echo_server.py")), tls, ready])
+    while not ready.exists():
+        time.sleep(0.05)
+    context = ssl.create_default_context(cafile=str(tls / "ca.pem"))
+    results = []
+    session = tenant_sdk.connect(running.url, token=running.token, ca=running.ca, privacy="plain")
+    remote = session._remote
+    url = f"wss://localhost:{ready.read_text()}"
+    with websocket_connect(url, ssl=context, compression=None, max_size=1 << 28) as socket:
+        for rows, repeats in ((1, 1000), (1024, 20)):
+            x = torch.randn(rows, 768)
+            message = x.numpy().tobytes()
+            ours: list[float] = []
+            bare: list[float] = []
+            spent = 0.0
+            for number in range(rounds + 1):
+                timings: list[float] = []
+                product = product_seconds(running)
+                for _ in range(repeats):
+                    started = time.perf_counter()
+                    remote.product(Operation.PRODUCT, 1, Direction.FORWARD, 1, [x])
+                    timings.append(time.perf_counter() - started)
+                product = (product_seconds(running) - product) / repeats
+                echoes: list[float] = []
+                for _ in range(repeats):
+                    started = time.perf_counter()
+                    socket.send(message)
+                    socket.recv()
+                    echoes.append(time.perf_counter() - started)
+                if number:
+                    ours.append(statistics.median(timings) - product)
+                    bare.append(statistics.median(echoes))
+                    spent += product / rounds
+            results.append({"bytes": len(message), "transport": ours, "echo": bare, "product": spent})
+    session.close()
+    echo.kill()
+    echo.wait()
+    return results
+
+
+def probe_memory(mode: str, folder: Path, running: Executor) -> float:
+    """Peak memory in MiB of a process of its own that runs one iteration in a mode."""
+    command = [sys.executable, __file__, "--probe", mode, "--folder", str(folder), "--url", running.url]
+    command += ["--ca", str(running.ca)]
+    environment = {**os.environ, "SYMBIOSIS_TOKEN": running.token}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return float(done.stdout.splitlines()[-1])
+
+
+def probe(mode: str, folder: Path, url: str, ca: Path) -> None:
+    """The other side of ``probe_memory``."""
+    running = Executor(url, 0, os.environ["SYMBIOSIS_TOKEN"], ca, "")
+    model, session = load(mode, folder, running)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    iteration(model, optimizer, torch.randint(0, 32000, (BATCH, SEQUENCE)))
+    print(peak_memory_mib())
+    if session:
+        session.close()
+
+
+def show(results: dict[str, dict[str, Any]], trips: list[dict[str, Any]], memory: dict[str, float]) -> None:
+    """Print the tables."""
+    table = Table(
+        title=f"Iteration ({BATCH} x {SEQUENCE} tokens) and decoding: median (range), ratio to local"
+    )
+    columns = ("mode", "iteration s", "ratio", "decode ms/token", "ratio", "requests", "MiB up/down")
+    for column in (*columns, "waiting", "of it product", "masking", "computing"):
+        table.add_column(column)
+    local = results["local"]
+    for mode, result in results.items():
+        row = [mode, spread(result["iteration"])]
+        row.append(f"{statistics.median(result['iteration']) / statistics.median(local['iteration']):.2f}")
+        row.append(spread(result["decode"], 1e3, 1))
+        row.append(f"{statistics.median(result['decode']) / statistics.median(local['decode']):.2f}")
+        if result["waiting"]:
+            total = sum(result["iteration"])
+            waiting, masking, product = (sum(result[k]) / total for k in ("waiting", "masking", "product"))
+            row += [str(result["requests"]), f"{result['sent_mib']:.0f}/{result['received_mib']:.0f}"]
+            row += [f"{v:.0%}" for v in (waiting, product, masking, 1 - waiting - masking)]
+        table.add_row(*row)
+    console.print(table)
+    table = Table(title="One round trip, product time taken off, against a bare websocket echo over TLS")
+    for column in ("bytes each way", "ours us", "echo us", "ratio", "product us"):
+        table.add_column(column)
+    for trip in trips:
+        ratio = statistics.median(trip["transport"]) / statistics.median(trip["echo"])
+        table.add_row(
+            str(trip["bytes"]),
+            spread(trip["transport"], 1e6, 0),
+            spread(trip["echo"], 1e6, 0),
+            f"{ratio:.2f}",
+            f"{trip['product'] * 1e6:.0f}",
+        )
+    console.print(table)
+    table = Table(title="Peak memory, MiB, one iteration")
+    table.add_column("process")
+    table.add_column("MiB")
+    for name, value in memory.items():
+        table.add_row(name, f"{value:.0f}")
+    console.print(table)
+
+
+def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Where an iteration's time goes, as stacked bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    names = list(results)
+    parts: dict[str, list[float]] = {
+        "tenant computes": [],
+        "tenant masks": [],
+        "executor's product": [],
+        "transport": [],
+    }
+    for result in results.values():
+        middle = statistics.median(result["iteration"])
+        waiting, masking, product = (
+            statistics.median(result[k]) if result[k] else 0.0 for k in ("waiting", "masking", "product")
+        )
+        for part, value in zip(
+            parts.values(), (middle - waiting - masking, masking, product, waiting - product), strict=True
+        ):
+            part.append(max(value, 0.0))
+    left = [0.0] * len(names)
+    for (label, values), colour in zip(
+        parts.items(), ("#4878a8", "#e0a030", "#6aa84f", "#b0b0b0"), strict=True
+    ):
+        axis.barh(names, values, left=left, label=label, color=colour)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    for position, total in enumerate(left):
+        axis.text(total, position, f" {total:.2f} s", va="center")
+    axis.invert_yaxis()
+    axis.set_xlim(0, max(left) * 1.12)
+    axis.set_xlabel("seconds per fine-tuning iteration, median")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=4, frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Run everything."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    for name in ("--probe", "--url"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    for name in ("--folder", "--ca"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    if options.probe:
+        probe(options.probe, options.folder, options.url, options.ca)
+        return
+    with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
+        work = Path(name)
+        folder = work / "model"
+        console.print("writing the model")
+        write_model(folder)
+        with executor(folder, work) as running:
+            results = measure_modes(folder, running, options.rounds)
+            trips = measure_round_trips(running, work / "tls", work, options.rounds)
+            memory = {f"tenant, {mode}": probe_memory(mode, folder, running) for mode in MODES}
+            memory["executor, float32"] = peak_memory_mib(running.pid)
+    show(results, trips, memory)
+    options.output.mkdir(parents=True, exist_ok=True)
+    data = {"iteration_and_decode": results, "round_trips": trips, "peak_memory_mib": memory}
+    (options.output / "split_execution.json").write_text(json.dumps(data, indent=1))
+    plot(results, options.output / "split_execution.png")
+    console.print(f"wrote {options.output}/split_execution.json and .png")
+
+
+if __name__ == "__main__":
+    main()
