@@ -212,8 +212,7 @@ class Connection:
                 out = self._scheduler.run(header, message.payload, answer)
                 seconds = time.perf_counter() - started
                 self._send(answer, [out])
-                self._metrics.product(header, answer, seconds)  # while the tenant goes on
-                self._scheduler.answered(header, self._something_to_do)
+                self._after(header, answer, seconds)
                 return
             data = message.payload.numpy().data.cast("B") if message.payload.numel() else b""
             if header.operation == Operation.HELLO:
@@ -236,6 +235,14 @@ class Connection:
             self._refuse(
                 header.request_id, WireError("internal", "the executor failed on this request; report it")
             )
+
+    def _after(self, header: Header, answer: Header, seconds: float) -> None:
+        """What is done while the tenant goes on. A failure here is no second answer."""
+        try:
+            self._metrics.product(header, answer, seconds)
+            self._scheduler.answered(header, self._something_to_do)
+        except Exception:
+            log.exception("after a request of tenant %s", self._tenant)
 
     def _something_to_do(self) -> bool:
         return bool(self._sock.pending() or self._poll.poll(0))

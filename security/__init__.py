@@ -1,1 +1,1 @@
-"""The auditor's side: what a provider can learn, measured. So far its threat model (THREAT_MODEL.md)."""
+"""The auditor's side: what a provider can learn, measured. So far the threat model, THREAT_MODEL.md."""

@@ -178,7 +178,11 @@ def test_eva(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
             adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
             batches = [{"input_ids": token_ids(rows=4, seed=seed)} for seed in range(4)]
             peft.initialize_lora_eva_weights(
-                adapted, batches, prepare_model_inputs_fn=None, show_progress_bar=False
+                adapted,
+                batches,
+                prepare_model_inputs_fn=None,
+                prepare_layer_inputs_fn=lambda inputs, *_: inputs[0].flatten(0, 1),
+                show_progress_bar=False,
             )
             outcome.append({n: p.detach() for n, p in adapted.named_parameters() if "lora_A" in n})
     for name, matrix in outcome[0].items():

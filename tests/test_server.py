@@ -58,19 +58,19 @@ def another(llama: Executor, tls_dir: Path) -> Iterator[Callable[..., Executor]]
         server.drain(20)
 
 
-class Held:
+class Held(OneByOne):
     """A scheduler whose products wait until the test lets them go."""
 
     def __init__(self, executor: Executor) -> None:
         assert executor.server is not None
-        self.base = OneByOne(executor.server._executor)
+        super().__init__(executor.server._executor)
         self.started, self.go = threading.Semaphore(0), threading.Event()
 
     def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
         """See ``provider.executor.Scheduler``."""
         self.started.release()
         assert self.go.wait(20)
-        return self.base.run(header, rows, answer)
+        return super().run(header, rows, answer)
 
 
 def ask(session: Session, rows: int = 1) -> torch.Tensor:
@@ -117,13 +117,14 @@ def test_further_connections_are_closed_at_once(another: Callable[..., Executor]
 def test_a_failure_inside_fails_one_request_and_tells_nothing(
     another: Callable[..., Executor], llama: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken:
+    class Broken(OneByOne):
         def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
             if len(rows) == 13:
                 raise RuntimeError("/secret/path")
-            return llama.server._scheduler.run(header, rows, answer)  # type: ignore[union-attr]
+            return super().run(header, rows, answer)
 
-    executor = another(Broken())
+    assert llama.server is not None
+    executor = another(Broken(llama.server._executor))
     with executor.connect() as session, caplog.at_level(logging.ERROR, "provider"):
         with pytest.raises(RequestRefused) as caught:
             ask(session, 13)
@@ -134,10 +135,27 @@ def test_a_failure_inside_fails_one_request_and_tells_nothing(
     assert metric(executor, "symbiosis_refused_total", code="internal") == 1
 
 
+def test_a_failure_after_the_answer_is_no_second_answer(
+    another: Callable[..., Executor], llama: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(OneByOne):
+        def answered(self, header: Header, stop: Callable[[], bool]) -> None:
+            raise RuntimeError("too late")
+
+    assert llama.server is not None
+    with another(Broken(llama.server._executor)).connect() as session:
+        for _ in range(3):
+            ask(session)
+    assert "too late" in caplog.text
+
+
 def test_the_log_names_tenants_but_no_token_and_no_number(
     llama: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.DEBUG), llama.connect() as session:
+    caplog.set_level(logging.DEBUG)
+    # Python's root logger decides for the tenant's side; here it is the executor's log that matters.
+    caplog.set_level(logging.WARNING, "websockets.client")
+    with llama.connect() as session:
         ask(session)
     assert TENANT in caplog.text
     assert llama.token not in caplog.text
@@ -155,10 +173,10 @@ def test_metrics_count_what_was_served(another: Callable[..., Executor]) -> None
         ask(session, 3)
         ask(session, 4)
         labels = {"operation": "product", "direction": "forward"}
+        eventually(lambda: metric(executor, "symbiosis_sent_bytes_total") - before == 7 * 64 * 4)
         assert metric(executor, "symbiosis_rows_total", **labels) == 7
         assert metric(executor, "symbiosis_product_seconds_count", **labels) == 2
         assert metric(executor, "symbiosis_received_bytes_total") == 7 * 64 * 4
-        assert metric(executor, "symbiosis_sent_bytes_total") - before == 7 * 64 * 4
         assert metric(executor, "symbiosis_rows_total", operation="effect", direction="forward") == 0
     eventually(lambda: metric(executor, "symbiosis_connections") == 0)
 
