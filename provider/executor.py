@@ -79,7 +79,7 @@ class BaseExecutor:
             digest=self.checkpoint.digest(found.groups),
             numerics=numerics,
             wire_dtypes=WIRE_DTYPES,
-            limits=limits or Limits(max_message_bytes=256 << 20, max_rows=65536),
+            limits=limits or Limits(max_message_bytes=64 << 20, max_rows=65536),
             groups=found.groups,
             parameters=found.parameters,
             unavailable=found.unavailable,

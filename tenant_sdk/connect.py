@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import ssl
 from pathlib import Path
@@ -24,6 +25,10 @@ from shared.errors import (
 from shared.header import SUBPROTOCOL
 
 DEFAULT_PORT = 8765
+
+# At level DEBUG the library logs all headers, the token's too.
+_quiet = logging.getLogger("symbiosis.websockets")
+_quiet.setLevel(logging.ERROR)
 
 
 def client_context(
@@ -115,7 +120,7 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
     Raises:
         AuthenticationError, ProtocolVersionError, ConnectError: the executor refused.
     """
-    protocol = ClientProtocol(parse_uri(url), subprotocols=[SUBPROTOCOL])  # type: ignore[list-item]
+    protocol = ClientProtocol(parse_uri(url), subprotocols=[SUBPROTOCOL], logger=_quiet)  # type: ignore[list-item]
     request = protocol.connect()
     request.headers["Authorization"] = f"Bearer {token}"
     protocol.send_request(request)

@@ -111,7 +111,7 @@ class NoiseBank:
         started = time.perf_counter()
         for result, effect in zip(results, effects, strict=True):
             result.addmm_(choice, effect, alpha=-1)
-        self._remote.stats.seconds_masking += spent + time.perf_counter() - started
+        self._remote.count_masking(spent + time.perf_counter() - started)
         return results
 
     def _choose(self, blocks: list[torch.Tensor]) -> torch.Tensor:

@@ -142,6 +142,11 @@ class RemoteExecutor:
 
         return self._channel.submit(header, wire)
 
+    def count_masking(self, seconds: float) -> None:
+        """Add to ``stats.seconds_masking``."""
+        with self._lock:
+            self.stats.seconds_masking += seconds
+
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
         """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype."""
         dtype = DTYPE_NAMES[info.dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from tenant_sdk.privacy import Plain, Privacy
 from tenant_sdk.remote import RemoteExecutor, Stats
 from tenant_sdk.surgery import attach_layers, detach_layers
 from tenant_sdk.virtual import Group
+
+log = logging.getLogger(__name__)
 
 PRIVACY_MODES = ("plain", "noise-bank")
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -218,7 +221,13 @@ def connect(
                 f"{provider} serves weights with digest {remote.manifest.digest}, not {digest}"
             )
         if privacy == "plain":
+            log.warning("privacy 'plain': %s sees every activation (SECURITY.md)", provider)
             return Session(remote, Plain(remote))
+        if not mask_sources:
+            log.warning(
+                "privacy 'noise-bank' with masks that %s itself multiplied: it can subtract them (SECURITY.md)",
+                provider,
+            )
         source = _mask_source(mask_sources, remote, open_remote)
         options = noise_bank or NoiseBankOptions()
         return Session(remote, NoiseBank(remote, source, options, entropy=os.urandom))

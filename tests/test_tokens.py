@@ -7,10 +7,11 @@ import hmac
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Executor
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ from provider.cli import app
 from provider.metrics import Metrics
 from provider.server import Server, server_context
 from provider.tokens import TokenFile
-from shared.errors import AuthenticationError, ConfigurationError
+from shared.errors import AuthenticationError, ConfigurationError, ConnectError
 from shared.header import Direction, Operation
 
 
@@ -129,23 +130,15 @@ def test_changes_take_effect_without_a_restart(llama: Executor, tls_dir: Path, t
             executor.connect()
         executor.connect(token=bob).close()
         tokens.path.unlink()
-        with pytest.raises(Exception, match="") as caught:
+        with pytest.raises(ConnectError):
             executor.connect(token=bob)
-        assert not isinstance(caught.value, AssertionError)
         # A token is asked for when a session begins; sessions that are open stay.
-        x = session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [_ones()])
-        assert x[0].shape == (1, 64)
+        x = torch.ones((1, 64))
+        (y,) = session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])
+        assert y.shape == (1, 64)
     assert server.drain(20)
 
 
-def _ones() -> object:
-    import torch
-
-    return torch.ones((1, 64))
-
-
 def test_the_command_prints_the_token_once(tokens: TokenFile) -> None:
-    run: Callable[..., object] = CliRunner().invoke
-    result = run(app, ["token", "add", "alice", "--token-file", str(tokens.path)])
-    token = result.stdout.strip()  # type: ignore[attr-defined]
-    assert tokens.tenant_of(token) == "alice"
+    result = CliRunner().invoke(app, ["token", "add", "alice", "--token-file", str(tokens.path)])
+    assert tokens.tenant_of(result.stdout.strip()) == "alice"
