@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 
-# On one machine, threads that spin while they wait would slow the other process down. Before torch.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Threads that spin while they wait would take the processor from the executor; read when torch loads.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import argparse
 import json
@@ -78,8 +78,8 @@ def parse_arguments() -> Options:
     )
     parser.add_argument("--base-model", type=Path, default=HERE / "base_model")
     parser.add_argument("--output", type=Path, default=HERE.parent / "out" / "demo")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--rank", type=int, default=16)

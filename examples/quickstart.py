@@ -15,7 +15,7 @@ with tenant_sdk.connect(
     lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(session.load_model(), lora)  # the frozen layers stay with the executor
     notes = Path("examples/data/clinic_notes_train.txt").read_text().split("\n\n")
-    arguments = TrainingArguments("out/quickstart", max_steps=10, report_to="none", learning_rate=1e-3)
+    arguments = TrainingArguments("out/quickstart", max_steps=10, learning_rate=1e-3, report_to="none")
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     Trainer(model, arguments, collator, [tokenizer(note) for note in notes]).train()
     answer = model.generate(**tokenizer("Plan:", return_tensors="pt"), max_new_tokens=20)

@@ -20,6 +20,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from tqdm import tqdm
 
 from provider.certificates import DEFAULT_HOSTS, write_certificates
@@ -29,7 +30,7 @@ from shared.errors import SymbiosisError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
 app.add_typer(token_app, name="token")
-_errors = Console(stderr=True)
+_errors = Console(stderr=True, soft_wrap=True)
 
 
 @app.callback()
@@ -141,7 +142,7 @@ def run(application: Callable[[], Any]) -> None:
     try:
         application()
     except SymbiosisError as error:
-        _errors.print(f"[bold red]error:[/] {error}", highlight=False)
+        _errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(1)
 
 

@@ -48,7 +48,7 @@ class Checkpoint:
                     str(shard)
                     for shard in json.loads((self.folder / _INDEX).read_text())["weight_map"].values()
                 }
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{self.folder / _INDEX} is damaged: {error}") from error
         elif (self.folder / _SINGLE).is_file():
             shards = {_SINGLE}

@@ -1,5 +1,11 @@
 """The tenant's side: ordinary transformers and PEFT code whose frozen layers run on an executor."""
 
+import os
+
+# OpenMP threads that spin while a request is under way take the processor from an executor on the
+# same machine. Read once, when torch loads its runtime; docs/performance.md has the effect.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 from shared.errors import (
     AuthenticationError,
     CheckpointError,

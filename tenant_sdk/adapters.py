@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
+from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ConfigurationError, ModelMismatch
 
@@ -21,7 +23,8 @@ class AdapterOptions:
     ``rank`` of the low-rank methods. ``targets``: names of layers, or ``all-linear`` for every linear
     layer but the output head; low-rank methods only. ``virtual_tokens``: length of the prompt-like
     methods. ``steps``: optimizer steps of the whole training, for AdaLoRA's schedule. ``seed`` of
-    VeRA's random projections, which are not trained.
+    VeRA's random projections, which are not trained. ``transposed``: the model's layers are GPT-2's
+    ``Conv1D``, which PEFT wants to be told.
     """
 
     method: str = "lora"
@@ -30,6 +33,7 @@ class AdapterOptions:
     virtual_tokens: int = 20
     steps: int = 100
     seed: int = 0
+    transposed: bool = False
 
     @property
     def target_modules(self) -> str | list[str]:
@@ -52,6 +56,7 @@ def _lora(options: AdapterOptions, **more: Any) -> Any:
         r=options.rank,
         lora_alpha=2 * options.rank,
         target_modules=options.target_modules,
+        fan_in_fan_out=options.transposed,
         task_type="CAUSAL_LM",
         **more,
     )
@@ -68,6 +73,7 @@ def _adalora(options: AdapterOptions) -> Any:
         total_step=options.steps,
         lora_alpha=2 * options.rank,
         target_modules=options.target_modules,
+        fan_in_fan_out=options.transposed,
         task_type="CAUSAL_LM",
     )
 
@@ -77,6 +83,7 @@ def _vera(options: AdapterOptions) -> Any:
         r=options.rank,
         target_modules=options.target_modules,
         projection_prng_key=options.seed,
+        fan_in_fan_out=options.transposed,
         task_type="CAUSAL_LM",
     )
 
@@ -93,9 +100,9 @@ def _lokr(options: AdapterOptions) -> Any:
     )
 
 
-def _ia3(_options: AdapterOptions) -> Any:
+def _ia3(options: AdapterOptions) -> Any:
     # Which layers are scaled at their input and which at their output is PEFT's knowledge.
-    return peft.IA3Config(task_type="CAUSAL_LM")
+    return peft.IA3Config(fan_in_fan_out=options.transposed, task_type="CAUSAL_LM")
 
 
 def _prefix(options: AdapterOptions) -> Any:
@@ -148,6 +155,8 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
         raise ConfigurationError(
             f"{options.method} chooses its layers itself; --target-modules is for the low-rank methods"
         )
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    options = dataclasses.replace(options, transposed=transposed)
     try:
         return peft.get_peft_model(model, method.make(options))
     except (ValueError, KeyError, TypeError) as error:

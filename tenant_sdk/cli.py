@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,22 +30,23 @@ def _root() -> None:
     """Use a language model whose frozen layers a provider hosts, keeping text and adapters here."""
 
 
-def _load_tokenizer(session: Session, folder: Path | None) -> Any:
-    if folder is None:
-        return session.load_tokenizer()
+def _load(session: Session, tokenizer: Path | None) -> tuple[Any, Any]:
+    """Model, on an accelerator if there is one, and tokenizer."""
+    import torch
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"no tokenizer in {folder}: {error}") from error
+    from tenant_sdk.storage import disk_errors
 
-
-def _load_model(session: Session) -> Any:
-    import torch
-
-    model: Any = session.load_model()
-    return model.to("cuda") if torch.cuda.is_available() else model
+    with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
+        model: Any = session.load_model()
+        if tokenizer is None:
+            words = session.load_tokenizer()
+        else:
+            try:
+                words = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
+            except (OSError, ValueError) as error:
+                raise ConfigurationError(f"no tokenizer in {tokenizer}: {error}") from error
+    return (model.to("cuda") if torch.cuda.is_available() else model), words
 
 
 def _print_stats(session: Session) -> None:
@@ -137,7 +139,7 @@ def finetune(
         ) as session,
         Progress(*columns, TimeRemainingColumn(), console=_status) as bar,
     ):
-        model = _load_model(session)
+        model, words = _load(session, tokenizer)
         task = bar.add_task("training", total=None, loss="", visible=False)
 
         def show(step: int, of: int, loss: float | None) -> None:
@@ -150,7 +152,7 @@ def finetune(
             report = train(
                 training,
                 model,
-                _load_tokenizer(session, tokenizer),
+                words,
                 session.manifest.digest,
                 show=show,
                 say=lambda line: _status.print(escape(line)),
@@ -201,10 +203,10 @@ def generate(
     with options.open_session(
         provider, ca, token_env, mask_source, privacy, wire_dtype, digest, client, timeout
     ) as session:
-        model = _load_model(session)
+        model, words = _load(session, tokenizer)
         if adapter is not None:
             model = load_adapter(model, adapter)
-        tokens, seconds = stream(model, _load_tokenizer(session, tokenizer), prompt, sampling)
+        tokens, seconds = stream(model, words, prompt, sampling)
     _status.print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s")
 
 

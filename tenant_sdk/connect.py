@@ -99,6 +99,7 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
         return context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
         hint = {
+            9: "it is not valid yet: compare this machine's clock",
             10: "it has expired: the provider must renew it",
             18: "it is signed by itself: give the provider's authority with ca=",
             19: "its authority is not trusted: give the provider's ca.pem with ca=",

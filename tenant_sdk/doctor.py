@@ -94,7 +94,10 @@ def examine(target: Target) -> Iterator[Finding]:
         step = "manifest"
         channel = Channel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
         remote = RemoteExecutor(channel, DTYPE_NAMES[target.wire_dtype])
-        yield from _manifest_findings(remote.manifest, target)
+        yield from _manifest_findings(remote.manifest)
+
+        step = "digest"
+        yield _digest(remote.manifest, target.digest)
 
         step = "speed"
         yield from _speed(remote)
@@ -130,6 +133,7 @@ def _cure(error: SymbiosisError, step: str, target: Target) -> str:
         "tls": "ask the provider for the ca.pem that belongs to this server, or for a server certificate "
         "that names this host (`symbiosis-provider certs DIR --host NAME`); never switch the check off",
         "manifest": "compare the versions of both sides and the options given here",
+        "digest": "ask the provider which weights these are before you send anything to them",
         "speed": "look into the executor's log at the time of this check",
     }[step]
 
@@ -168,8 +172,8 @@ def _describe(certificate: x509.Certificate) -> str:
     except x509.ExtensionNotFound:
         names = "no host at all"
     return (
-        f"{certificate.subject.rfc4514_string()}, for {names}, by {certificate.issuer.rfc4514_string()}, "
-        f"valid until {certificate.not_valid_after_utc:%Y-%m-%d}"
+        f"{certificate.subject.rfc4514_string()}, for {names}, by {certificate.issuer.rfc4514_string()}, valid "
+        f"from {certificate.not_valid_before_utc:%Y-%m-%d} to {certificate.not_valid_after_utc:%Y-%m-%d}"
     )
 
 
@@ -197,7 +201,7 @@ def _without_token(sock: ssl.SSLSocket, url: str) -> Iterator[Finding]:
     )
 
 
-def _manifest_findings(manifest: Manifest, target: Target) -> Iterator[Finding]:
+def _manifest_findings(manifest: Manifest) -> Iterator[Finding]:
     layers = sum(len(group.members) for group in manifest.groups)
     yield Finding(
         "manifest",
@@ -205,10 +209,6 @@ def _manifest_findings(manifest: Manifest, target: Target) -> Iterator[Finding]:
         f"{manifest.model} ({manifest.architecture}): {layers} layers in {len(manifest.groups)} groups, "
         f"{manifest.numerics}, takes {' or '.join(manifest.wire_dtypes)} on the wire",
     )
-    if target.digest is not None and target.digest != manifest.digest:
-        raise ConfigurationError(f"it serves weights with digest {manifest.digest}, not {target.digest}")
-    pinned = ", as pinned" if target.digest else ""
-    yield Finding("digest", True, manifest.digest + pinned)
     if manifest.unavailable:
         yield Finding(
             "parameters",
@@ -216,6 +216,12 @@ def _manifest_findings(manifest: Manifest, target: Target) -> Iterator[Finding]:
             f"it cannot supply {len(manifest.unavailable)} parameters that tenants hold",
             "load the checkpoint yourself and use session.attach",
         )
+
+
+def _digest(manifest: Manifest, pinned: str | None) -> Finding:
+    if pinned is not None and pinned != manifest.digest:
+        raise ConfigurationError(f"it serves weights with digest {manifest.digest}, not {pinned}")
+    return Finding("digest", True, manifest.digest + (", as pinned" if pinned else ""))
 
 
 def _speed(remote: RemoteExecutor) -> Iterator[Finding]:

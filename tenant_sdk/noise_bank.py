@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ class NoiseBank:
         """See ``tenant_sdk.privacy.Privacy``."""
         bank = self._bank(group, direction, len(blocks[0]))
         started = time.perf_counter()
-        choice = self._choose(blocks)
+        choice, silent = self._choose(blocks)
         indices = member_indices(members)
         if direction == Direction.FORWARD:
             masks, effects = bank.masks, [bank.effects[i] for i in indices]
@@ -111,27 +112,45 @@ class NoiseBank:
         started = time.perf_counter()
         for result, effect in zip(results, effects, strict=True):
             result.addmm_(choice, effect, alpha=-1)
+            if silent is not None:
+                # Nothing times a weight is nothing, not what rounding left of the mask: an optimizer
+                # that divides by the gradient's size would make a step of it.
+                result[silent] = 0.0
         self._remote.count_masking(spent + time.perf_counter() - started)
         return results
 
-    def _choose(self, blocks: list[torch.Tensor]) -> torch.Tensor:
-        """[T, K]: in each row one entry, the power of two a, in a secretly drawn column."""
+    def _choose(self, blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What mask each row gets, and which rows are zero.
+
+        Returns:
+            [T, K]: in each row one entry, the power of two a, in a secretly drawn column.
+            [T] bool, or None if no row is zero.
+        """
         rows = blocks[0].shape[0]
-        norms = [torch.linalg.vector_norm(block, dim=1).numpy() for block in blocks]
-        norm = norms[0] if len(norms) == 1 else np.linalg.norm(norms, axis=0)
+        norm = self._norms(blocks, torch.float32)
+        if not np.isfinite(norm).all():  # too large to be squared in float32
+            norm = self._norms(blocks, torch.float64)
         width = sum(block.shape[1] for block in blocks)
         loud = np.maximum(norm, norm.mean()) * (self._options.scale / width**0.5)
         choice = np.zeros((rows, self._options.masks), np.float32)
         picked = np.frombuffer(self._entropy(rows), np.uint8) & (self._options.masks - 1)
         choice[np.arange(rows), picked] = np.ldexp(np.float32(1), np.frexp(loud)[1])
-        return torch.from_numpy(choice)
+        silent = norm == 0
+        return torch.from_numpy(choice), torch.from_numpy(silent) if silent.any() else None
+
+    @staticmethod
+    def _norms(blocks: list[torch.Tensor], dtype: torch.dtype) -> Any:
+        """L2 norm [T] of each row over all blocks."""
+        norms = [torch.linalg.vector_norm(block, dim=1, dtype=dtype).numpy() for block in blocks]
+        return norms[0] if len(norms) == 1 else np.linalg.norm(norms, axis=0)
 
     def _bank(self, group: int, direction: Direction, rows: int) -> _Bank:
         key = (group, direction)
         with self._lock:
             bank = self._banks.get(key)
             if bank is not None and bank.next is not None and bank.next.done():
-                bank = self._banks[key] = bank.next.result()  # raises what the fetch raised
+                fetched, bank.next = bank.next, None  # if that failed, the next request tries again
+                bank = self._banks[key] = fetched.result()  # raises what the fetch raised
             if bank is not None:
                 bank.rows += rows
                 options = self._options

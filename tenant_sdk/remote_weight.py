@@ -93,6 +93,10 @@ class RemoteWeight(torch.Tensor):
         """Refuse."""
         raise self._unavailable("its bytes, to save or to share them", _SAVING)
 
+    def storage(self) -> NoReturn:
+        """Refuse."""
+        raise self._unavailable("its bytes, to save or to share them", _SAVING)
+
     def share_memory_(self) -> NoReturn:
         """Refuse."""
         raise self._unavailable("its bytes, to share them with another process", _SAVING)

@@ -225,7 +225,7 @@ def connect(
             return Session(remote, Plain(remote))
         if not mask_sources:
             log.warning(
-                "privacy 'noise-bank' with masks that %s itself multiplied: it can subtract them (SECURITY.md)",
+                "privacy 'noise-bank': %s multiplies the masks itself, so it can subtract them (SECURITY.md)",
                 provider,
             )
         source = _mask_source(mask_sources, remote, open_remote)

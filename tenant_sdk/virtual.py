@@ -28,7 +28,7 @@ class _Last:
     input: weakref.ref[torch.Tensor]
     context: tuple[int, bool, torch.dtype]
     values: torch.Tensor | None  # a copy of an input that counts no versions
-    members: set[int]
+    members: set[int]  # asked for with this input
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def is_for(self, x: torch.Tensor, context: tuple[int, bool, torch.dtype]) -> bool:
@@ -40,16 +40,18 @@ class _Last:
 class Group:
     """Layers that receive the same tensor: asked for together, with one request.
 
-    Which members join is learned while the model runs. All do at first; a member whose output was
-    fetched but not used leaves, because an adapter changes its input (IA3 on a feed-forward layer)
-    or it is not called; a member that turns out to get the same tensor as the others joins again.
+    Who is asked for along with whom is learned while the model runs. All are at first; members whose
+    outputs were fetched but not used part from the others, because an adapter changes their input (IA3
+    on a feed-forward layer) or they are not called; a member that turns out to get the same tensor as
+    others joins them again.
     """
 
     def __init__(self, identity: int, info: GroupInfo, privacy: Privacy) -> None:
         self.identity = identity
         self.info = info
         self._privacy = privacy
-        self._joined = set(range(len(info.members)))
+        everyone = range(len(info.members))
+        self._together = [set(everyone) for _ in everyone]  # whom to ask for along with a member
         self._threads = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -64,25 +66,34 @@ class Group:
             return self._request(1, x, dtype)[0]
         # Tensors made in inference mode have no version that would tell of writing in place.
         version = -1 if x.is_inference() else x._version
-        context = (version, torch.is_grad_enabled(), dtype)
+        context = (version, x.requires_grad and torch.is_grad_enabled(), dtype)
         last: _Last | None = getattr(self._threads, "last", None)
-        known: set[int] = set()
         if last is not None and last.is_for(x, context):
             if member in last.outputs:
                 return last.outputs.pop(member)
-            known = last.members
-            self._joined |= known | {member}
-            wanted = {member}
-        else:
-            if last is not None:
-                self._joined -= last.outputs.keys()
-            wanted = set(self._joined) if member in self._joined else {member}
+            if member not in last.members:  # it gets the same tensor after all
+                last.members.add(member)
+                for other in last.members:
+                    self._together[other] |= last.members
+                return self._request(1 << member, x, dtype)[0]
+        if last is not None:
+            self._part(last)
+        wanted = set(self._together[member])
         members = sum(1 << i for i in wanted)
         outputs = dict(zip(member_indices(members), self._request(members, x, dtype), strict=True))
         taken = outputs.pop(member)
         values = x.clone() if x.is_inference() else None
-        self._threads.last = _Last(weakref.ref(x), context, values, known | wanted, outputs)
+        self._threads.last = _Last(weakref.ref(x), context, values, wanted, outputs)
         return taken
+
+    def _part(self, last: _Last) -> None:
+        """Members whose outputs nobody took get another tensor than those whose were."""
+        unused = last.outputs.keys()
+        used = last.members - unused
+        for member in used:
+            self._together[member] -= unused
+        for member in unused:
+            self._together[member] -= used
 
     def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         x = x.to(dtype)
@@ -103,6 +114,10 @@ class Group:
         Raises:
             NonFiniteError: before anything is sent.
         """
+        if not len(blocks[0]):  # an expert without tokens, an empty batch: nothing to ask for
+            outputs = [self.info.members[i].outputs for i in member_indices(members)]
+            widths = outputs if direction == Direction.FORWARD else [self.info.inputs]
+            return [blocks[0].new_empty((0, width)) for width in widths]
         for block in blocks:
             if not math.isfinite(block.sum().item()) and not block.isfinite().all():
                 raise NonFiniteError(self._where_not_finite(direction))

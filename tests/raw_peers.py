@@ -28,7 +28,7 @@ HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR = range(1, 8)
 FORWARD, BACKWARD = 1, 2
 FLOAT32 = 1
 SUBPROTOCOL = "symbiosis.v1"
-SECONDS = 20.0  # a test that waits longer than this for its peer has failed
+SECONDS = 60.0  # a test that waits longer than this for its peer has failed
 
 
 class Fields(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Executor
-from raw_peers import Refused, counted, open_raw, scripted_executor, tls
+from raw_peers import SECONDS, Refused, counted, open_raw, scripted_executor, tls
 
 import provider.connection
 import tenant_sdk
@@ -28,7 +28,7 @@ from shared.errors import (
     TlsError,
 )
 
-pytest_plugins = ("witness",)
+pytest_plugins = ("wire_fixtures",)
 pytestmark = pytest.mark.usefixtures("goes_on")
 
 
@@ -45,7 +45,7 @@ def also_at(llama: Executor, context: ssl.SSLContext, folder: Path) -> Iterator[
         port=0,
     )
     yield Executor(server.url, llama.token, folder / "ca.pem", server=server)
-    assert server.drain(20)
+    assert server.drain(SECONDS)
 
 
 def certificates(folder: Path, *, days_ago: int = 0, hosts: tuple[str, ...] = ("127.0.0.1",)) -> Path:
@@ -135,7 +135,7 @@ def test_what_is_no_tls_is_dropped(llama: Executor, data: bytes) -> None:
     host, port = llama.url.removeprefix("wss://").split(":")
     with (
         counted(llama, "symbiosis_handshakes_failed_total", reason="tls"),
-        socket.create_connection((host, int(port)), timeout=20) as sock,
+        socket.create_connection((host, int(port)), timeout=SECONDS) as sock,
     ):
         sock.sendall(data)
         with contextlib.suppress(ConnectionResetError):
@@ -227,7 +227,7 @@ def test_a_slow_handshake_is_dropped(llama: Executor, monkeypatch: pytest.Monkey
     host, port = llama.url.removeprefix("wss://").split(":")
     with counted(llama, "symbiosis_handshakes_failed_total", reason="slow"):
         if stage == "tcp":
-            sock: socket.socket = socket.create_connection((host, int(port)), timeout=20)
+            sock: socket.socket = socket.create_connection((host, int(port)), timeout=SECONDS)
         else:
             sock = tls(llama)
         with sock, contextlib.suppress(ConnectionError, ssl.SSLError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -21,6 +22,8 @@ from typer.testing import CliRunner
 
 from provider.certificates import DEFAULT_HOSTS, write_certificates
 from provider.cli import app
+from provider.server import server_context
+from tenant_sdk.connect import client_context
 
 NOW = datetime.datetime(2030, 5, 1, 12, tzinfo=datetime.UTC)
 FILES = {"ca.pem", "server.pem", "server.key", "client.pem", "client.key"}
@@ -56,8 +59,30 @@ def test_the_server_is_who_it_says(folder: Path, host: x509.DNSName | x509.IPAdd
     assert chain[-1] == load(folder, "ca")
 
 
-def test_the_client_is_a_client(folder: Path) -> None:
-    assert policy(folder).build_client_verifier().verify(load(folder, "client"), []).chain
+@pytest.mark.parametrize(("role", "accepted"), [("client", True), ("server", False)])
+def test_the_client_is_a_client(tls_dir: Path, role: str, accepted: bool) -> None:
+    """A handshake in memory; both sides strict, as Python 3.13 is."""
+    server = server_context(tls_dir, tls_dir / "ca.pem")
+    client = client_context(tls_dir / "ca.pem", (tls_dir / f"{role}.pem", tls_dir / f"{role}.key"))
+    for context in (server, client):
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname="localhost"),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+
+    def talk() -> None:
+        for end in (*ends, *ends):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+
+    if accepted:
+        talk()
+        assert ends[1].getpeercert()
+    else:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            talk()
 
 
 def test_nobody_else_is(folder: Path, tmp_path: Path) -> None:

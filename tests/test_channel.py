@@ -1,107 +1,42 @@
-"""A tenant's connection: many threads on it, hostile executors behind it, and its end."""
+"""A tenant's connection: many threads on it, who of them leads, and its end."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from channels import answer, ask, channel_to, echo, error_of, submit, until_the_end
 from conftest import Executor
 from raw_peers import (
     BINARY,
     CLOSE,
-    ERROR,
     PING,
     PONG,
-    REPLY,
-    TEXT,
-    WELCOME,
+    SECONDS,
     Fields,
     Peer,
     eventually,
     frame,
-    header,
     scripted_executor,
 )
 
 import tenant_sdk.channel as channel_module
 from shared.checkpoint import Checkpoint
-from shared.errors import ConnectionLost, RequestRefused, RequestTimeout, SymbiosisError, WireError
+from shared.errors import ConnectionLost, RequestTimeout, SymbiosisError
 from shared.header import Direction, Operation
-from shared.protocol import GroupShape
-from shared.websocket import Incoming
-from tenant_sdk.channel import Channel, Pending
+from tenant_sdk.channel import Channel
 from tenant_sdk.connect import client_context, open_connection
-from tenant_sdk.remote import RemoteExecutor
 
-SHAPE = GroupShape(4, (4,))
-
-
-def submit(channel: Channel, rows: int = 1, value: float = 1.0) -> Pending:
-    """A product of rows of 4 equal values."""
-    return channel.submit(
-        lambda protocol: protocol.product(
-            Operation.PRODUCT, 0, SHAPE, Direction.FORWARD, 1, rows, torch.float32
-        ),
-        [torch.full((rows, 4), value)],
-    )
-
-
-def ask(channel: Channel, rows: int = 1, value: float = 1.0) -> Incoming:
-    """The answer of such a product."""
-    return channel.wait(submit(channel, rows, value))
-
-
-def answer(peer: Peer, fields: Fields, body: bytes) -> None:
-    """Send the rows back."""
-    peer.message(struct.pack("<BBBBIIIIHHQ", *fields._replace(operation=REPLY)), body)
-
-
-def echo(peer: Peer) -> None:
-    """Answer everything."""
-    while True:
-        answer(peer, *peer.receive())
-
-
-def until_the_end(peer: Peer) -> None:
-    """Read and answer nothing."""
-    while not peer.at_end():
-        pass
-
-
-@contextmanager
-def channel_to(tls_dir: Path, script: Callable[[Peer], None], *, timeout: float = 20.0) -> Iterator[Channel]:
-    """A channel to a scripted executor."""
-    with scripted_executor(tls_dir, script) as url:
-        sock = open_connection(url, "token", client_context(tls_dir / "ca.pem"), 20)
-        channel = Channel(sock, url, timeout=timeout, entropy=os.urandom)
-        try:
-            yield channel
-        finally:
-            channel.close()
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    """More threads than any test here uses."""
-    with ThreadPoolExecutor(32) as pool:
-        yield pool
-
-
-def error_of(future: Future[Any]) -> BaseException | None:
-    """What a thread raised, or None; fails if it hangs."""
-    return future.exception(timeout=20)
+pytest_plugins = ("wire_fixtures",)
 
 
 # -- many requests ---------------------------------------------------------------------------------
@@ -148,7 +83,7 @@ def test_answers_may_come_in_any_order(tls_dir: Path, threads: ThreadPoolExecuto
     with channel_to(tls_dir, script) as channel:
         futures = [threads.submit(ask, channel, 1, float(i)) for i in range(8)]
         for i, future in enumerate(futures):
-            payload = future.result(timeout=20).payload
+            payload = future.result(timeout=SECONDS).payload
             assert payload is not None
             assert payload[0, 0] == i
 
@@ -173,7 +108,7 @@ def test_leadership_goes_to_a_thread_that_still_waits(tls_dir: Path, threads: Th
     def script(peer: Peer) -> None:
         requests = [peer.receive() for _ in range(3)]
         answer(peer, *requests[0])
-        assert first_done.wait(20)
+        assert first_done.wait(SECONDS)
         for one in requests[1:]:
             answer(peer, *one)
 
@@ -184,11 +119,11 @@ def test_leadership_goes_to_a_thread_that_still_waits(tls_dir: Path, threads: Th
         eventually(lambda: first.leads or first.done)
         followers = [threads.submit(channel.wait, one) for one in others]
         eventually(lambda: all(one.waited for one in others))
-        assert leader.result(timeout=20).payload is not None
+        assert leader.result(timeout=SECONDS).payload is not None
         eventually(lambda: sum(one.leads for one in others) == 1)
         first_done.set()
         for i, future in zip((2, 3), followers, strict=True):
-            payload = future.result(timeout=20).payload
+            payload = future.result(timeout=SECONDS).payload
             assert payload is not None
             assert payload[0, 0] == i
 
@@ -205,7 +140,7 @@ def test_ctrl_c_in_a_follower_harms_nobody_else(tls_dir: Path, threads: ThreadPo
 
     def script(peer: Peer) -> None:
         requests = [peer.receive() for _ in range(3)]
-        assert interrupted.wait(20)
+        assert interrupted.wait(SECONDS)
         for one in requests:
             answer(peer, *one)
         echo(peer)
@@ -299,188 +234,21 @@ def test_the_socket_is_closed_by_nobody_but_its_leader(tls_dir: Path, threads: T
 
         def send(self, data: memoryview) -> int:
             self.sending.set()
-            assert self.go.wait(20)
+            assert self.go.wait(SECONDS)
             assert self.sock.fileno() >= 0
             assert self.sock.version() == "TLSv1.3", "the encryption is gone"
             return self.sock.send(data)
 
     with scripted_executor(tls_dir, echo) as url:
-        held = Held(open_connection(url, "token", client_context(tls_dir / "ca.pem"), 20))
+        held = Held(open_connection(url, "token", client_context(tls_dir / "ca.pem"), SECONDS))
         channel = Channel(held, url, timeout=20, entropy=os.urandom)  # type: ignore[arg-type]
         leader = threads.submit(ask, channel)
-        assert held.sending.wait(20)
+        assert held.sending.wait(SECONDS)
         channel.close()
         held.go.set()
         error = error_of(leader)
         assert isinstance(error, ConnectionLost), repr(error)
         eventually(lambda: held.sock.fileno() == -1)
-
-
-# -- executors that fail ---------------------------------------------------------------------------
-
-
-def test_an_executor_that_stops_and_one_that_is_killed(
-    serve_process: Callable[..., Executor], checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
-) -> None:
-    executor = serve_process(checkpoint("llama"))
-    assert executor.process is not None
-    with executor.connect() as patient, executor.connect(timeout=0.3) as impatient:
-
-        def work(session: Any) -> None:
-            x = torch.ones((4, 64))
-            session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])
-
-        work(patient)
-        work(impatient)
-        executor.process.send_signal(signal.SIGSTOP)
-        waiting = [threads.submit(work, patient) for _ in range(3)]
-        started = time.monotonic()
-        with pytest.raises(RequestTimeout, match="no progress"):
-            work(impatient)
-        assert 0.3 <= time.monotonic() - started < 10
-        with pytest.raises(RequestTimeout):
-            work(impatient)
-        assert not any(future.done() for future in waiting)
-        executor.process.kill()  # also a stopped process
-        for future in waiting:
-            assert isinstance(error_of(future), ConnectionLost)
-        with pytest.raises(ConnectionLost, match="new session"):
-            work(patient)
-
-
-@pytest.mark.parametrize("rows", [1, 1 << 21])
-def test_an_executor_that_does_not_read_or_answer(tls_dir: Path, rows: int) -> None:
-    """32 MiB do not fit into the sockets, so here not even the request can be sent."""
-    leave = threading.Event()
-    with channel_to(tls_dir, lambda _: leave.wait(20) and None, timeout=0.2) as channel:
-        with pytest.raises(RequestTimeout, match="doctor"):
-            ask(channel, rows)
-        leave.set()
-
-
-def test_slow_progress_is_progress(tls_dir: Path) -> None:
-    """The timeout is for silence: this answer takes longer, in pieces."""
-
-    def script(peer: Peer) -> None:
-        fields, body = peer.receive()
-        data = frame(struct.pack("<BBBBIIIIHHQ", *fields._replace(operation=REPLY)) + body)
-        for at in range(0, len(data), 8):
-            peer.send(data[at : at + 8])
-            threading.Event().wait(0.05)
-
-    with channel_to(tls_dir, script, timeout=0.3) as channel:
-        started = time.monotonic()
-        assert ask(channel).payload is not None
-        assert time.monotonic() - started > 0.3
-
-
-def reply(request_id: int = 1, **change: int) -> bytes:
-    """The header of the answer to ``ask``, but for the fields given."""
-    fields = {"direction": 1, "dtype": 1, "rows": 1, "columns": 4, "members": 1}
-    return header(REPLY, **(fields | {"request_id": request_id} | change))
-
-
-def error_message(body: bytes, request_id: int = 1) -> bytes:
-    """A frame with an ERROR."""
-    return frame(header(ERROR, request_id=request_id, rows=1, columns=len(body)) + body)
-
-
-ROW = bytes(16)
-INFO = json.dumps({"code": "too_large", "message": "no", "retry_after": None}).encode()
-HUGE = 2**32 - 1
-HOSTILE: dict[str, tuple[bytes, str]] = {
-    "an answer nobody asked for": (frame(reply(2) + ROW), "unexpected"),
-    "an answer to nothing": (frame(reply(0) + ROW), "unexpected"),
-    "another group": (frame(reply(group=1) + ROW), "unexpected"),
-    "another direction": (frame(reply(direction=2) + ROW), "unexpected"),
-    "another dtype": (frame(reply(dtype=6) + ROW), "unexpected"),
-    "more rows": (frame(reply(rows=2) + ROW * 2), "unexpected"),
-    "fewer columns": (frame(reply(columns=3) + ROW[:12]), "unexpected"),
-    "other members": (frame(reply(members=2) + ROW), "unexpected"),
-    "gigabytes announced": (frame(reply(rows=1 << 28), fin=False), "unexpected"),
-    "exabytes announced": (frame(reply(rows=HUGE, columns=HUGE), fin=False), "unexpected"),
-    "gigabytes of error": (frame(header(ERROR, rows=1, columns=HUGE), fin=False), "unexpected"),
-    "a huge frame": (frame(reply(), length=1 << 40), "too_large"),
-    "two answers at once": (frame(reply() + ROW) * 2, "unexpected"),
-    "a welcome": (frame(header(WELCOME, rows=1, columns=2) + b"{}"), "unexpected"),
-    "payload too short": (frame(reply() + ROW[:-1]), "payload_length"),
-    "payload too long": (frame(reply() + ROW + b"\0"), "payload_length"),
-    "masked": (frame(reply() + ROW, mask=b"abcd"), "frame"),
-    "text": (frame(b"hello", TEXT), "text"),
-    "another version": (frame(b"\2" + reply()[1:] + ROW), "protocol_version"),
-    "unknown operation": (frame(b"\1\x09" + reply()[2:] + ROW), "operation"),
-    "reserved": (frame(reply(flags=1) + ROW), "reserved"),
-    "an error about everything": (error_message(INFO, 0), "too_large"),
-    "an error that is none": (error_message(b"oops"), "control_message"),
-    "an error with more fields": (error_message(INFO[:-1] + b',"path":"/"}'), "control_message"),
-    "an error about nothing": (error_message(INFO, 9), "unexpected"),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_answer_ends_the_session(
-    tls_dir: Path, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor, name: str
-) -> None:
-    data, code = HOSTILE[name]
-    empty = torch.empty
-
-    def watched(size: Any, **options: Any) -> torch.Tensor:
-        assert empty(size, **options, device="meta").nbytes <= 1 << 20
-        return empty(size, **options)
-
-    def script(peer: Peer) -> None:
-        peer.receive()
-        peer.receive()
-        peer.send(data)
-        until_the_end(peer)
-
-    with channel_to(tls_dir, script) as channel:
-        monkeypatch.setattr(torch, "empty", watched)
-        pending = [submit(channel), submit(channel)]
-        if name == "an answer nobody asked for":
-            channel._protocol.answered(2)
-        futures = [threads.submit(channel.wait, one) for one in pending]
-        errors = [error_of(future) for future in futures]
-        if name == "two answers at once":  # the first of them is good
-            assert errors.pop(0) is None
-        for error in errors:
-            assert isinstance(error, WireError), repr(error)
-            assert error.code == code
-        with pytest.raises(WireError):
-            submit(channel)
-
-
-def test_a_refused_request_leaves_the_session_open(tls_dir: Path) -> None:
-    def script(peer: Peer) -> None:
-        peer.receive()
-        info = {"code": "busy", "message": "try later", "retry_after": 1.5}
-        peer.control(ERROR, info)
-        echo(peer)
-
-    with channel_to(tls_dir, script) as channel:
-        with pytest.raises(RequestRefused, match="try later") as caught:
-            ask(channel)
-        assert (caught.value.code, caught.value.retry_after) == ("busy", 1.5)
-        assert ask(channel).payload is not None
-
-
-def test_an_end_without_a_close_frame(tls_dir: Path) -> None:
-    with (
-        channel_to(tls_dir, lambda peer: peer.send(frame(reply() + ROW)[:20])) as channel,
-        pytest.raises(ConnectionLost, match="new session"),
-    ):
-        ask(channel)
-
-
-@pytest.mark.parametrize("manifest", [b"{}", b"\xff", b'{"server":1}'])
-def test_a_welcome_that_is_no_manifest(tls_dir: Path, manifest: bytes) -> None:
-    def script(peer: Peer) -> None:
-        peer.receive()
-        peer.message(header(WELCOME, rows=1, columns=len(manifest)), manifest)
-        peer.at_end()
-
-    with channel_to(tls_dir, script) as channel, pytest.raises(WireError, match="control_message"):
-        RemoteExecutor(channel, torch.float32)
 
 
 # -- pings -----------------------------------------------------------------------------------------
@@ -508,7 +276,7 @@ def test_an_idle_connection_is_kept_alive(tls_dir: Path, monkeypatch: pytest.Mon
 def test_an_idle_connection_that_died_is_noticed(tls_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "KEEPALIVE_SECONDS", 0.02)
     leave = threading.Event()
-    with channel_to(tls_dir, lambda _: leave.wait(20) and None, timeout=0.1) as channel:
+    with channel_to(tls_dir, lambda _: leave.wait(SECONDS) and None, timeout=0.1) as channel:
 
         def broken() -> bool:
             return isinstance(channel._broken, SymbiosisError)

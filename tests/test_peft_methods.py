@@ -170,10 +170,10 @@ def test_eva(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
         for model in (load_local(checkpoint("llama")), session.load_model(progress=False)):
             torch.manual_seed(3)
             config = peft.LoraConfig(
-                r=4,
-                target_modules=SOME,
+                r=2,
+                target_modules=["q_proj", "v_proj"],
                 init_lora_weights="eva",
-                eva_config=peft.EvaConfig(rho=1.0, use_label_mask=False),
+                eva_config=peft.EvaConfig(rho=1.0, tau=0.9, use_label_mask=False),
             )
             adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
             batches = [{"input_ids": token_ids(rows=4, seed=seed)} for seed in range(4)]

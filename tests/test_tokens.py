@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Executor
+from raw_peers import SECONDS
 from typer.testing import CliRunner
 
 import provider.tokens
@@ -136,7 +137,7 @@ def test_changes_take_effect_without_a_restart(llama: Executor, tls_dir: Path, t
         x = torch.ones((1, 64))
         (y,) = session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])
         assert y.shape == (1, 64)
-    assert server.drain(20)
+    assert server.drain(SECONDS)
 
 
 def test_the_command_prints_the_token_once(tokens: TokenFile) -> None:

@@ -21,6 +21,7 @@ from raw_peers import (
     HELLO,
     PRODUCT,
     REPLY,
+    SECONDS,
     WELCOME,
     Fields,
     header,
@@ -56,7 +57,7 @@ def dial(executor: Executor, token: str | None = None) -> ClientConnection:
 
 def receive(websocket: ClientConnection | ServerConnection) -> tuple[Fields, bytes]:
     """One message."""
-    data = websocket.recv(timeout=20)
+    data = websocket.recv(timeout=SECONDS)
     assert isinstance(data, bytes)
     return Fields(*struct.unpack_from("<BBBBIIIIHHQ", data)), data[32:]
 
@@ -134,7 +135,7 @@ def test_pings_are_answered_also_inside_a_message(llama: Executor, weight: torch
     rows = rows_of(3)
     data = product(3, 64) + rows.numpy().tobytes()
     with dial(llama) as websocket:
-        assert websocket.ping(b"before").wait(20)
+        assert websocket.ping(b"before").wait(SECONDS)
         websocket.send(control(HELLO, {"client": "websockets"}))
         receive(websocket)
         # The library sends no ping while it sends a message, so its frames are sent by hand.
@@ -144,7 +145,7 @@ def test_pings_are_answered_also_inside_a_message(llama: Executor, weight: torch
             websocket.protocol.send_continuation(data[50:], fin=True)
             websocket.send_data()
         check_product(receive(websocket)[1], rows, weight)
-        assert websocket.ping(b"after").wait(20)
+        assert websocket.ping(b"after").wait(SECONDS)
 
 
 def test_close_codes_say_why(llama: Executor) -> None:
@@ -174,9 +175,9 @@ def test_draining_closes_with_1001(serve: Callable[..., Executor], checkpoint: C
     executor = serve(checkpoint("llama"))
     assert executor.server is not None
     with dial(executor) as websocket:
-        assert executor.server.drain(20)
+        assert executor.server.drain(SECONDS)
         with pytest.raises(ConnectionClosed) as caught:
-            websocket.recv(timeout=20)
+            websocket.recv(timeout=SECONDS)
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1001
 
@@ -211,15 +212,15 @@ def their_server(tls_dir: Path, handler: Callable[[ServerConnection], None]) -> 
         thread.start()
         yield f"wss://127.0.0.1:{server.socket.getsockname()[1]}"
         server.shutdown()
-        thread.join(20)
+        thread.join(SECONDS)
     if failures:
         raise failures[0]
 
 
 def open_channel(url: str, tls_dir: Path) -> Channel:
     """The tenant's connection."""
-    sock = open_connection(url, "token", client_context(tls_dir / "ca.pem"), 20)
-    return Channel(sock, url, timeout=20, entropy=os.urandom)
+    sock = open_connection(url, "token", client_context(tls_dir / "ca.pem"), SECONDS)
+    return Channel(sock, url, timeout=SECONDS, entropy=os.urandom)
 
 
 def welcome(websocket: ServerConnection) -> None:
@@ -270,7 +271,7 @@ def test_their_fragments_and_pings_reach_the_tenant(tls_dir: Path, piece: int) -
     def handler(websocket: ServerConnection) -> None:
         welcome(websocket)
         fields, body = receive(websocket)
-        assert websocket.ping(b"are you there").wait(20)
+        assert websocket.ping(b"are you there").wait(SECONDS)
         data = reply(fields, body)
         parts = [data[at : at + piece] for at in range(0, len(data), piece)]
         with websocket.protocol_mutex:

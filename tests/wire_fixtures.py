@@ -1,11 +1,12 @@
-"""A tenant who was there before: fixtures for tests of what others send to the same executor.
+"""Fixtures of the tests of the wire: a tenant who was there before, a raw one, threads.
 
-A test module takes them with ``pytest_plugins = ("witness",)``.
+A test module takes them with ``pytest_plugins = ("wire_fixtures",)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,10 @@ def raw(llama: Executor) -> Iterator[Peer]:
     with open_raw(llama) as peer:
         peer.hello()
         yield peer
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """More threads than any test here uses."""
+    with ThreadPoolExecutor(32) as pool:
+        yield pool

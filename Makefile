@@ -1,0 +1,43 @@
+# Everything runs in .venv, made by the first target that needs it. Needed: Python 3.11 or later.
+# Other interpreters: make PYTHON=python3.12 ...; options for a program: make test ARGS='-k doctor'
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+install: $(VENV)/.installed ## make .venv with everything that is needed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3'; exit 1; }
+	@echo 'Installing into $(VENV); this takes a minute or a few.'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' | \
+	  awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s ", $$2; fflush() } \
+	       /^Installing collected/ { printf "\nunpacking\n"; fflush() }'
+	@touch $@
+
+demo: install ## fine-tune on private notes through an executor, compare with local training
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: install ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install ## lint, check the format and the types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+bench: install ## measure split execution against local
+	$(BIN)/python benchmarks/split_execution.py $(ARGS)
+
+clean: ## remove results and caches, but not .venv
+	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,96 @@
+"""Checkpoint folders: what is read, what is refused, and that the digest is the weights' alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model
+
+from provider.discovery import discover
+from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError
+
+
+def test_a_missing_folder_says_what_a_checkpoint_is(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json.*save_pretrained"):
+        Checkpoint(tmp_path / "nowhere")
+
+
+def test_pickles_are_never_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="never read; convert with"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not safetensors at all", b"\xff" * 64])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(damage)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(tmp_path: Path, index: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_cannot_leave_the_folder(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    shutil.copy(checkpoint("llama") / "model.safetensors", tmp_path / "outside.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError):
+        Checkpoint(folder)
+
+
+def test_shards_hold_what_one_file_holds(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    make_model("llama").save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    whole, sharded = Checkpoint(checkpoint("llama")), Checkpoint(tmp_path)
+    assert whole.names() == sharded.names()
+    for name in whole.names():
+        assert torch.equal(whole.read(name), sharded.read(name))
+    groups = discover(whole).groups
+    assert whole.digest(groups) == sharded.digest(discover(sharded).groups)
+
+
+def test_rows_are_read_without_the_rest(checkpoint: Callable[[str], Path]) -> None:
+    source = Checkpoint(checkpoint("llama"))
+    name = "model.embed_tokens.weight"
+    assert torch.equal(source.read(name, slice(3, 7)), source.read(name)[3:7])
+    assert source.describe(name) == ((128, 64), torch.float32)
+
+
+def test_the_digest_changes_with_one_bit_of_one_served_weight(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    original = Checkpoint(checkpoint("llama"))
+    model = make_model("llama")
+    with torch.no_grad():
+        weight = model.model.layers[1].mlp.down_proj.weight
+        weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(1.0))
+    model.save_pretrained(tmp_path)
+    changed = Checkpoint(tmp_path)
+    assert original.digest(discover(original).groups) != changed.digest(discover(changed).groups)
+
+
+def test_the_digest_ignores_what_tenants_hold(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    original = Checkpoint(checkpoint("llama"))
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 1
+    model.save_pretrained(tmp_path)
+    changed = Checkpoint(tmp_path)
+    assert original.digest(discover(original).groups) == changed.digest(discover(changed).groups)

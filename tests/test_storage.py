@@ -1,0 +1,116 @@
+"""Folders that are whole or absent, and disk errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from shared.errors import ConfigurationError, StorageError
+from tenant_sdk.storage import Checkpoints, check_new_folder, disk_errors, free_megabytes, whole_folder
+
+
+def fail(error: BaseException, path: Path) -> StorageError:
+    with pytest.raises(StorageError) as caught, disk_errors(path, "the adapter", "Then go on."):
+        raise error
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            "No space left on device; free some space there (",
+        ),
+        (
+            OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+            "Disk quota exceeded; free some space of your quota",
+        ),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system; make the folder writable"),
+        # As safetensors and torch 2.13 put it, seen on a full disk.
+        (
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            "No space left on device; free some space there",
+        ),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+            "writing a file failed; free some space there",
+        ),
+    ],
+)
+def test_what_a_disk_can_do_wrong(error: BaseException, reason: str, tmp_path: Path) -> None:
+    message = str(fail(error, tmp_path))
+    assert message.startswith(f"cannot write the adapter to {tmp_path}: {reason}")
+    assert message.endswith(". Then go on.")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ECONNRESET, "reset"), RuntimeError("shape"), SafetensorError("bad header")]
+)
+def test_other_errors_are_let_through(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as caught, disk_errors(tmp_path, "the adapter", ""):
+        raise error
+    assert caught.value is error
+
+
+def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+
+    def interrupted() -> None:
+        with whole_folder(target) as folder:
+            (folder / "half").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+    with whole_folder(target) as folder:
+        (folder / "all").touch()
+        assert not target.exists()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "adapter",
+        "adapter/all",
+    ]
+
+
+def test_a_new_folder(tmp_path: Path) -> None:
+    assert check_new_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    (tmp_path / "a" / "b").mkdir()
+    check_new_folder(tmp_path / "a" / "b")  # empty: nothing is lost
+    (tmp_path / "a" / "b" / "c").touch()
+    for taken in (tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"):
+        with pytest.raises(ConfigurationError, match="exists already"):
+            check_new_folder(taken)
+
+
+def test_free_space_of_a_folder_to_be() -> None:
+    assert free_megabytes(Path("/not/yet")) == pytest.approx(free_megabytes(Path("/")), rel=0.1)
+
+
+def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
+    output, settings = tmp_path / "adapter", {"rank": 8}
+    with pytest.raises(ConfigurationError, match="nothing to resume"):
+        Checkpoints(output, settings).begin(resume=True)
+    checkpoints = Checkpoints(output, settings)
+    assert checkpoints.begin(resume=False) is None
+    assert checkpoints.begin(resume=True) is None
+    with pytest.raises(ConfigurationError, match="interrupted training; go on with --resume"):
+        checkpoints.begin(resume=False)
+    with pytest.raises(ConfigurationError, match="rank was 8, now 4"):
+        Checkpoints(output, {"rank": 4}).begin(resume=True)
+    for step, state in ((9, "{}"), (10, "{}"), (11, '{"global_st'), (12, None)):
+        folder = checkpoints.folder / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    found = checkpoints.begin(resume=True)
+    assert found is not None
+    assert found.name == "checkpoint-10"  # 11 and 12 were cut off
+    assert json.loads((checkpoints.folder / "settings.json").read_text()) == settings
+    checkpoints.remove()
+    assert list(tmp_path.iterdir()) == []
