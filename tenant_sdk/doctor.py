@@ -171,10 +171,9 @@ def _describe(certificate: x509.Certificate) -> str:
         names = ", ".join(str(name.value) for name in extension)
     except x509.ExtensionNotFound:
         names = "no host at all"
-    return (
-        f"{certificate.subject.rfc4514_string()}, for {names}, by {certificate.issuer.rfc4514_string()}, valid "
-        f"from {certificate.not_valid_before_utc:%Y-%m-%d} to {certificate.not_valid_after_utc:%Y-%m-%d}"
-    )
+    subject, issuer = certificate.subject.rfc4514_string(), certificate.issuer.rfc4514_string()
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return f"{subject}, for {names}, by {issuer}, valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}"
 
 
 def _shown_certificate(target: Target) -> str:

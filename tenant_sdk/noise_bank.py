@@ -128,7 +128,7 @@ class NoiseBank:
         """
         rows = blocks[0].shape[0]
         norm = self._norms(blocks, torch.float32)
-        if not np.isfinite(norm).all():  # too large to be squared in float32
+        if not 1e-15 < norm.max() < np.inf:  # squares of such numbers leave float32
             norm = self._norms(blocks, torch.float64)
         width = sum(block.shape[1] for block in blocks)
         loud = np.maximum(norm, norm.mean()) * (self._options.scale / width**0.5)
