@@ -4,6 +4,8 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Threads that spin while they wait slow down whatever shares the machine (docs/performance.md).
+export GOMP_SPINCOUNT ?= 1000
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help

@@ -16,8 +16,8 @@ Licence: the text is in the public domain (Debian's copyright file says that its
     python examples/train_base_model.py --output examples/base_model
 
 The folder always holds the weights with the lowest validation loss so far, so a run may be stopped
-at any time (Ctrl-C, or ``--minutes``). The result depends on the seed, and to a small degree on the
-processor and the version of torch, which round differently.
+at any time (Ctrl-C, or ``--minutes``) and continued at a step (``--resume``, with a new optimizer).
+The result depends on the seed and, as rounding differs, on the processor and the version of torch.
 """
 
 import argparse
@@ -80,6 +80,7 @@ def train_tokenizer(chapters: list[str]) -> PreTrainedTokenizerFast:
         vocab_size=VOCAB,
         special_tokens=list(SPECIAL.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator(chapters, trainer)
     bpe.post_processor = processors.TemplateProcessing(
@@ -179,10 +180,8 @@ def train(args: argparse.Namespace) -> None:
     train_text, held_text = split(read_chapters(), 0.02, args.seed)
     tokenizer = train_tokenizer(train_text)
     stream, held = encode(tokenizer, train_text), encode(tokenizer, held_text)
-    model = LlamaForCausalLM.from_pretrained(args.output) if args.resume else build_model()
-    model.float().train()
+    model = LlamaForCausalLM.from_pretrained(args.output, dtype=torch.float) if args.resume else build_model()
     print(f"{model.num_parameters():,} parameters; {len(stream):,} tokens, {len(held):,} held out")
-
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
     # Decay would pull the norms' scales, whose neutral value is 1, towards 0.
     groups += [{"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
@@ -234,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the model files")
     parser.add_argument("--steps", type=int, default=3000, help="length of the schedule")
-    parser.add_argument("--resume", type=int, default=0, help="continue output's weights at a step")
+    parser.add_argument("--resume", type=int, default=0, help="go on at this step from output's weights")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--batch", type=int, default=8, help=f"windows of {CONTEXT} tokens a step")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")

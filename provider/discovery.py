@@ -60,7 +60,8 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
         members: list[Member] = []
         for name in names:
             weight = layers[name].weight
-            stored = [_tensor_name(checkpoint, alias, prefix) for alias in aliases[id(weight)]]
+            known_as = [f"{name}.weight", *aliases[id(weight)]]
+            stored = [_tensor_name(checkpoint, alias, prefix) for alias in known_as]
             tensor = next((t for t in stored if t is not None), None)
             if tensor is None:
                 log.warning("layer %s has no weight in the checkpoint; tenants keep it", name)
@@ -213,8 +214,10 @@ def _tenant_parameters(
         stored = [(n, t) for n in names if (t := _tensor_name(checkpoint, n, prefix)) is not None]
         if not stored:
             missing.append(names[0])
-        for name, tensor in stored:
-            if name != stored[0][0] and checkpoint.same(tensor, stored[0][1]):
+        for at, (name, tensor) in enumerate(stored):
+            if at == 0:
+                name = names[0]  # the embeddings', even if only a head tied to them is stored
+            elif checkpoint.same(tensor, stored[0][1]):
                 continue
             shape = _checked_shape(checkpoint, tensor, tuple(state[name].shape))
             dtype = checkpoint.describe(tensor)[1]

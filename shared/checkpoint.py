@@ -117,6 +117,12 @@ class Checkpoint:
             total.update(weight.reshape(-1).view(torch.uint8).numpy().data)
         return total.hexdigest()
 
+    def holds(self, groups: Iterable[GroupInfo], digest: str) -> bool:
+        """Whether these are the served weights of an executor whose manifest says ``digest``."""
+        groups = tuple(groups)
+        stored = all(m.tensor in self for g in groups if not g.head for m in g.members)
+        return stored and self.digest(groups) == digest
+
     def tenant_files(self) -> tuple[FileInfo, ...]:
         """The configuration and tokenizer files that the folder has, with size and SHA-256."""
         infos = []

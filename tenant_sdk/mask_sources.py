@@ -69,10 +69,7 @@ class LocalSource:
         self._groups = manifest.groups
         # The executor multiplies with weights rounded to its numerics, so the effect must too.
         self._served_dtype = DTYPE_NAMES.get(manifest.numerics, torch.float32)
-        names = [m.tensor for g in manifest.groups if not g.head for m in g.members]
-        if not all(name in self._checkpoint for name in names) or (
-            self._checkpoint.digest(manifest.groups) != manifest.digest
-        ):
+        if not self._checkpoint.holds(manifest.groups, manifest.digest):
             raise ModelMismatch(
                 f"the checkpoint {folder} does not hold the weights that the executor serves "
                 f"({manifest.model}, digest {manifest.digest[:16]})"

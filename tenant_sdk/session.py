@@ -131,6 +131,7 @@ class Session:
 
         Raises:
             CheckpointError: there is no such folder.
+            ModelMismatch: it holds other weights than the executor serves; the model is unchanged.
         """
         detach_layers(model, self.manifest, checkpoint)
         return model

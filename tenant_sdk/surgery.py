@@ -134,6 +134,7 @@ def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path |
 
     Raises:
         CheckpointError: there is no such folder.
+        ModelMismatch: it holds other weights than the executor serves.
     """
     inner = base_model(model)
     folder = checkpoint or getattr(inner, "name_or_path", "")
@@ -143,6 +144,11 @@ def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path |
             "the folder that holds them"
         )
     source = Checkpoint(folder)
+    if not source.holds(manifest.groups, manifest.digest):
+        raise ModelMismatch(
+            f"the checkpoint {folder} does not hold the weights that the executor serves; the model is "
+            "unchanged"
+        )
     members = {member.name: member for group in manifest.groups for member in group.members}
     virtual = {
         id(layer): name

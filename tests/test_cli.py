@@ -88,15 +88,15 @@ def test_from_certificates_to_a_generated_text(
     executor = Executor(served.url.replace("127.0.0.1", "localhost"), token, tls / "ca.pem")
 
     adapter = tmp_path / "new" / "adapter"
-    options = ("--steps", 3, "--batch-size", 4, "--sequence-length", 32, "--learning-rate", 5e-3)
+    options = ("--steps", 8, "--batch-size", 4, "--sequence-length", 32, "--learning-rate", 5e-3)
     out, err = ok(
         tenant("finetune", executor, "--data", TRAIN, "--held-out", HELD_OUT, "--output", adapter, *options)
     )
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
     assert 1 < after < before
-    assert "3 steps" in out
+    assert "8 steps" in out
     assert "MB sent" in out
-    assert "step 1 of 3: loss" in err
+    assert "step 1 of 8: loss" in err
     assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] == "LORA"
     assert (adapter / "adapter_model.safetensors").stat().st_size > 0
     assert [path.name for path in adapter.parent.iterdir()] == ["adapter"]
