@@ -83,12 +83,6 @@ def peak_memory_mib(pid: int | None = None) -> float:
     raise SystemExit("no VmHWM: the memory figures need Linux")
 
 
-def processor_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def spread(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
     """Median and range: ``1.23 (1.20-1.31)``."""
     marks = (min(values), statistics.median(values), max(values))

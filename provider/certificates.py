@@ -18,6 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from shared.errors import ConfigurationError
+
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -35,7 +37,10 @@ def write_certificates(
         days: how long they are valid.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot make the folder {folder}: {error.strerror}") from error
     start, end = now - datetime.timedelta(hours=1), now + datetime.timedelta(days=days)
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca_name = _name("Symbiosis development CA")
@@ -85,7 +90,11 @@ def _host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigurationError(f"not a host name: {host!r} ({error})") from error
 
 
 def _builder(

@@ -56,8 +56,17 @@ def token_add(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     token_file: Annotated[Path, typer.Option(help="Stores the token's hash; made if needed.")],
 ) -> None:
-    """Print a new token for a tenant; it is shown only now."""
+    """Print a new token for a tenant, which replaces an older one; it is shown only now."""
     print(TokenFile(token_file).add(tenant))
+
+
+@token_app.command("remove")
+def token_remove(
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    token_file: Annotated[Path, typer.Option(help="Made by `token add`.")],
+) -> None:
+    """Forget a tenant; open sessions go on, no further one opens."""
+    TokenFile(token_file).remove(tenant)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -63,6 +64,11 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
             known_as = [f"{name}.weight", *aliases[id(weight)]]
             stored = [_tensor_name(checkpoint, alias, prefix) for alias in known_as]
             tensor = next((t for t in stored if t is not None), None)
+            if tensor is None and any(part.isdigit() for part in name.split(".")):
+                raise CheckpointError(
+                    f"{checkpoint.folder} has no weight for {name}: fewer blocks than config.json says, or "
+                    "another architecture"
+                )
             if tensor is None:
                 log.warning("layer %s has no weight in the checkpoint; tenants keep it", name)
                 continue
@@ -100,8 +106,15 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
 def _skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error}") from error
+        return _build(checkpoint, config)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Every architecture fails in a way of its own on a configuration that makes no sense.
+        raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error!r}") from error
+
+
+def _build(checkpoint: Checkpoint, config: Any) -> PreTrainedModel:
     for name in config.architectures or []:
         model_class = getattr(transformers, name, None)
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):

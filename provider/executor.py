@@ -14,7 +14,7 @@ from provider.discovery import discover
 from provider.weights import NUMERICS, WIRE_DTYPES
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError, WireError
-from shared.header import BYTES, DTYPE_CODES, Header, Operation
+from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Header, Operation
 from shared.messages import Fetch, Limits, Manifest
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class BaseExecutor:
         width = torch.Size(info.shape[1:]).numel()
         header = Header(
             Operation.REPLY,
-            dtype=DTYPE_CODES[getattr(torch, info.dtype)],
+            dtype=DTYPE_CODES[DTYPE_NAMES[info.dtype]],
             request_id=request_id,
             rows=request.stop - request.start,
             columns=width,

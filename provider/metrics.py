@@ -9,6 +9,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 
+from shared.errors import ConfigurationError
 from shared.header import Direction, Header, Operation
 
 _DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
@@ -21,7 +22,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         labels = ("operation", "direction")
-        rows = Counter("symbiosis_rows", "Rows of those requests.", labels, registry=self.registry)
+        rows = Counter(
+            "symbiosis_rows", "Rows of answered products and effects.", labels, registry=self.registry
+        )
         seconds = Histogram(
             "symbiosis_product_seconds",
             "Products and effects answered: time from a complete request to its computed answer.",
@@ -90,7 +93,10 @@ class AdminServer:
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"try /metrics or /healthz\n"]
 
-        self._server: WSGIServer = make_server("127.0.0.1", port, app, handler_class=_QuietHandler)
+        try:
+            self._server: WSGIServer = make_server("127.0.0.1", port, app, handler_class=_QuietHandler)
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on admin port {port}: {error.strerror}") from error
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="admin", daemon=True).start()
 

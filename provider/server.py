@@ -33,11 +33,14 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     folder = Path(tls_dir)
+    if client_ca is not None:
+        try:
+            context.load_verify_locations(client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(f"cannot use --client-ca {client_ca}: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_cert_chain(folder / "server.pem", folder / "server.key")
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(
             f"no usable certificate in {folder} (server.pem, server.key): {error}. "
@@ -91,8 +94,11 @@ class Server:
         """Tell a supervisor, in one rename, that the port is open; ``more`` goes into the file too."""
         path = Path(path)
         temporary = path.with_name(path.name + ".new")
-        temporary.write_bytes(msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more}))
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more}))
+            temporary.replace(path)
+        except OSError as error:
+            raise ConfigurationError(f"cannot write the ready file {path}: {error.strerror}") from error
 
     def drain(self, seconds: float = 10.0) -> bool:
         """Stop accepting, let every session answer what has arrived; whether all ended in time."""

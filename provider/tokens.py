@@ -47,14 +47,26 @@ class TokenFile:
             raise ConfigurationError("a tenant's name is 1 to 64 letters, digits, dots, dashes, underscores")
         tokens = self._read() if self.path.exists() else {}
         token = secrets.token_urlsafe(32)
-        tokens[tenant] = _hash(token)
-        temporary = self.path.with_name(self.path.name + ".new")
-        temporary.unlink(missing_ok=True)  # a file that exists would keep its mode
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(tokens)))
-        temporary.replace(self.path)
+        self._write({**tokens, tenant: _hash(token)})
         return token
+
+    def remove(self, tenant: str) -> None:
+        """Forget a tenant: its token opens no further session."""
+        tokens = self._read()
+        if tenant not in tokens:
+            raise ConfigurationError(f"{self.path} has no tenant {tenant!r}")
+        self._write({name: stored for name, stored in tokens.items() if name != tenant})
+
+    def _write(self, tokens: dict[str, str]) -> None:
+        temporary = self.path.with_name(self.path.name + ".new")
+        try:
+            temporary.unlink(missing_ok=True)  # a file that exists would keep its mode
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(tokens)))
+            temporary.replace(self.path)
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
 
     def tenant_of(self, token: str) -> str | None:
         """The tenant that holds this token, or None. Time does not depend on which or whether."""

@@ -71,7 +71,7 @@ class _CodedError(SymbiosisError):
         return f"[{self.code}] {self.message}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.code, self.message))
+        return (type(self), (self.code, self.message), self.__dict__)
 
 
 class WireError(_CodedError):

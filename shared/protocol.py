@@ -23,11 +23,13 @@ from shared.header import (
     Direction,
     Header,
     Operation,
+    member_indices,
 )
 from shared.messages import GroupInfo, Manifest
 
 MAX_REQUEST_CONTROL_BYTES = 64 * 1024
 MAX_ANSWER_CONTROL_BYTES = 64 * 1024 * 1024
+MAX_FILE_BYTES = 256 * 1024 * 1024  # of a tokenizer or configuration file
 
 
 class Plan(NamedTuple):
@@ -36,7 +38,6 @@ class Plan(NamedTuple):
     request_columns: int  # D forward, the sum of the members' O backward
     answer_columns: int  # the other way round
     answer_widths: tuple[int, ...]  # of the answer's blocks
-    indices: tuple[int, ...]  # of the members
 
 
 class GroupShape:
@@ -59,11 +60,10 @@ class GroupShape:
         return cls(info.inputs, [m.outputs for m in info.members])
 
     def _plan(self, direction: int, members: int) -> Plan:
-        indices = tuple(i for i in range(members.bit_length()) if members >> i & 1)
-        widths = tuple(self.outputs[i] for i in indices)
+        widths = tuple(self.outputs[i] for i in member_indices(members))
         if direction == Direction.FORWARD:
-            return Plan(self.inputs, sum(widths), widths, indices)
-        return Plan(sum(widths), self.inputs, (self.inputs,), indices)
+            return Plan(self.inputs, sum(widths), widths)
+        return Plan(sum(widths), self.inputs, (self.inputs,))
 
 
 class ExecutorProtocol:
@@ -150,6 +150,9 @@ def validate_manifest(manifest: Manifest) -> None:
     for parameter in manifest.parameters:
         if parameter.dtype not in DTYPE_NAMES or not all(0 < n < 1 << 31 for n in parameter.shape):
             raise WireError("manifest", f"parameter {parameter.name[:80]!r} has an impossible type")
+    for file in manifest.files:
+        if not 0 <= file.size <= MAX_FILE_BYTES:
+            raise WireError("manifest", f"the executor announces a file of {file.size} bytes")
     limits = manifest.limits
     if limits.max_rows < 1 or limits.max_message_bytes < 1 << 16:
         raise WireError("manifest", "the executor's limits leave no room for a request")

@@ -1,9 +1,9 @@
 """WebSocket frames (RFC 6455 §5) without I/O and without copies.
 
 The opening handshake is done by the ``websockets`` library. Its frame layer copies a payload
-five times between socket and application, which for megabytes of activations costs more than TLS
+several times between socket and application, which for megabytes of activations costs more than TLS
 does; so frames are read here straight into the tensor that will hold them, and written straight
-from it. ``docs/performance.md`` has the measurement, and ``tests/test_websocket.py`` runs both
+from it. ``docs/performance.md`` has the measurement, and ``tests/test_websocket_interop.py`` runs both
 ends against the library.
 
 A message is one binary message: 32 bytes of header, then the payload (``shared/PROTOCOL.md``).

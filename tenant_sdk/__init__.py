@@ -3,7 +3,7 @@
 import os
 
 # OpenMP threads that spin while a request is under way take the processor from an executor on the
-# same machine. Read once, when torch loads its runtime; docs/performance.md has the effect.
+# same machine. Works if this package is imported before torch, whose runtime reads it once.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from shared.errors import (
@@ -21,6 +21,7 @@ from shared.errors import (
     StorageError,
     SymbiosisError,
     TlsError,
+    WireError,
 )
 from tenant_sdk.noise_bank import NoiseBankOptions
 from tenant_sdk.remote import Stats
@@ -44,5 +45,6 @@ __all__ = [
     "StorageError",
     "SymbiosisError",
     "TlsError",
+    "WireError",
     "connect",
 ]

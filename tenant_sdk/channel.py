@@ -119,13 +119,13 @@ class Channel:
             RequestRefused: the executor answered with an error; the channel is still good.
             ConnectionLost, RequestTimeout, WireError: the channel is broken from now on.
         """
-        with self._lock:
-            pending.waited = True
-            if self._leading:
-                pending.event = threading.Event()
-            elif not pending.done:
-                self._leading = pending.leads = True
         try:
+            with self._lock:
+                pending.waited = True
+                if self._leading:
+                    pending.event = threading.Event()
+                elif not pending.done:
+                    self._leading = pending.leads = True
             while not pending.done:
                 if not pending.leads and pending.event is not None:
                     pending.event.wait()  # done, or chosen to lead

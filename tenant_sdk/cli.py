@@ -34,9 +34,13 @@ def _load(session: Session, tokenizer: Path | None) -> tuple[Any, Any]:
     """Model, on an accelerator if there is one, and tokenizer."""
     import torch
     from transformers import AutoTokenizer
+    from transformers import logging as transformers_logging
 
     from tenant_sdk.storage import disk_errors
 
+    # Their warnings are for those who wrote the code that calls them.
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
         model: Any = session.load_model()
         if tokenizer is None:

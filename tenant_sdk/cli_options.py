@@ -31,7 +31,7 @@ Ca = Annotated[
 TokenEnv = Annotated[str, typer.Option(metavar="VAR", help="Environment variable that holds the token.")]
 MaskSource = Annotated[
     Optional[list[str]],  # noqa: UP045
-    typer.Option(help="Who computes the effects of masks: wss:// URL or local:FOLDER. May be repeated."),
+    typer.Option(help="Who computes masks' effects: wss:// URL or local:FOLDER. Default: the provider."),
 ]
 PrivacyMode = Annotated[str, typer.Option(metavar="MODE", help=" or ".join(PRIVACY_MODES) + ".")]
 WireDtype = Annotated[str, typer.Option(help="float32, or bfloat16 for half the bytes and fewer digits.")]

@@ -45,13 +45,17 @@ def client_context(
     """
     try:
         context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        if client_certificate is not None:
-            context.load_cert_chain(*client_certificate)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(
-            f"cannot use the certificate file {ca or client_certificate}: {error}"
-        ) from error
+        raise ConfigurationError(f"cannot use the authority's certificate file {ca}: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if client_certificate is not None:
+        certificate, key = client_certificate
+        try:
+            context.load_cert_chain(certificate, key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(
+                f"cannot use the client certificate {certificate} with the key {key}: {error}"
+            ) from error
     return context
 
 
@@ -61,15 +65,15 @@ def split_url(url: str) -> tuple[str, int]:
     Raises:
         ConfigurationError: another scheme (``ws://`` would send everything in the clear) or no host.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or DEFAULT_PORT
+    except ValueError as error:
+        raise ConfigurationError(f"{url}: {error}") from error
     if parts.scheme == "ws":
         raise ConfigurationError(
             f"{url}: plain ws:// is refused, everything would travel in the clear; use wss://"
         )
-    try:
-        host, port = parts.hostname, parts.port or DEFAULT_PORT
-    except ValueError as error:
-        raise ConfigurationError(f"{url}: {error}") from error
     if parts.scheme != "wss" or not host:
         raise ConfigurationError(f"{url!r} is not an executor's URL; it looks like wss://host:{DEFAULT_PORT}")
     return host, port
@@ -79,8 +83,9 @@ def open_tcp(host: str, port: int, timeout: float) -> socket.socket:
     """A TCP connection, or a ConnectError that says what failed."""
     try:
         sock = socket.create_connection((host, port), timeout=timeout)
-    except socket.gaierror as error:
-        raise ConnectError(f"cannot resolve the host name {host!r}: {error.strerror}") from error
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a valid name"
+        raise ConnectError(f"cannot resolve the host name {host!r}: {reason}") from error
     except TimeoutError as error:
         raise ConnectError(
             f"{host}:{port} did not answer within {timeout:.0f} s; is a firewall in between?"
@@ -109,10 +114,11 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
         }.get(error.verify_code, "do not go on unless you know why")
         raise TlsError(f"the certificate of {host} was refused ({error.verify_message}); {hint}") from error
     except (ssl.SSLError, OSError) as error:
-        raise TlsError(f"no TLS 1.3 session with {host} ({error}); is this the executor's port?") from error
-    finally:
-        if sock.fileno() == -1:
-            sock.close()
+        raise TlsError(
+            f"no TLS 1.3 session with {host} ({error}); is this the executor's port? An executor that has "
+            "no room for another connection ends it like this, too: try again",
+            retry_after=5.0,
+        ) from error
 
 
 def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:

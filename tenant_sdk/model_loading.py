@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +22,28 @@ from tenant_sdk.remote import RemoteExecutor
 from tenant_sdk.remote_weight import RemoteWeight
 from tenant_sdk.surgery import attach_layers
 from tenant_sdk.virtual import Group
+
+log = logging.getLogger(__name__)
+
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+# What would let an executor choose code, kernels or another loading path on the tenant's machine.
+_NOT_FROM_A_PEER = (
+    "auto_map",
+    "quantization_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+)
 
 
 def download_files(remote: RemoteExecutor, folder: Path, *, tokenizer: bool) -> list[str]:
@@ -45,7 +69,7 @@ def load_tokenizer(remote: RemoteExecutor) -> Any:
     """
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         names = download_files(remote, Path(folder), tokenizer=True)
-        if not {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"} & set(names):
+        if not set(_TOKENIZERS) & set(names):
             raise ConfigurationError(
                 f"the executor serves {remote.manifest.model} without a tokenizer; load one yourself with "
                 "AutoTokenizer.from_pretrained"
@@ -76,9 +100,11 @@ def load_model(
             f"the executor cannot supply {len(manifest.unavailable)} of the parameters that tenants hold, "
             f"such as {manifest.unavailable[0]}; load the checkpoint with transformers and use session.attach"
         )
+    if "trust_remote_code" in config_overrides:
+        raise ConfigurationError("trust_remote_code: code from an executor is never run")
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         names = download_files(remote, Path(folder), tokenizer=False)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **config_overrides)
+        config = _configuration(Path(folder), config_overrides)
         generation = GenerationConfig.from_pretrained(folder) if "generation_config.json" in names else None
     config.dtype = dtype
     model = _skeleton(manifest.architecture, config, model_class)
@@ -94,18 +120,43 @@ def load_model(
     return model
 
 
+def _configuration(folder: Path, overrides: dict[str, Any]) -> Any:
+    """The downloaded configuration, less what a peer has no say in."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in raw.items() if k not in _NOT_FROM_A_PEER}))
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **overrides)
+    except Exception as error:
+        # Every configuration class refuses nonsense in a way of its own.
+        raise ModelMismatch(
+            f"transformers {transformers.__version__} cannot read the executor's configuration "
+            f"({str(error)[:200]}); install the version that the provider runs"
+        ) from error
+
+
 def _skeleton(architecture: str, config: Any, model_class: type[Any] | None) -> PreTrainedModel:
     found = model_class or getattr(transformers, architecture, None)
+    if model_class is None and not (
+        isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config)
+    ):
+        raise ModelMismatch(
+            f"transformers {transformers.__version__} has no model class {architecture[:80]!r} for a "
+            f"{type(config).__name__}; install the version that the provider runs, or give model_class="
+        )
     # Auto classes choose by configuration, model classes take it as it is.
     build = getattr(found, "from_config", None) or getattr(found, "_from_config", None)
     if build is None:
-        raise ModelMismatch(
-            f"transformers {transformers.__version__} has no model class {architecture[:80]!r}; "
-            "install the version that the provider runs, or give model_class="
-        )
+        raise ModelMismatch(f"model_class={found!r} is not a transformers model class")
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = build(config)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = build(config)
+    except Exception as error:
+        raise ModelMismatch(
+            f"{getattr(found, '__name__', found)} cannot be built from a {type(config).__name__}: "
+            f"{str(error)[:200]}"
+        ) from error
     return model
 
 
@@ -160,6 +211,16 @@ def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _initialise_missing(model: PreTrainedModel) -> None:
     """Parameters that the checkpoint lacks (a new classification head) start as transformers starts them."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if not missing:
+        return
+    in_blocks = [name for name in missing if any(part.isdigit() for part in name.split("."))]
+    if in_blocks:
+        raise ModelMismatch(
+            f"the executor supplies no values for {len(in_blocks)} parameters inside the model's blocks, "
+            f"such as {in_blocks[0]}: it serves another model than its configuration says"
+        )
+    log.warning("initialised here, because the executor has no values for them: %s", ", ".join(missing))
     modules = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
     for module in modules:
         for name, parameter in module.named_parameters(recurse=False):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,6 +30,7 @@ class Stats:
     spent on drawing, adding and subtracting masks.
     """
 
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     requests: int = 0
     effect_requests: int = 0
     rows: int = 0
@@ -45,16 +46,16 @@ class RemoteExecutor:
     Args:
         channel: open; HELLO is said here.
         wire_dtype: float32 or bfloat16: what activations are sent as.
+        stats: the session's, to count in; a session with two executors has one.
 
     Raises:
         ConfigurationError: the executor does not take this dtype.
         WireError: its manifest is not valid.
     """
 
-    def __init__(self, channel: Channel, wire_dtype: torch.dtype) -> None:
+    def __init__(self, channel: Channel, wire_dtype: torch.dtype, stats: Stats | None = None) -> None:
         self._channel = channel
-        self._lock = threading.Lock()
-        self.stats = Stats()
+        self.stats = stats or Stats()
         hello = encode(Hello(client="symbiosis/1"))
         answer = channel.wait(
             channel.submit(
@@ -112,8 +113,8 @@ class RemoteExecutor:
             parts = [_split(_payload(self._channel.wait(p)), plan.answer_widths) for p in under_way]
             results = [torch.cat(column) for column in zip(*parts, strict=True)]
             sent = len(parts)
-        with self._lock:
-            stats = self.stats
+        stats = self.stats
+        with stats.lock:
             stats.seconds_waiting += time.perf_counter() - started
             if operation == Operation.EFFECT:
                 stats.effect_requests += sent
@@ -144,7 +145,7 @@ class RemoteExecutor:
 
     def count_masking(self, seconds: float) -> None:
         """Add to ``stats.seconds_masking``."""
-        with self._lock:
+        with self.stats.lock:
             self.stats.seconds_masking += seconds
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ModelMismatch
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.header import Direction
 from shared.messages import Manifest, Member
 from tenant_sdk.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
@@ -57,7 +57,7 @@ def attach_layers(
         model: transformers model or PEFT model around one.
         groups: of the session.
         offload_head: replace the output head too.
-        exclude: layers whose name ends with one of these stay local.
+        exclude: layers whose name ends with one of these (whole parts of it) stay local.
         probe: compare one random row per layer with the executor's answer before its weight goes.
 
     Returns:
@@ -65,14 +65,21 @@ def attach_layers(
 
     Raises:
         ModelMismatch: a layer is missing or has another shape or other weights; nothing was changed.
+        ConfigurationError: an entry of ``exclude`` fits no layer.
     """
     layers = linear_layers(model)
+    names = [member.name for group in groups for member in group.info.members]
+    for entry in exclude:
+        if not any(_ends_with(name, entry) for name in names):
+            raise ConfigurationError(
+                f"exclude={entry!r} is the end of no served layer's name, such as {names[0]}"
+            )
     plan: list[tuple[Group, int, nn.Module]] = []
     for group in groups:
         if group.info.head and not offload_head:
             continue
         for index, member in enumerate(group.info.members):
-            if any(member.name.endswith(name) for name in exclude):
+            if any(_ends_with(member.name, entry) for entry in exclude):
                 continue
             plan.append((group, index, _checked(layers.get(member.name), member, group.info.inputs)))
     if probe:
@@ -85,6 +92,10 @@ def attach_layers(
                 setattr(parent, name, virtual_layer(*replaced[id(child)], child))
     _warn_about_local(base_model(model))
     return len(plan)
+
+
+def _ends_with(name: str, entry: str) -> bool:
+    return f".{name}".endswith(f".{entry}")
 
 
 def _checked(layer: nn.Module | None, member: Member, inputs: int) -> nn.Module:

@@ -161,6 +161,45 @@ def test_ctrl_c_in_a_follower_harms_nobody_else(tls_dir: Path, threads: ThreadPo
         assert error_of(threads.submit(ask, channel)) is None
 
 
+def test_ctrl_c_before_a_follower_sleeps(tls_dir: Path, threads: ThreadPoolExecutor) -> None:
+    """The moment after it may be chosen to lead, and before it waits."""
+
+    class Interrupting:
+        """A lock that lets Ctrl-C through, once, as it is released by the main thread."""
+
+        def __init__(self, lock: Any) -> None:
+            self.lock, self.armed = lock, True
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            if self.armed and threading.current_thread() is threading.main_thread():
+                self.armed = False
+                raise KeyboardInterrupt
+
+    interrupted = threading.Event()
+
+    def script(peer: Peer) -> None:
+        requests = [peer.receive() for _ in range(2)]
+        assert interrupted.wait(SECONDS)
+        answer(peer, *requests[0])
+        answer(peer, *requests[1])
+        echo(peer)
+
+    with channel_to(tls_dir, script) as channel:
+        first, mine = submit(channel), submit(channel)
+        leader = threads.submit(channel.wait, first)
+        eventually(lambda: first.leads)
+        channel._lock = Interrupting(channel._lock)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            channel.wait(mine)
+        interrupted.set()
+        assert error_of(leader) is None
+        assert error_of(threads.submit(ask, channel)) is None
+
+
 def test_ctrl_c_in_the_leader_ends_the_session_for_all(tls_dir: Path, threads: ThreadPoolExecutor) -> None:
     """Part of a message may have been sent, so the stream cannot be continued."""
     with channel_to(tls_dir, until_the_end) as channel:
