@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shared.errors import ConfigurationError, ConnectionLost, SymbiosisError
+from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout, SymbiosisError
 from tenant_sdk import cli_options as options
 from tenant_sdk.session import Session
 
@@ -161,8 +161,11 @@ def finetune(
                 show=show,
                 say=lambda line: _status.print(escape(line)),
             )
-        except ConnectionLost as error:
-            raise ConnectionLost(f"{error.message}; to resume, add --resume to the same command") from error
+        except (ConnectionLost, RequestTimeout) as error:
+            raise type(error)(f"{error.message}; to resume, add --resume to the same command") from error
+        except KeyboardInterrupt:
+            _status.print("interrupted; to go on, add --resume to the same command")
+            raise
     _results.print(
         f"loss: {report.first_loss:.4f} at the start, {report.last_loss:.4f} at the end of {report.steps} "
         f"steps ({report.seconds:.1f} s)"

@@ -99,7 +99,7 @@ def test_training_with_each_source(
         # Nothing is trained below the first block's attention, so no gradient is sent there.
         assert session.stats.requests == 8 + 8 + 7
         assert session.stats.seconds_masking > 0
-        assert (session.stats.effect_requests > 0) == (source == "provider")
+        assert (session.stats.effect_requests > 0) == (source != "local")
     products = [remote for remote, operation in asked if operation == Operation.PRODUCT]
     effects = [remote for remote, operation in asked if operation == Operation.EFFECT]
     assert all(remote is provider for remote in products)

@@ -125,8 +125,10 @@ def test_parameters_that_the_checkpoint_lacks_start_as_in_transformers(
 
     folder = rewritten(checkpoint("bert"), tmp_path, drop)
     executor = serve(folder)
-    assert all(name in caplog.text for name in missing)
+    assert all(name in caplog.text for name in missing)  # the provider is told
+    caplog.clear()
     model = check_parity(executor, folder)
+    assert all(name in caplog.text for name in missing)  # and so is the tenant
     parameters = dict(model.named_parameters())
     assert not any(bool(parameters[name].any()) for name in missing)
     assert bool((parameters["encoder.layer.0.output.LayerNorm.weight"] == 1.7).all())
@@ -194,15 +196,21 @@ def test_parameters_come_in_pieces(
     check_parity(llama, checkpoint("llama"))
 
 
-@pytest.mark.parametrize("model_class", [None, torch.nn.Linear])
+@pytest.mark.parametrize(
+    ("model_class", "message"),
+    [
+        (None, r"no model class 'FutureForCausalLM'.*model_class="),
+        (torch.nn.Linear, "is not a transformers model class"),
+    ],
+)
 def test_a_class_that_transformers_does_not_have(
-    model_class: type | None, llama: Executor, monkeypatch: pytest.MonkeyPatch
+    model_class: type | None, message: str, llama: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with llama.connect() as session:
         remote = session._remote
         changed = msgspec.structs.replace(remote.manifest, architecture="FutureForCausalLM")
         monkeypatch.setattr(remote, "manifest", changed)
-        with pytest.raises(ModelMismatch, match=r"no model class 'FutureForCausalLM'.*model_class="):
+        with pytest.raises(ModelMismatch, match=message):
             session.load_model(progress=False, model_class=model_class)
 
 

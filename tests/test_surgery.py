@@ -179,7 +179,7 @@ def test_an_unserved_head_is_refused(llama: Executor, folder: Path) -> None:
 # -- options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exclude", [["o_proj"], ["layers.0.mlp.up_proj", "q_proj"], ["proj"]])
+@pytest.mark.parametrize("exclude", [["o_proj"], ["layers.0.mlp.up_proj", "q_proj"]])
 def test_excluded_layers_stay(exclude: list[str], llama: Executor, folder: Path) -> None:
     local = load_local(folder)
     with llama.connect() as session:
