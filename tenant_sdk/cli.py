@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import tempfile
@@ -70,6 +71,8 @@ def finetune(
     output: Annotated[Path, typer.Option(help="Folder to make for the adapter, in PEFT's format.")],
     ca: options.Ca = None,
     mask_source: options.MaskSource = None,
+    mask_source_ca: options.MaskSourceCa = None,
+    mask_source_token_env: options.MaskSourceTokenEnv = None,
     privacy: options.PrivacyMode = options.PRIVACY,
     method: Annotated[
         str,
@@ -139,7 +142,17 @@ def finetune(
     )
     with (
         options.open_session(
-            provider, ca, token_env, mask_source, privacy, wire_dtype, digest, client, timeout
+            provider,
+            ca=ca,
+            token_env=token_env,
+            mask_source=mask_source,
+            mask_source_ca=mask_source_ca,
+            mask_source_token_env=mask_source_token_env,
+            privacy=privacy,
+            wire_dtype=wire_dtype,
+            digest=digest,
+            client=client,
+            timeout=timeout,
         ) as session,
         Progress(*columns, TimeRemainingColumn(), console=_status) as bar,
     ):
@@ -189,6 +202,8 @@ def generate(
     ] = None,
     ca: options.Ca = None,
     mask_source: options.MaskSource = None,
+    mask_source_ca: options.MaskSourceCa = None,
+    mask_source_token_env: options.MaskSourceTokenEnv = None,
     privacy: options.PrivacyMode = options.PRIVACY,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens at the latest.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
@@ -208,7 +223,17 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     client = options.client_certificate(client_certificate, client_key)
     with options.open_session(
-        provider, ca, token_env, mask_source, privacy, wire_dtype, digest, client, timeout
+        provider,
+        ca=ca,
+        token_env=token_env,
+        mask_source=mask_source,
+        mask_source_ca=mask_source_ca,
+        mask_source_token_env=mask_source_token_env,
+        privacy=privacy,
+        wire_dtype=wire_dtype,
+        digest=digest,
+        client=client,
+        timeout=timeout,
     ) as session:
         model, words = _load(session, tokenizer)
         if adapter is not None:
@@ -226,6 +251,8 @@ def doctor(
     ] = None,
     ca: options.Ca = None,
     mask_source: options.MaskSource = None,
+    mask_source_ca: options.MaskSourceCa = None,
+    mask_source_token_env: options.MaskSourceTokenEnv = None,
     wire_dtype: options.WireDtype = options.WIRE_DTYPE,
     digest: options.Digest = None,
     client_certificate: options.ClientCertificate = None,
@@ -237,11 +264,18 @@ def doctor(
 
     client = options.client_certificate(client_certificate, client_key)
     failed = False
-    sources = [url for url in mask_source or () if not url.startswith("local:")]
-    for url in (provider, *sources):
-        if sources:
-            _results.print(f"[bold]{escape(url)}[/]")
-        for finding in examine(Target(url, ca, client, token_env, wire_dtype, digest, timeout)):
+    own = Target(provider, ca, client, token_env, wire_dtype, digest, timeout)
+    targets = [own] + [
+        dataclasses.replace(
+            own, url=url, ca=mask_source_ca or ca, token_env=mask_source_token_env or token_env
+        )
+        for url in mask_source or ()
+        if not url.startswith("local:")
+    ]
+    for target in targets:
+        if len(targets) > 1:
+            _results.print(f"[bold]{escape(target.url)}[/]")
+        for finding in examine(target):
             mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[finding.ok]
             _results.print(f"{mark} {finding.step:<12}{escape(finding.detail)}")
             if finding.cure:

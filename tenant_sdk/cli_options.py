@@ -33,6 +33,14 @@ MaskSource = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option(help="Who computes masks' effects: wss:// URL or local:FOLDER. Default: the provider."),
 ]
+MaskSourceCa = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="The mask source's ca.pem. Default: as --ca."),
+]
+MaskSourceTokenEnv = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="VAR", help="Variable that holds the mask source's token. Default: as --token-env."),
+]
 PrivacyMode = Annotated[str, typer.Option(metavar="MODE", help=" or ".join(PRIVACY_MODES) + ".")]
 WireDtype = Annotated[str, typer.Option(help="float32, or bfloat16 for half the bytes and fewer digits.")]
 Digest = Annotated[
@@ -71,9 +79,12 @@ def _token(variable: str) -> str:
 
 def open_session(
     provider: str,
+    *,
     ca: Path | None,
     token_env: str,
     mask_source: list[str] | None,
+    mask_source_ca: Path | None,
+    mask_source_token_env: str | None,
     privacy: str,
     wire_dtype: str,
     digest: str | None,
@@ -83,7 +94,7 @@ def open_session(
     """``tenant_sdk.connect`` with what the options say.
 
     Raises:
-        ConfigurationError: the token's variable is not set; else see ``connect``.
+        ConfigurationError: a token's variable is not set; else see ``connect``.
     """
     return connect(
         provider,
@@ -92,6 +103,8 @@ def open_session(
         client_certificate=client,
         privacy=privacy,
         mask_sources=mask_source or (),
+        mask_source_token=_token(mask_source_token_env) if mask_source_token_env else None,
+        mask_source_ca=mask_source_ca,
         wire_dtype=wire_dtype,
         digest=digest,
         timeout=timeout,

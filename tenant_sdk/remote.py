@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +30,6 @@ class Stats:
     spent on drawing, adding and subtracting masks.
     """
 
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     requests: int = 0
     effect_requests: int = 0
     rows: int = 0
@@ -38,6 +37,10 @@ class Stats:
     bytes_received: int = 0
     seconds_waiting: float = 0.0
     seconds_masking: float = 0.0
+
+    def __post_init__(self) -> None:
+        """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain figures."""
+        self.lock = threading.Lock()
 
 
 class RemoteExecutor:

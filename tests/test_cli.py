@@ -103,7 +103,8 @@ def test_from_certificates_to_a_generated_text(
 
     prompt = ("--prompt", "Mon 6 January.", "--max-new-tokens", 12)
     runs = [tenant("generate", executor, *prompt, *more) for more in ((), ("--adapter", adapter))]
-    runs.append(tenant("generate", executor, *prompt, "--temperature", 0.9, "--top-p", 0.9, "--seed", 3))
+    sampling = ("--temperature", 0.9, "--top-p", 0.9, "--seed", 3)
+    runs.append(tenant("generate", executor, *prompt, *sampling, "--mask-source", f"local:{BASE_MODEL}"))
     texts = []
     for run in runs:
         out, err = ok(run)
@@ -204,6 +205,19 @@ def test_doctor_says_what_is_wrong_and_what_to_do(
     assert arrow.strip().startswith("→")
     assert cure in arrow
     assert out.count("✗") == 1
+
+
+def test_doctor_examines_mask_sources_too(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENANT_TOKEN", llama.token)
+    monkeypatch.setenv("SOURCE_TOKEN", "x" * 43)
+    where = ["--provider", llama.url, "--ca", str(llama.ca), "--token-env", "TENANT_TOKEN"]
+    source = ["--mask-source", llama.url.replace("127.0.0.1", "localhost"), "--mask-source", "local:folder"]
+    result = CliRunner().invoke(app, ["doctor", *where, *source])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("✓ manifest") == 2
+    result = CliRunner().invoke(app, ["doctor", *where, *source, "--mask-source-token-env", "SOURCE_TOKEN"])
+    assert result.exit_code == 1
+    assert result.output.count("✓ manifest") == result.output.count("✗ token") == 1
 
 
 def test_one_line_and_status_1_for_an_error(tmp_path: Path) -> None:
