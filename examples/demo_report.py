@@ -104,9 +104,11 @@ def print_table(console: Console, summary: dict[str, Any], output: Path) -> None
     table.add_row("same greedy tokens", "yes" if summary["same_tokens"] else "no", "")
     same = summary["saved_adapter_gives_same_tokens"]
     table.add_row("saved adapter, plain PEFT: same tokens", "yes" if same else "no", "")
-    table.add_row("round trips", f"{traffic['requests']:,} + {traffic['effect_requests']} for masks", "0")
+    table.add_row(
+        "round trips of the session", f"{traffic['requests']:,} + {traffic['effect_requests']} for masks", "0"
+    )
     sent, received = traffic["bytes_sent"] / 1e6, traffic["bytes_received"] / 1e6
-    table.add_row("sent / received", f"{sent:,.0f} MB / {received:,.0f} MB", "0")
+    table.add_row("sent / received in the session", f"{sent:,.0f} MB / {received:,.0f} MB", "0")
     console.print(table)
     console.print(f"[bold]prompt[/]           {escape(summary['prompt'])}", soft_wrap=True)
     for label, key in (("base model", "text_base_model"), ("with the adapter", "text_executor")):

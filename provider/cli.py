@@ -139,7 +139,9 @@ def serve(
         signal.signal(number, lambda *_: stop.set())
     if ready_file is not None:
         server.write_ready_file(ready_file, admin_url=f"http://127.0.0.1:{admin.port}")
-    stop.wait()
+    # With a timeout: a signal that another thread takes runs its handler only when this one wakes.
+    while not stop.wait(0.5):
+        pass
     _errors.print("draining")
     clean = server.drain(drain_seconds)
     admin.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -62,7 +63,16 @@ class Metrics:
         self.sent.inc(answer.payload_bytes)
 
 
+class _AdminWSGIServer(ThreadingMixIn, WSGIServer):
+    """A thread for each scrape, so that a client that says nothing holds up neither others nor the end."""
+
+    daemon_threads = True
+    block_on_close = False
+
+
 class _QuietHandler(WSGIRequestHandler):
+    timeout = 5  # seconds for a request to arrive
+
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a log line each."""
 
@@ -94,7 +104,9 @@ class AdminServer:
             return [b"try /metrics or /healthz\n"]
 
         try:
-            self._server: WSGIServer = make_server("127.0.0.1", port, app, handler_class=_QuietHandler)
+            self._server: WSGIServer = make_server(
+                "127.0.0.1", port, app, server_class=_AdminWSGIServer, handler_class=_QuietHandler
+            )
         except OSError as error:
             raise ConfigurationError(f"cannot listen on admin port {port}: {error.strerror}") from error
         self.port = self._server.server_port

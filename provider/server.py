@@ -134,9 +134,13 @@ class Server:
                 raw.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(raw,), daemon=True)
-            with self._lock:
-                self._threads.add(thread)
-            thread.start()
+            with self._lock:  # the thread takes itself off the list under the same lock
+                try:
+                    thread.start()
+                    self._threads.add(thread)
+                except RuntimeError:  # no more threads to be had: this connection is one too many
+                    self._metrics.handshakes_failed.labels("full").inc()
+                    raw.close()
 
     def _serve(self, raw: socket.socket) -> None:
         try:

@@ -36,6 +36,11 @@ class SymbiosisError(Exception):
         self.retry_after = retry_after
 
 
+def peer_text(text: str, limit: int = 500) -> str:
+    """What a peer wrote, fit for a terminal and a log: printable characters only, and not many."""
+    return "".join(c if c.isprintable() else "?" for c in text[:limit])
+
+
 class ConfigurationError(SymbiosisError):
     """An option, a file or a folder that the user of this side gave is wrong."""
 

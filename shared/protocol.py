@@ -28,7 +28,8 @@ from shared.header import (
 from shared.messages import GroupInfo, Manifest
 
 MAX_REQUEST_CONTROL_BYTES = 64 * 1024
-MAX_ANSWER_CONTROL_BYTES = 64 * 1024 * 1024
+MAX_ANSWER_CONTROL_BYTES = 8 * 1024 * 1024
+MAX_GROUPS, MAX_PARAMETERS = 1 << 16, 1 << 20
 MAX_FILE_BYTES = 256 * 1024 * 1024  # of a tokenizer or configuration file
 
 
@@ -143,6 +144,8 @@ def validate_manifest(manifest: Manifest) -> None:
     Raises:
         WireError: ``manifest``.
     """
+    if len(manifest.groups) > MAX_GROUPS or len(manifest.parameters) > MAX_PARAMETERS:
+        raise WireError("manifest", "the executor announces more layers than any model has")
     for group in manifest.groups:
         widths = [group.inputs, *(m.outputs for m in group.members)]
         if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):

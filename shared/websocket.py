@@ -156,6 +156,7 @@ class MessageReader:
         self._max_frame = max_message_bytes + HEADER_BYTES
         self._scratch = memoryview(bytearray(RECORD_BYTES))
         self._have = 0  # bytes in scratch not yet parsed
+        self.progress = 0  # bytes of messages so far; control frames and empty fragments are none
         # The frame being read.
         self._frame_left = 0
         self._fin = True
@@ -275,6 +276,7 @@ class MessageReader:
 
     def _whole(self, data: memoryview, mask: bytes) -> Incoming:
         """A small message that arrived at once, as those of decoding do."""
+        self.progress += len(data)
         body = bytearray(apply_mask(data, mask) if mask else data)
         header: Header | None = None
         try:
@@ -303,6 +305,7 @@ class MessageReader:
     def _take(self, data: memoryview, events: list[Incoming | Control], *, in_place: bool) -> None:
         """Payload bytes of the current frame: header first, then tensor."""
         count = len(data)
+        self.progress += count
         if self._header is None and self._error is None:
             head = bytearray(data)
             if self._mask:

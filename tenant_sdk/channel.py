@@ -8,6 +8,7 @@ receives without a single hand-over between threads.
 
 from __future__ import annotations
 
+import copy
 import logging
 import select
 import socket
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from shared.errors import ConnectionLost, RequestRefused, RequestTimeout, SymbiosisError, WireError
+from shared.errors import ConnectionLost, RequestRefused, RequestTimeout, SymbiosisError, WireError, peer_text
 from shared.header import Header, Operation
 from shared.messages import ErrorInfo, decode
 from shared.protocol import TenantProtocol
@@ -31,6 +32,8 @@ Entropy = Callable[[int], bytes]
 # What an answer may hold at most; each answer's true size is checked against its request as well.
 MAX_ANSWER_BYTES = 1 << 30
 KEEPALIVE_SECONDS = 20.0
+MAX_OUTBOX = 4096  # messages; far more than threads ever wait
+READS_AT_ONCE = 1024  # before looking at the clock again
 
 
 class Pending:
@@ -105,7 +108,7 @@ class Channel:
         pending = Pending()
         with self._lock:
             if self._broken is not None:
-                raise self._broken
+                raise _again(self._broken)
             header = header_of(self._protocol)
             self._pending[header.request_id] = pending
             self._outbox.append(encode_message(header, blocks, self._entropy(4)))
@@ -158,7 +161,7 @@ class Channel:
         pending = Pending()
         with self._lock:
             if self._broken is not None:
-                raise self._broken
+                raise _again(self._broken)
             self._pongs.append(pending)
             self._outbox.append(iter([encode_control(Opcode.PING, b"", self._entropy(4))]))
             self._wake_leader()
@@ -211,12 +214,16 @@ class Channel:
         last_progress = time.monotonic()
         while not pending.done:
             blocked = self._write()
+            left = last_progress + self._timeout - time.monotonic()
+            if left <= 0:
+                raise self._no_progress()
             # What TLS has decrypted already does not wake poll().
-            if not self._sock.pending():
-                left = last_progress + self._timeout - time.monotonic()
-                if self._sleep(blocked, left):
-                    last_progress = time.monotonic()
-            if self._read():
+            if not self._sock.pending() and self._sleep(blocked, left):
+                last_progress = time.monotonic()
+            before = self._reader.progress
+            self._read()
+            # Pings do not count: an executor that sends only those is one that does not answer.
+            if self._reader.progress != before:
                 last_progress = time.monotonic()
 
     def _sleep(self, blocked: bool, seconds: float) -> bool:
@@ -225,16 +232,19 @@ class Channel:
         if events != self._events:
             self._poll.register(self._sock, events)
             self._events = events
-        ready = self._poll.poll(max(0.0, seconds) * 1000)
+        ready = self._poll.poll(seconds * 1000)
         if not ready:
-            raise RequestTimeout(
-                f"{self._peer} made no progress for {self._timeout:.0f} s; it may be overloaded or "
-                "gone. `symbiosis-tenant doctor` tests the connection"
-            )
+            raise self._no_progress()
         for descriptor, _ in ready:
             if descriptor == self._wake_read.fileno() and not self._wake_read.recv(4096):
                 raise ConnectionLost("the session was closed while a request was under way")
         return any(what & select.POLLOUT for _, what in ready)
+
+    def _no_progress(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"{self._peer} made no progress for {self._timeout:.0f} s; it may be overloaded or "
+            "gone. `symbiosis-tenant doctor` tests the connection"
+        )
 
     def _write(self) -> bool:
         """Write what there is; True if the socket took only part of it."""
@@ -256,31 +266,31 @@ class Channel:
                 return True
             self._piece = self._piece[sent:]
 
-    def _read(self) -> bool:
-        """Read what there is; True if that was anything."""
-        anything = False
-        while True:
+    def _read(self) -> None:
+        """Read what there is, until something is complete, but not for ever."""
+        for _ in range(READS_AT_ONCE):
             try:
                 count = self._sock.recv_into(self._reader.get_buffer())
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return anything
+                return
             if count == 0:
                 raise ConnectionLost(
                     f"{self._peer} ended the connection; open a new session and resume from your last "
                     "checkpoint"
                 )
-            anything = True
             events = self._reader.received(count)
             for event in events:
                 self._handle(event)
             if events:
-                return True
+                return
 
     def _handle(self, event: Incoming | Control) -> None:
         if isinstance(event, Control):
             if event.opcode == Opcode.PING:
                 pong = encode_control(Opcode.PONG, event.data, self._entropy(4))
                 with self._lock:
+                    if len(self._outbox) >= MAX_OUTBOX:
+                        raise WireError("frame", "more pings than the executor reads answers", fatal=True)
                     self._outbox.append(iter([pong]))
             elif event.opcode == Opcode.PONG:
                 with self._lock:
@@ -297,9 +307,10 @@ class Channel:
         error: SymbiosisError | None = None
         if event.header.operation == Operation.ERROR:
             info = decode(control_payload(event), ErrorInfo)
+            info_code, message = peer_text(info.code, 40), peer_text(info.message)
             if event.header.request_id == 0:
-                raise WireError(info.code, info.message, fatal=True)
-            error = RequestRefused(info.code, info.message, retry_after=info.retry_after)
+                raise WireError(info_code, message, fatal=True)
+            error = RequestRefused(info_code, message, retry_after=info.retry_after)
         with self._lock:
             self._protocol.answered(event.header.request_id)
             pending = self._pending.pop(event.header.request_id, None)
@@ -319,7 +330,7 @@ class Channel:
             self._pongs.clear()
             self._outbox.clear()
         for pending in waiting:
-            pending.finish(None, self._broken)
+            pending.finish(None, _again(self._broken))
         self._wake_write.close()  # wakes a leader that is asleep in poll()
 
     def _shut(self) -> None:
@@ -339,6 +350,11 @@ class Channel:
                     self.ping()
                 except SymbiosisError as error:
                     log.info("keep-alive: %s", error)
+
+
+def _again(error: SymbiosisError) -> SymbiosisError:
+    """A copy to raise: one object raised many times would keep every caller's frames alive."""
+    return copy.copy(error).with_traceback(None)
 
 
 def control_payload(message: Incoming) -> bytes:

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import ssl
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from shared.errors import (
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
+    peer_text,
 )
 from shared.header import SUBPROTOCOL
 
@@ -137,7 +139,10 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
                 sock.sendall(piece)
         except OSError:
             pass  # an executor that refuses the certificate has said so and left: read what it said
+        deadline = time.monotonic() + (sock.gettimeout() or 60.0)
         while True:
+            if time.monotonic() > deadline:  # bytes that come one by one must not stretch it
+                raise TimeoutError("the handshake took too long")
             data = sock.recv(4096)
             if data:
                 protocol.receive_data(data)
@@ -171,7 +176,7 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
 def _refusal(response: Response, url: str) -> SymbiosisError:
     try:
         info = json.loads(response.body or b"{}")
-        code, message = str(info.get("code", "")), str(info.get("message", ""))[:500]
+        code, message = str(info.get("code", "")), peer_text(str(info.get("message", "")))
     except (ValueError, AttributeError):
         code, message = "", ""
     if response.status_code == 401:

@@ -82,6 +82,11 @@ def attach_layers(
             if any(_ends_with(member.name, entry) for entry in exclude):
                 continue
             plan.append((group, index, _checked(layers.get(member.name), member, group.info.inputs)))
+    head = getattr(base_model(model), "get_output_embeddings", lambda: None)()
+    for group, index, layer in plan:
+        name = group.info.members[index].name
+        if (layer is head and not offload_head) or ".lora_" in name or ".modules_to_save" in name:
+            raise ModelMismatch(f"the executor claims {name}, which tenants keep for themselves")
     if probe:
         for group, index, layer in plan:
             _probe(group, index, layer)

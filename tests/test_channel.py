@@ -21,6 +21,7 @@ from raw_peers import (
     CLOSE,
     PING,
     PONG,
+    REPLY,
     SECONDS,
     Fields,
     Peer,
@@ -33,6 +34,7 @@ import tenant_sdk.channel as channel_module
 from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost, RequestTimeout, SymbiosisError
 from shared.header import Direction, Operation
+from shared.websocket import RECORD_BYTES
 from tenant_sdk.channel import Channel
 from tenant_sdk.connect import client_context, open_connection
 
@@ -97,6 +99,24 @@ def test_a_request_larger_than_all_buffers_while_answers_arrive(tls_dir: Path) -
             assert payload is not None
             assert payload.shape == (1 << 19, 4)
             assert payload[-1, -1] == i
+
+
+def test_an_answer_that_tls_has_decrypted_already(tls_dir: Path) -> None:
+    """The end of one answer and all of the next in one TLS record: no byte is left in the socket."""
+
+    def script(peer: Peer) -> None:
+        data = b""
+        for _ in range(2):
+            fields, body = peer.receive()
+            data += frame(struct.pack("<BBBBIIIIHHQ", *fields._replace(operation=REPLY)) + body)
+        assert len(data) > RECORD_BYTES
+        peer.send(data)
+        until_the_end(peer)
+
+    with channel_to(tls_dir, script, timeout=5.0) as channel:
+        first, second = submit(channel, 1250), submit(channel)
+        assert channel.wait(first).payload is not None
+        assert channel.wait(second).payload is not None
 
 
 # -- who leads -------------------------------------------------------------------------------------

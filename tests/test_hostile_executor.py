@@ -17,7 +17,7 @@ from conftest import Executor, make_model
 
 import tenant_sdk
 from provider.executor import BaseExecutor
-from shared.errors import CheckpointError, RequestRefused, WireError
+from shared.errors import CheckpointError, RequestRefused, WireError, peer_text
 from shared.messages import FileInfo
 from shared.protocol import MAX_FILE_BYTES, validate_manifest
 from tenant_sdk.connect import client_context, open_tcp, split_url
@@ -161,3 +161,29 @@ def test_stats_count_the_mask_source_too(
     with llama.connect(privacy="noise-bank", mask_sources=[other.url]) as session:
         session.load_model(progress=False)(input_ids=torch.arange(6).view(1, 6))
         assert session.stats.effect_requests == len(session.manifest.groups)
+
+
+def test_the_head_stays_with_the_tenant_whatever_the_manifest_says(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    with serve(checkpoint("llama"), serve_head=True).connect() as session:
+        for group in session._groups:
+            group.info = msgspec.structs.replace(group.info, head=False)
+        with pytest.raises(tenant_sdk.ModelMismatch, match="lm_head, which tenants keep"):
+            session.load_model(progress=False)
+
+
+def test_what_a_peer_writes_is_fit_for_a_terminal() -> None:
+    assert peer_text("\x1b]0;owned\x07" + "a" * 1000) == "?]0;owned?" + "a" * 490
+
+
+def test_errors_of_a_broken_session_are_raised_afresh(llama: Executor) -> None:
+    session = llama.connect()
+    session.close()
+    caught = []
+    for _ in range(2):
+        with pytest.raises(tenant_sdk.ConnectionLost) as info:
+            session._remote._channel.ping()
+        caught.append(info.value)
+    # One object raised again and again would keep every caller's tensors alive.
+    assert caught[0] is not caught[1]

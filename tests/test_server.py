@@ -98,6 +98,15 @@ def test_many_requests_in_one_write(llama: Executor) -> None:
         assert sorted(fields.request_id for fields in answered) == list(range(1, 201))
 
 
+def test_a_request_that_tls_has_decrypted_already(llama: Executor) -> None:
+    """The end of one request and all of the next in one TLS record: no byte is left in the socket."""
+    with open_raw(llama) as peer:
+        peer.hello()
+        large = peer.frame(product(80, 64, request_id=1) + ROW * 80)
+        peer.send(large + peer.frame(product(1, 64, request_id=2) + ROW))
+        assert [peer.receive()[0].request_id for _ in range(2)] == [1, 2]
+
+
 def test_further_connections_are_closed_at_once(another: Callable[..., Executor]) -> None:
     executor = another(max_connections=2)
     with executor.connect() as first:
