@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,8 @@ from provider.server import Server, server_context
 from provider.tokens import TokenFile
 from shared.messages import Limits
 
+# A shell that starts the tests in the background has them ignore Ctrl-C, which some tests press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The models are tiny, and threads of tenant and executor in one process would only wait for each other.
 torch.set_num_threads(1)
 
