@@ -11,6 +11,7 @@ import torch
 from conftest import Executor, make_model, relative_error
 from parity import add_lora, fixed_result, gradients, load_local, token_ids, worst_error
 
+from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.header import Direction, Operation
 from tenant_sdk import NoiseBankOptions
@@ -72,6 +73,20 @@ def test_local_effects_are_the_executors(
                     assert [g.shape for g in got] == [e.shape for e in expected]
                     for mine, other in zip(got, expected, strict=True):
                         assert relative_error(mine, other) < tolerance
+
+
+def test_local_effects_use_the_weights_as_the_executor_rounds_them(
+    serve: Callable[..., Executor], folder: Path
+) -> None:
+    """Or what is subtracted would not be what was added: 2^-9 of the mask would stay in every output."""
+    with serve(folder, numerics="bfloat16").connect() as session:
+        manifest = session.manifest
+    source = LocalSource(folder, manifest)
+    member = manifest.groups[3].members[0]
+    rounded = Checkpoint(folder).member_weight(member).to(torch.bfloat16).float()
+    masks = torch.randn((3, manifest.groups[3].inputs), generator=torch.Generator().manual_seed(0))
+    (got,) = source.effect(3, FORWARD, 1, [masks])
+    assert relative_error(got, masks @ rounded.T) < 1e-6  # float32, one product
 
 
 @pytest.mark.parametrize("source", ["provider", "other", "local"])

@@ -30,7 +30,7 @@ DTYPES = {
     7: ("bool", 1, "?"),
 }
 CODES = {name: code for code, (name, _, _) in DTYPES.items()}
-REQUEST_CONTROL, ANSWER_CONTROL, ANSWER = 64 << 10, 64 << 20, 1 << 30
+REQUEST_CONTROL, ANSWER = 64 << 10, 1 << 30
 
 
 class Refused(Exception):
