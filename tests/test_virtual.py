@@ -205,6 +205,16 @@ def test_a_new_tensor_at_an_old_address(trio: Trio) -> None:
         trio.check(1, rows(1))
 
 
+def test_threads_do_not_disturb_each_others_grouping(trio: Trio) -> None:
+    x, other = rows(), rows()
+    trio.check(0, x)
+    thread = threading.Thread(target=lambda: [trio.check(i, other) for i in range(3)])
+    thread.start()
+    thread.join(30)
+    trio.check(1, x), trio.check(2, x)
+    assert trio.asked() == [(FORWARD, ALL), (FORWARD, ALL)]
+
+
 def test_threads_do_not_see_each_others_outputs(trio: Trio) -> None:
     barrier = threading.Barrier(3)
     failures: list[BaseException] = []

@@ -1,0 +1,152 @@
+"""Further architectures, one pass each: nothing here knows any of them by name.
+
+``test_architectures.py`` looks at a few closely; this is about the breadth of what transformers
+has: encoders and decoders, shared and fused layers, parallel blocks, experts, state spaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import Executor, relative_error
+from transformers import PreTrainedModel
+
+import tenant_sdk
+
+_PLAIN: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 130,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GROUPED = {**_PLAIN, "num_key_value_heads": 2}
+_SEQ2SEQ: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 130,
+}
+_NAMED: dict[str, Any] = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2}
+
+# Class, configuration class, its options, round trips of one pass.
+TABLE: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED, 8),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GROUPED, 8),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_GROUPED, "head_dim": 16}, 8),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED, 8),
+    # Attention and feed-forward side by side on the same tensor.
+    "phi": ("PhiForCausalLM", "PhiConfig", _PLAIN, 6),
+    "cohere": ("CohereForCausalLM", "CohereConfig", _GROUPED, 6),
+    "gptj": (
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        {**_NAMED, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64},
+        6,
+    ),
+    "falcon": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**_NAMED, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        6,
+    ),
+    # Fused projections.
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _GROUPED, 8),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {**_NAMED, "hidden_size": 64, "n_layer": 2, "n_head": 4}, 8),
+    # Encoders; two layers of a head. ALBERT runs one block twice and projects its embeddings.
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", _PLAIN, 9),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {"vocab_size": 128, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4},
+        9,
+    ),
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", {**_PLAIN, "embedding_size": 32}, 10),
+    "deberta": ("DebertaV2ForMaskedLM", "DebertaV2Config", _PLAIN, 9),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {**_PLAIN, "cls_token_id": 1, "sep_token_id": 2},
+        9,
+    ),
+    # Encoder and decoder: the cross attentions of both blocks get the encoder's output, so their keys
+    # and values are one group.
+    "bart": ("BartForConditionalGeneration", "BartConfig", _SEQ2SEQ, 21),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+        | {"decoder_start_token_id": 0, "pad_token_id": 0},
+        21,
+    ),
+}
+
+
+def build(class_name: str, config_name: str, options: dict[str, Any], folder: Path) -> PreTrainedModel:
+    """Saves a random model and gives it back as a tenant would load it."""
+    torch.manual_seed(0)
+    config = getattr(transformers, config_name)(**options)
+    model_class = getattr(transformers, class_name)
+    model_class(config).save_pretrained(folder)
+    return model_class.from_pretrained(folder).eval()
+
+
+def inputs_for(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    ids = torch.arange(3, 19).view(2, 8)
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+
+
+@pytest.mark.parametrize("architecture", TABLE)
+def test_equals_local(architecture: str, serve: Callable[..., Executor], tmp_path: Path) -> None:
+    *names, round_trips = TABLE[architecture]
+    local = build(*names, tmp_path)  # type: ignore[arg-type]
+    inputs = inputs_for(local)
+    with serve(tmp_path).connect() as session, torch.no_grad():
+        expected = local(**inputs)[0]
+        for model in (session.load_model(progress=False), session.attach(local, probe=False)):
+            counts = []
+            for _ in range(2):
+                before = session.stats.requests
+                got = model(**inputs)[0]
+                counts.append(session.stats.requests - before)
+                # float32 in another order of additions.
+                assert relative_error(got, expected) < 1e-5
+            assert counts == [round_trips, round_trips]
+
+
+def test_a_checkpoint_with_names_of_its_own(serve: Callable[..., Executor], tmp_path: Path) -> None:
+    """GPT-NeoX stores its head under another name than transformers gives it: attach, do not load."""
+    local = build("GPTNeoXForCausalLM", "GPTNeoXConfig", _PLAIN, tmp_path)
+    inputs = inputs_for(local)
+    with serve(tmp_path).connect() as session, torch.no_grad():
+        with pytest.raises(tenant_sdk.ModelMismatch, match=r"lm_head\.weight.*session\.attach"):
+            session.load_model(progress=False)
+        expected = local(**inputs)[0]
+        assert relative_error(session.attach(local)(**inputs)[0], expected) < 1e-5
+
+
+def test_a_model_that_reads_its_own_weights(serve: Callable[..., Executor], tmp_path: Path) -> None:
+    """Mamba multiplies with one layer's weight itself, so that layer has to stay."""
+    options = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8}
+    local = build("MambaForCausalLM", "MambaConfig", options, tmp_path)
+    inputs = inputs_for(local)
+    with serve(tmp_path).connect() as session, torch.no_grad():
+        expected = local(**inputs)[0]
+        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match=r"dt_proj .*exclude="):
+            session.load_model(progress=False)(**inputs)
+        model = session.attach(local, exclude=["dt_proj"])
+        assert relative_error(model(**inputs)[0], expected) < 1e-5
