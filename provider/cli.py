@@ -76,7 +76,9 @@ def serve(
     token_file: Annotated[Path, typer.Option(help="Made by `token add`.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 picks a free port.")] = 8765,
-    numerics: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    numerics: Annotated[
+        str, typer.Option(help="float32, bfloat16 or ring; tenants' one-time masks need ring.")
+    ] = "float32",
     ready_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Gets {url, pid, admin_url} once the port is open."),
@@ -89,6 +91,7 @@ def serve(
     serve_head: Annotated[bool, typer.Option(help="Also serve the output head.")] = False,
     max_connections: Annotated[int, typer.Option(help="Close further connections at once.")] = 256,
     drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM waits for requests.")] = 10.0,
+    device: Annotated[str, typer.Option(help="Where products run: cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of one product; 0: one a core.")] = 0,
 ) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
@@ -113,7 +116,9 @@ def serve(
     def progress(items: Any, what: str) -> Any:
         return tqdm(items, desc=what, unit="group", file=sys.stderr)
 
-    executor = BaseExecutor(model_dir, numerics=numerics, serve_head=serve_head, progress=progress)
+    executor = BaseExecutor(
+        model_dir, numerics=numerics, device=device, serve_head=serve_head, progress=progress
+    )
     # What is loaded stays: the garbage collector need not walk it again in the middle of requests.
     gc.collect()
     gc.freeze()

@@ -22,7 +22,7 @@ from provider.executor import BaseExecutor, Scheduler
 from provider.metrics import Metrics
 from provider.tokens import TokenFile
 from shared.errors import SymbiosisError, WireError
-from shared.header import SUBPROTOCOL, Header, Operation
+from shared.header import PRODUCTS, SUBPROTOCOL, Header, Operation
 from shared.messages import ErrorInfo, Fetch, Hello, decode, encode
 from shared.protocol import ExecutorProtocol
 from shared.websocket import (
@@ -206,7 +206,7 @@ class Connection:
                 raise message.error
             if message.payload is None:
                 raise WireError("payload_length", "the message has no payload")
-            if header.operation in (Operation.PRODUCT, Operation.EFFECT):
+            if header.operation in PRODUCTS:
                 started = time.perf_counter()
                 answer = self._protocol.answer(header)
                 out = self._scheduler.run(header, message.payload, answer)

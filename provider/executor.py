@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 
 from provider.discovery import discover
-from provider.weights import NUMERICS, WIRE_DTYPES
+from provider.weights import NUMERICS, RingWeight
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError, WireError
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Header, Operation
+from shared.masks import MaskStream
 from shared.messages import Fetch, Limits, Manifest
 
 log = logging.getLogger(__name__)
@@ -45,13 +47,14 @@ class BaseExecutor:
     Args:
         folder: the checkpoint.
         numerics: a name in ``NUMERICS``.
+        device: of weights and products, such as ``cpu`` or ``cuda:0``.
         limits: what one message may hold.
         serve_head: also serve the output head.
         progress: wraps an iterable to show how far loading is, as ``tqdm`` does.
 
     Raises:
         CheckpointError: see ``discover``.
-        ConfigurationError: unknown numerics.
+        ConfigurationError: unknown numerics or device; ring numerics where no product is exact.
     """
 
     def __init__(
@@ -59,18 +62,25 @@ class BaseExecutor:
         folder: str | Path,
         *,
         numerics: str = "float32",
+        device: str = "cpu",
         limits: Limits | None = None,
         serve_head: bool = False,
         progress: Progress = _silent,  # type: ignore[type-arg]
     ) -> None:
         if numerics not in NUMERICS:
             raise ConfigurationError(f"unknown numerics {numerics!r}; choose from {', '.join(NUMERICS)}")
+        self._device = _device(device)
         self.checkpoint = Checkpoint(folder)
         found = discover(self.checkpoint, serve_head=serve_head)
         self._tensors = found.parameter_tensors
+        make = NUMERICS[numerics].weight
         self._weights = [
-            NUMERICS[numerics](self.checkpoint, info) for info in progress(found.groups, "loading layers")
+            make(self.checkpoint, info, self._device) for info in progress(found.groups, "loading layers")
         ]
+        groups = tuple(
+            msgspec.structs.replace(info, bounds=weight.bounds) if isinstance(weight, RingWeight) else info
+            for info, weight in zip(found.groups, self._weights, strict=True)
+        )
         self.manifest = Manifest(
             server="symbiosis/1",
             model=self.checkpoint.folder.resolve().name,
@@ -78,9 +88,9 @@ class BaseExecutor:
             base_prefix=found.base_prefix,
             digest=self.checkpoint.digest(found.groups),
             numerics=numerics,
-            wire_dtypes=WIRE_DTYPES,
+            wire_dtypes=NUMERICS[numerics].wire_dtypes,
             limits=limits or Limits(max_message_bytes=64 << 20, max_rows=65536),
-            groups=found.groups,
+            groups=groups,
             parameters=found.parameters,
             unavailable=found.unavailable,
             files=self.checkpoint.tenant_files(),
@@ -92,36 +102,43 @@ class BaseExecutor:
         """The product of an accepted request.
 
         Args:
-            header: of the request; forward, backward or effect.
-            rows: its payload, any shape, blocks one behind the other.
+            header: of the request; one of PRODUCTS.
+            rows: its payload, any shape.
             answer: header of the answer, for its size.
 
         Raises:
             WireError: ``non_finite``, for rows with NaN or infinity.
         """
+        if header.operation == Operation.SEED_EFFECT:
+            rows = MaskStream(rows.numpy().tobytes()).draw(header.rows, header.columns)
         # One reduction is cheaper than looking at every element; a finite tensor whose sum
         # overflows gets the second look.
-        if not math.isfinite(rows.sum().item()) and not rows.isfinite().all():
+        elif rows.is_floating_point() and not math.isfinite(rows.sum().item()) and not rows.isfinite().all():
             raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
-        out = torch.empty(answer.rows * answer.columns, dtype=rows.dtype)
-        self._weights[header.group].product(header.direction, header.members, rows.view(-1), out)
-        return out
+        there = rows.view(-1).to(self._device)
+        out = torch.empty(answer.rows * answer.columns, dtype=rows.dtype, device=self._device)
+        self._weights[header.group].product(header.direction, header.members, there, out)
+        return out.cpu()
 
     def read_ahead(self, group: int, stop: Callable[[], bool]) -> None:
         """Bring a group's weight nearer to the processor, until ``stop()``; past the last comes the first."""
-        self._weights[group % len(self._weights)].read_ahead(stop)
+        if self._device.type == "cpu":
+            self._weights[group % len(self._weights)].read_ahead(stop)
 
     def fetch(self, request: Fetch, request_id: int) -> tuple[Header, torch.Tensor]:
-        """A piece of a parameter or file, and the header that announces it.
+        """A piece of a parameter, file or group's scales, and the header that announces it.
 
         Raises:
             WireError: ``fetch``, for a name or range that is not in the manifest.
         """
+        scales = self._scales(request)
         if request.kind == "parameter" and request.name in self._parameters:
             shape = self._parameters[request.name].shape
             length = shape[0] if shape else 1
         elif request.kind == "file" and request.name in self._files:
             length = self._files[request.name].size
+        elif scales is not None:
+            length = len(scales)
         else:
             raise WireError("fetch", "no such parameter or file; the manifest lists what there is")
         if not 0 <= request.start < request.stop <= length:
@@ -138,16 +155,38 @@ class BaseExecutor:
             return Header(
                 Operation.REPLY, dtype=BYTES, request_id=request_id, rows=1, columns=len(data)
             ), tensor
-        info = self._parameters[request.name]
-        width = torch.Size(info.shape[1:]).numel()
+        if scales is not None:
+            width, dtype = 1, torch.float32
+        else:
+            info = self._parameters[request.name]
+            width, dtype = torch.Size(info.shape[1:]).numel(), DTYPE_NAMES[info.dtype]
         header = Header(
             Operation.REPLY,
-            dtype=DTYPE_CODES[DTYPE_NAMES[info.dtype]],
+            dtype=DTYPE_CODES[dtype],
             request_id=request_id,
             rows=request.stop - request.start,
             columns=width,
         )
         if header.payload_bytes > self.manifest.limits.max_message_bytes:
             raise WireError("too_large", "ask for fewer rows")
+        if scales is not None:
+            return header, scales[rows]
         tensor = self.checkpoint.read(self._tensors[request.name], rows if info.shape else None)
         return header, tensor.contiguous()
+
+    def _scales(self, request: Fetch) -> torch.Tensor | None:
+        """A group's scales, if that is what is asked for."""
+        group = request.name
+        if request.kind != "scales" or len(group) > 8 or not (group.isascii() and group.isdecimal()):
+            return None
+        weight = self._weights[int(group)] if int(group) < len(self._weights) else None
+        return weight.scales if isinstance(weight, RingWeight) else None
+
+
+def _device(name: str) -> torch.device:
+    try:
+        torch.empty(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(f"no device {name!r} here: {reason}") from error

@@ -14,7 +14,11 @@ from shared.errors import ConfigurationError
 from shared.header import Direction, Header, Operation
 
 _DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
-_OPERATIONS = {Operation.PRODUCT: "product", Operation.EFFECT: "effect"}
+_OPERATIONS = {
+    Operation.PRODUCT: "product",
+    Operation.EFFECT: "effect",
+    Operation.SEED_EFFECT: "seed_effect",
+}
 
 
 class Metrics:

@@ -1,25 +1,29 @@
 """The frozen weight of one group and its two products, in one numerics.
 
 A numerics decides how weights are kept and multiplied; everything else in the executor only moves
-bytes. Add one by subclassing GroupWeight and entering it in NUMERICS.
+bytes. Add one by implementing GroupWeight and entering it in NUMERICS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
 from shared.checkpoint import Checkpoint
 from shared.header import Direction, member_indices
 from shared.messages import GroupInfo
+from shared.protocol import RING
+from shared.ring import bounds
+from shared.ring_product import PlaneProducts, group_planes
 
 _READ_AHEAD_STEP = 1 << 16  # elements: about 20 microseconds of memory bandwidth
 
 
 class GroupWeight(Protocol):
-    """Products of one group. A block is a contiguous [T, columns] tensor; members are a bit mask."""
+    """Products of one group. Members are a bit mask; all tensors lie on the executor's device."""
 
     def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply one request and write its answer.
@@ -27,10 +31,8 @@ class GroupWeight(Protocol):
         Args:
             direction: a ``Direction``.
             members: which members take part.
-            rows: flat, the request's payload: x [T, D] forward; backward the output gradients of
-                the members, [T, O_m] one behind the other.
-            out: flat, the answer's payload: the outputs [T, O_m] of the members one behind the
-                other, or the input gradient [T, D] backward. Same dtype as ``rows``.
+            rows: flat, the request's payload (``shared/PROTOCOL.md``, "Products").
+            out: flat, the answer's payload. Same dtype as ``rows``.
         """
         ...
 
@@ -46,22 +48,27 @@ class FloatWeight:
     same product applied to a mask.
     """
 
-    def __init__(self, checkpoint: Checkpoint, info: GroupInfo, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, info: GroupInfo, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._widths = [m.outputs for m in info.members]
         self._inputs = info.inputs
         self._all = (1 << len(self._widths)) - 1
-        self._weight = torch.empty((sum(self._widths), info.inputs), dtype=dtype)
+        self._weight = torch.empty((sum(self._widths), info.inputs), dtype=dtype, device=device)
         self._weight_t = self._weight.T
         self._parts = list(self._weight.split(self._widths))
         for part, member in zip(self._parts, info.members, strict=True):
             part.copy_(checkpoint.member_weight(member))
 
     def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """See GroupWeight. Float requests in another dtype are rounded to the weight's and back."""
+        """See GroupWeight: blocks [T, O_m] lie one behind the other.
+
+        Requests in another dtype are rounded to the weight's, and answers back.
+        """
         given = out
         if rows.dtype != self._weight.dtype:
             rows = rows.to(self._weight.dtype)
-            out = torch.empty(out.shape, dtype=self._weight.dtype)
+            out = torch.empty_like(out, dtype=self._weight.dtype)
         if direction == Direction.FORWARD:
             x = rows.view(-1, self._inputs)
             if x.shape[0] == 1 and members == self._all:  # one row: the blocks are the row, one product
@@ -80,13 +87,8 @@ class FloatWeight:
             given.copy_(out)
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
-        """Touch every cache line once."""
-        flat = self._weight.view(-1)
-        line = 64 // flat.itemsize
-        for at in range(0, flat.numel(), _READ_AHEAD_STEP):
-            if stop():
-                return
-            flat[at : at + _READ_AHEAD_STEP : line].sum()
+        """See GroupWeight."""
+        _touch(self._weight, stop)
 
     def _blocks(self, flat: torch.Tensor, members: int) -> list[tuple[int, torch.Tensor]]:
         """Member indices and views [T, O_m] of their blocks, which lie one behind the other."""
@@ -97,8 +99,55 @@ class FloatWeight:
         return [(i, part.view(rows, -1)) for i, part in zip(indices, parts, strict=True)]
 
 
-NUMERICS: dict[str, Callable[[Checkpoint, GroupInfo], GroupWeight]] = {
-    "float32": lambda checkpoint, info: FloatWeight(checkpoint, info, torch.float32),
-    "bfloat16": lambda checkpoint, info: FloatWeight(checkpoint, info, torch.bfloat16),
+class RingWeight:
+    """Integer weights: two int8 planes for both directions, products modulo 2^32 (``shared.ring``).
+
+    Attributes:
+        scales: float32 [O] of all members, which tenants need and executors do not.
+        bounds: for the manifest.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, info: GroupInfo, device: torch.device) -> None:
+        planes, self.scales = group_planes(checkpoint, info)
+        self.bounds = bounds(planes)
+        self._widths = [m.outputs for m in info.members]
+        self._planes = planes.to(device)
+        self._products = PlaneProducts(self._planes, self._widths)
+        self._inputs = info.inputs
+
+    def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See GroupWeight: int32 rows [T, columns], the answers of the planes side by side."""
+        width = self._inputs
+        if direction == Direction.BACKWARD:
+            width = sum(self._widths[i] for i in member_indices(members))
+        rows = rows.view(-1, width)
+        self._products.product(direction, members, rows, out.view(len(rows), -1))
+
+    def read_ahead(self, stop: Callable[[], bool]) -> None:
+        """See GroupWeight."""
+        _touch(self._planes, stop)
+
+
+def _touch(weight: torch.Tensor, stop: Callable[[], bool]) -> None:
+    """Read every cache line once."""
+    flat = weight.view(-1)
+    line = 64 // flat.itemsize
+    for at in range(0, flat.numel(), _READ_AHEAD_STEP):
+        if stop():
+            return
+        flat[at : at + _READ_AHEAD_STEP : line].sum()
+
+
+class Numerics(NamedTuple):
+    """How a group's weight is made, and the element types of its rows on the wire."""
+
+    weight: Callable[[Checkpoint, GroupInfo, torch.device], GroupWeight]
+    wire_dtypes: tuple[str, ...]
+
+
+_FLOATS = ("float32", "bfloat16")
+NUMERICS: dict[str, Numerics] = {
+    "float32": Numerics(partial(FloatWeight, dtype=torch.float32), _FLOATS),
+    "bfloat16": Numerics(partial(FloatWeight, dtype=torch.bfloat16), _FLOATS),
+    RING: Numerics(RingWeight, ("int32",)),
 }
-WIRE_DTYPES = ("float32", "bfloat16")

@@ -15,6 +15,7 @@
     │   └── ProtocolVersionError    the two sides speak different versions
     ├── ConnectionLost              an open session broke
     ├── RequestTimeout              no answer within the timeout
+    ├── VerificationError           an executor's answer is not the product it must be
     ├── NonFiniteError              NaN or infinity would have been sent
     └── RemoteWeightUnavailable     something read the values of a weight that stays with the provider
 
@@ -129,6 +130,12 @@ class RequestTimeout(SymbiosisError):
     """No progress on a request within its timeout."""
 
     code = "timeout"
+
+
+class VerificationError(SymbiosisError):
+    """An answer is wrong: the executor, a mask source or the fingerprints are not to be trusted."""
+
+    code = "verification"
 
 
 class NonFiniteError(SymbiosisError):

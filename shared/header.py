@@ -10,7 +10,7 @@
          4     4  group        group id of a product or effect, else 0
          8     4  request_id   chosen by the tenant, repeated in the answer
         12     4  rows
-        16     4  columns
+        16     4  columns      of the payload's tensor; of the mask, if the payload is its seed
         20     2  flags        0 in this version
         22     2  reserved     0
         24     8  members      bit i: member i of the group takes part
@@ -29,13 +29,14 @@ from shared.errors import WireError
 PROTOCOL_VERSION = 1
 SUBPROTOCOL = "symbiosis.v1"
 HEADER_BYTES = 32
+SEED_BYTES = 32
 MAX_MEMBERS = 64
 
 _STRUCT = struct.Struct("<BBBBIIIIHHQ")
 
 
 class Operation(enum.IntEnum):
-    """What a message is. Tenants send HELLO, PRODUCT, EFFECT and FETCH; executors the rest."""
+    """What a message is. Tenants send HELLO, PRODUCT, EFFECT, SEED_EFFECT and FETCH; executors the rest."""
 
     HELLO = 1
     WELCOME = 2
@@ -44,6 +45,11 @@ class Operation(enum.IntEnum):
     FETCH = 5
     REPLY = 6
     ERROR = 7
+    SEED_EFFECT = 8  # an EFFECT whose rows are the mask of a seed, which is all that travels
+
+
+_OPERATIONS = frozenset(Operation)
+PRODUCTS = frozenset({Operation.PRODUCT, Operation.EFFECT, Operation.SEED_EFFECT})
 
 
 class Direction(enum.IntEnum):
@@ -72,7 +78,7 @@ DTYPE_NAMES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype 
 
 
 class Header(NamedTuple):
-    """One parsed header; see the module's table. ``rows * columns * itemsize`` is the payload's size."""
+    """One parsed header; see the module's table."""
 
     operation: int
     direction: int = Direction.NONE
@@ -84,9 +90,20 @@ class Header(NamedTuple):
     members: int = 0
 
     @property
+    def payload_shape(self) -> tuple[int, int]:
+        """Rows and columns of the payload."""
+        return (1, SEED_BYTES) if self.operation == Operation.SEED_EFFECT else (self.rows, self.columns)
+
+    @property
+    def payload_dtype(self) -> torch.dtype:
+        """Of the payload's elements."""
+        return DTYPES[BYTES if self.operation == Operation.SEED_EFFECT else self.dtype]
+
+    @property
     def payload_bytes(self) -> int:
         """Exact size in bytes of the payload; Python integers do not overflow."""
-        return self.rows * self.columns * DTYPES[self.dtype].itemsize
+        rows, columns = self.payload_shape
+        return rows * columns * self.payload_dtype.itemsize
 
     def pack(self) -> bytes:
         """The 32 bytes of this header."""
@@ -121,7 +138,7 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
             "install matching versions on both sides",
             fatal=True,
         )
-    if not 1 <= operation <= 7:
+    if operation not in _OPERATIONS:
         raise WireError("operation", f"unknown operation {operation}")
     if direction > 2:
         raise WireError("direction", f"unknown direction {direction}; forward is 1, backward is 2")

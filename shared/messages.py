@@ -53,6 +53,8 @@ class GroupInfo(Message, frozen=True):
     inputs: int
     members: tuple[Member, ...]
     head: bool = False  # the output head, which a tenant uses only with offload_head=True
+    # Ring numerics: ``shared.ring.Bounds`` of all members together, so that rows fit their products.
+    bounds: tuple[int, int] | None = None
 
 
 class ParameterInfo(Message, frozen=True):
@@ -96,10 +98,10 @@ class Manifest(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Ask for rows [start, stop) of a parameter's first axis, or bytes [start, stop) of a file."""
+    """Ask for rows [start, stop) of a parameter's first axis or of a group's scales, or bytes of a file."""
 
-    kind: str  # "parameter" | "file"
-    name: str
+    kind: str  # "parameter" | "scales" | "file"
+    name: str  # of scales: the group's id in decimal
     start: int
     stop: int
 

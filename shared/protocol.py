@@ -20,12 +20,14 @@ from shared.header import (
     DTYPE_NAMES,
     DTYPES,
     MAX_MEMBERS,
+    PRODUCTS,
     Direction,
     Header,
     Operation,
     member_indices,
 )
 from shared.messages import GroupInfo, Manifest
+from shared.ring import PLANES
 
 MAX_REQUEST_CONTROL_BYTES = 64 * 1024
 MAX_ANSWER_CONTROL_BYTES = 8 * 1024 * 1024
@@ -33,12 +35,15 @@ MAX_GROUPS, MAX_PARAMETERS = 1 << 16, 1 << 20
 MAX_FILE_BYTES = 256 * 1024 * 1024  # of a tokenizer or configuration file
 
 
+RING = "ring"  # the numerics whose answers hold the products with both planes (``shared.ring``)
+
+
 class Plan(NamedTuple):
     """Widths of one kind of request: direction and members are given."""
 
     request_columns: int  # D forward, the sum of the members' O backward
-    answer_columns: int  # the other way round
-    answer_widths: tuple[int, ...]  # of the answer's blocks
+    answer_columns: int  # the other way round; on the ring twice that, one half for each plane
+    answer_widths: tuple[int, ...]  # of the answer's blocks; on the ring there is one
 
 
 class GroupShape:
@@ -47,21 +52,27 @@ class GroupShape:
     Args:
         inputs: D.
         outputs: O of each member.
+        ring: whether the executor's numerics is RING.
     """
 
-    def __init__(self, inputs: int, outputs: Sequence[int]) -> None:
+    def __init__(self, inputs: int, outputs: Sequence[int], *, ring: bool = False) -> None:
         self.inputs = inputs
         self.outputs = tuple(outputs)
+        self._ring = ring
         # Few combinations occur; the bound is for a peer that would try all of them.
         self.plan = lru_cache(maxsize=64)(self._plan)
 
     @classmethod
-    def of(cls, info: GroupInfo) -> GroupShape:
+    def of(cls, info: GroupInfo, numerics: str) -> GroupShape:
         """The widths in a manifest's entry."""
-        return cls(info.inputs, [m.outputs for m in info.members])
+        return cls(info.inputs, [m.outputs for m in info.members], ring=numerics == RING)
 
     def _plan(self, direction: int, members: int) -> Plan:
         widths = tuple(self.outputs[i] for i in member_indices(members))
+        if self._ring:
+            ends = (self.inputs, sum(widths))
+            request, answer = ends if direction == Direction.FORWARD else ends[::-1]
+            return Plan(request, PLANES * answer, (PLANES * answer,))
         if direction == Direction.FORWARD:
             return Plan(self.inputs, sum(widths), widths)
         return Plan(sum(widths), self.inputs, (self.inputs,))
@@ -71,7 +82,8 @@ class ExecutorProtocol:
     """The executor's side of one connection: HELLO first, then products, effects and fetches."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._shapes = [GroupShape.of(g) for g in manifest.groups]
+        self._shapes = [GroupShape.of(g, manifest.numerics) for g in manifest.groups]
+        self._ring = manifest.numerics == RING
         self._limits = manifest.limits
         self._dtypes = {DTYPE_CODES[DTYPE_NAMES[name]]: name for name in manifest.wire_dtypes}
         self.greeted = False
@@ -88,7 +100,9 @@ class ExecutorProtocol:
                 raise WireError("unexpected", "HELLO was already said on this connection")
         elif not self.greeted:
             raise WireError("unexpected", "the first message must be HELLO", fatal=True)
-        if operation in (Operation.PRODUCT, Operation.EFFECT):
+        if operation == Operation.SEED_EFFECT and not self._ring:
+            raise WireError("operation", "only an executor with ring numerics expands seeds")
+        if operation in PRODUCTS:
             self._accept_product(header)
         elif operation in (Operation.HELLO, Operation.FETCH):
             if header.dtype != BYTES or header.rows != 1:
@@ -147,6 +161,8 @@ def validate_manifest(manifest: Manifest) -> None:
     if len(manifest.groups) > MAX_GROUPS or len(manifest.parameters) > MAX_PARAMETERS:
         raise WireError("manifest", "the executor announces more layers than any model has")
     for group in manifest.groups:
+        if manifest.numerics == RING and (group.bounds is None or min(group.bounds) < 0):
+            raise WireError("manifest", "the executor's manifest has a group without bounds")
         widths = [group.inputs, *(m.outputs for m in group.members)]
         if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
             raise WireError("manifest", "the executor's manifest has a group of impossible shape")

@@ -21,7 +21,7 @@ import torch
 from websockets.frames import apply_mask  # type: ignore[attr-defined]  # the C version, if built
 
 from shared.errors import WireError
-from shared.header import DTYPES, HEADER_BYTES, Header, parse_header, request_id_of
+from shared.header import HEADER_BYTES, Header, parse_header, request_id_of
 
 # One TLS record carries 16 KiB, so a read never returns more.
 RECORD_BYTES = 16 * 1024
@@ -286,11 +286,10 @@ class MessageReader:
             if error.fatal:
                 raise
             return Incoming(header or Header(0, request_id=request_id_of(body)), None, error)
-        dtype = DTYPES[header.dtype]
+        shape, dtype = header.payload_shape, header.payload_dtype
         if len(body) == HEADER_BYTES:
-            return Incoming(header, torch.empty((header.rows, header.columns), dtype=dtype))
-        payload = torch.frombuffer(body, dtype=dtype, offset=HEADER_BYTES)
-        return Incoming(header, payload.view(header.rows, header.columns))
+            return Incoming(header, torch.empty(shape, dtype=dtype))
+        return Incoming(header, torch.frombuffer(body, dtype=dtype, offset=HEADER_BYTES).view(shape))
 
     def _check(self, header: Header, payload_bytes: int | None) -> None:
         """Refuse a header; ``payload_bytes`` is what really follows, None if not known yet."""
@@ -338,7 +337,7 @@ class MessageReader:
                 raise
             self._error = error
             return
-        self._payload = torch.empty((header.rows, header.columns), dtype=DTYPES[header.dtype])
+        self._payload = torch.empty(header.payload_shape, dtype=header.payload_dtype)
         self._view = tensor_bytes(self._payload)
 
     def _finish(self, events: list[Incoming | Control]) -> None:

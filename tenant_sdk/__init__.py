@@ -21,11 +21,14 @@ from shared.errors import (
     StorageError,
     SymbiosisError,
     TlsError,
+    VerificationError,
     WireError,
 )
+from tenant_sdk.fingerprints import write_fingerprints
 from tenant_sdk.noise_bank import NoiseBankOptions
+from tenant_sdk.opening import connect
 from tenant_sdk.remote import Stats
-from tenant_sdk.session import Session, connect
+from tenant_sdk.session import Session
 
 __all__ = [
     "AuthenticationError",
@@ -45,6 +48,8 @@ __all__ = [
     "StorageError",
     "SymbiosisError",
     "TlsError",
+    "VerificationError",
     "WireError",
     "connect",
+    "write_fingerprints",
 ]

@@ -71,7 +71,7 @@ class Channel:
 
     def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:
         self._sock = sock
-        self._peer = peer
+        self.peer = peer
         self._timeout = timeout
         self._entropy = entropy
         self._protocol = TenantProtocol()
@@ -140,7 +140,7 @@ class Channel:
                 except (OSError, ssl.SSLError) as error:
                     self._break(
                         ConnectionLost(
-                            f"the connection to {self._peer} broke ({type(error).__name__}); "
+                            f"the connection to {self.peer} broke ({type(error).__name__}); "
                             "open a new session and resume from your last checkpoint"
                         )
                     )
@@ -155,6 +155,11 @@ class Channel:
         if pending.error is not None:
             raise pending.error
         return pending.answer or _NO_ANSWER
+
+    @property
+    def broken(self) -> bool:
+        """Whether every further request would fail."""
+        return self._broken is not None
 
     def ping(self) -> None:
         """Round trip of a websocket ping."""
@@ -242,7 +247,7 @@ class Channel:
 
     def _no_progress(self) -> RequestTimeout:
         return RequestTimeout(
-            f"{self._peer} made no progress for {self._timeout:.0f} s; it may be overloaded or "
+            f"{self.peer} made no progress for {self._timeout:.0f} s; it may be overloaded or "
             "gone. `symbiosis-tenant doctor` tests the connection"
         )
 
@@ -275,7 +280,7 @@ class Channel:
                 return
             if count == 0:
                 raise ConnectionLost(
-                    f"{self._peer} ended the connection; open a new session and resume from your last "
+                    f"{self.peer} ended the connection; open a new session and resume from your last "
                     "checkpoint"
                 )
             events = self._reader.received(count)
@@ -300,7 +305,7 @@ class Channel:
             else:
                 code = int.from_bytes(event.data[:2], "big")
                 why = "it is shutting down" if code == 1001 else f"code {code}"
-                raise ConnectionLost(f"{self._peer} closed the connection: {why}", retry_after=5.0)
+                raise ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=5.0)
             return
         if event.error is not None:
             raise event.error

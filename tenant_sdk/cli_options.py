@@ -10,7 +10,8 @@ from typing import Annotated, Any, Optional
 import typer
 
 from shared.errors import ConfigurationError
-from tenant_sdk.session import PRIVACY_MODES, Session, connect
+from tenant_sdk.opening import PRIVACY_MODES, connect
+from tenant_sdk.session import Session
 
 
 def _default(name: str) -> Any:

@@ -93,7 +93,7 @@ def examine(target: Target) -> Iterator[Finding]:
 
         step = "manifest"
         channel = Channel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
-        remote = RemoteExecutor(channel, DTYPE_NAMES[target.wire_dtype])
+        remote = RemoteExecutor(lambda: channel, DTYPE_NAMES[target.wire_dtype])
         yield from _manifest_findings(remote.manifest)
 
         step = "digest"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +11,10 @@ import torch
 from shared.checkpoint import Checkpoint
 from shared.errors import ModelMismatch
 from shared.header import DTYPE_NAMES, Direction, Operation, member_indices
+from shared.masks import MaskStream
 from shared.messages import Manifest
+from shared.protocol import RING, GroupShape
+from shared.ring_product import PlaneProducts, group_planes
 from tenant_sdk.remote import RemoteExecutor
 
 
@@ -21,6 +25,24 @@ class MaskSource(Protocol):
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """The product of float32 masks."""
+        ...
+
+    def close(self) -> None:
+        """Release the source."""
+        ...
+
+
+class SeedSource(Protocol):
+    """Computes the effects of masks that it expands from seeds; ring numerics."""
+
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """See ``RemoteExecutor.seed_effect``."""
+        ...
+
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """How many rows one call may ask for."""
         ...
 
     def close(self) -> None:
@@ -46,10 +68,36 @@ class ExecutorSource:
         """See MaskSource."""
         return self._remote.product(Operation.EFFECT, group, direction, members, masks)
 
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """See SeedSource."""
+        return self._remote.seed_effect(group, direction, members, rows, seed)
+
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """See SeedSource."""
+        return self._remote.max_rows(group, direction, members)
+
     def close(self) -> None:
         """See MaskSource."""
         if self._owned:
             self._remote.close()
+
+
+def open_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
+    """The tenant's copy of what the executor serves.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+        ModelMismatch: it holds other weights than the executor serves.
+    """
+    checkpoint = Checkpoint(folder)
+    if not checkpoint.holds(manifest.groups, manifest.digest):
+        raise ModelMismatch(
+            f"the checkpoint {folder} does not hold the weights that the executor serves "
+            f"({manifest.model}, digest {manifest.digest[:16]})"
+        )
+    return checkpoint
 
 
 class LocalSource:
@@ -65,15 +113,10 @@ class LocalSource:
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
-        self._checkpoint = Checkpoint(folder)
+        self._checkpoint = open_checkpoint(folder, manifest)
         self._groups = manifest.groups
         # The executor multiplies with weights rounded to its numerics, so the effect must too.
         self._served_dtype = DTYPE_NAMES.get(manifest.numerics, torch.float32)
-        if not self._checkpoint.holds(manifest.groups, manifest.digest):
-            raise ModelMismatch(
-                f"the checkpoint {folder} does not hold the weights that the executor serves "
-                f"({manifest.model}, digest {manifest.digest[:16]})"
-            )
 
     def effect(
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
@@ -92,3 +135,53 @@ class LocalSource:
 
     def close(self) -> None:
         """See MaskSource."""
+
+
+class LocalRing:
+    """The tenant's own checkpoint as integers: two bytes a weight stay in memory once used.
+
+    Args and Raises: see LocalSource.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest) -> None:
+        self._checkpoint = open_checkpoint(folder, manifest)
+        self._groups = manifest.groups
+        self._made: dict[int, tuple[PlaneProducts, torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """See SeedSource."""
+        shape = GroupShape.of(self._groups[group], RING)
+        mask = MaskStream(seed).draw(rows, shape.plan(direction, members).request_columns)
+        return self.effect(group, direction, members, [mask])[0]
+
+    def effect(
+        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See MaskSource."""
+        plan = GroupShape.of(self._groups[group], RING).plan(direction, members)
+        out = torch.empty((len(masks[0]), plan.answer_columns), dtype=torch.int32)
+        self._of(group)[0].product(direction, members, masks[0], out)
+        return [out]
+
+    def scales(self, group: int) -> torch.Tensor:
+        """Of all members of a group: float32 [O]."""
+        return self._of(group)[1]
+
+    def _of(self, group: int) -> tuple[PlaneProducts, torch.Tensor]:
+        with self._lock:
+            if group not in self._made:
+                info = self._groups[group]
+                planes, scales = group_planes(self._checkpoint, info)
+                self._made[group] = PlaneProducts(planes, [m.outputs for m in info.members]), scales
+            return self._made[group]
+
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """See SeedSource: as many as one product may sensibly have."""
+        return 1 << 16
+
+    def close(self) -> None:
+        """See MaskSource."""
+        self._made.clear()

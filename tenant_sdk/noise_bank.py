@@ -116,7 +116,7 @@ class NoiseBank:
                 # Nothing times a weight is nothing, not what rounding left of the mask: an optimizer
                 # that divides by the gradient's size would make a step of it.
                 result[silent] = 0.0
-        self._remote.count_masking(spent + time.perf_counter() - started)
+        self._remote.stats.add(seconds_masking=spent + time.perf_counter() - started)
         return results
 
     def _choose(self, blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:

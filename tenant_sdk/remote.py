@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from shared.errors import ConfigurationError, WireError
+from shared.errors import ConfigurationError, ModelMismatch, WireError
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
 from shared.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
-from shared.protocol import GroupShape, TenantProtocol, validate_manifest
+from shared.protocol import RING, GroupShape, TenantProtocol, validate_manifest
 from shared.websocket import Incoming, tensor_bytes
 from tenant_sdk.channel import Channel, Pending, control_payload
+
+log = logging.getLogger(__name__)
 
 FETCH_BYTES = 4 << 20
 
@@ -25,30 +28,45 @@ FETCH_BYTES = 4 << 20
 class Stats:
     """What a session has done so far; ``session.stats`` returns a copy.
 
-    ``bytes_*`` count payloads. ``seconds_waiting`` is from handing a product to the connection to
-    having its answer: network, encryption and the executor's work; ``seconds_masking`` is
-    spent on drawing, adding and subtracting masks.
+    ``bytes_*`` count payloads, of products and effects. ``effect_rows`` are rows of masks whose
+    effect a mask source computed; ``verified_rows`` are rows of answers that passed the check.
+    ``seconds_waiting`` is from handing a product to the connection to having its answer: network,
+    encryption and the executor's work; ``seconds_waiting_for_effects`` is what came on top because an
+    effect was not there yet. ``seconds_masking`` is spent on fixed point and on drawing, adding and
+    subtracting masks, ``seconds_verifying`` on checking.
     """
 
     requests: int = 0
     effect_requests: int = 0
     rows: int = 0
+    effect_rows: int = 0
+    verified_rows: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds_waiting: float = 0.0
+    seconds_waiting_for_effects: float = 0.0
     seconds_masking: float = 0.0
+    seconds_verifying: float = 0.0
 
     def __post_init__(self) -> None:
         """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain figures."""
         self.lock = threading.Lock()
 
+    def add(self, **amounts: float) -> None:
+        """Count; any thread may."""
+        with self.lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
 
 class RemoteExecutor:
-    """Products over one channel.
+    """Products over one channel; over a new one if that broke and another request comes.
+
+    Nothing is repeated on its own: the request that was under way fails, the next one reconnects.
 
     Args:
-        channel: open; HELLO is said here.
-        wire_dtype: float32 or bfloat16: what activations are sent as.
+        open_channel: opens the connection, now and again later.
+        wire_dtype: float32 or bfloat16: what activations are sent as. On the ring it is int32.
         stats: the session's, to count in; a session with two executors has one.
 
     Raises:
@@ -56,26 +74,63 @@ class RemoteExecutor:
         WireError: its manifest is not valid.
     """
 
-    def __init__(self, channel: Channel, wire_dtype: torch.dtype, stats: Stats | None = None) -> None:
-        self._channel = channel
+    def __init__(
+        self,
+        open_channel: Callable[[], Channel],
+        wire_dtype: torch.dtype = torch.float32,
+        stats: Stats | None = None,
+    ) -> None:
         self.stats = stats or Stats()
-        hello = encode(Hello(client="symbiosis/1"))
-        answer = channel.wait(
-            channel.submit(
-                lambda protocol: protocol.control(
-                    Operation.HELLO, len(hello), Header(Operation.WELCOME, rows=1)
-                ),
-                hello,
-            )
-        )
-        self.manifest = decode(control_payload(answer), Manifest)
-        validate_manifest(self.manifest)
-        if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
-            raise ConfigurationError(
-                f"the executor takes {', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}"
-            )
+        self._open_channel = open_channel
+        self._reconnecting = threading.Lock()
+        self._closed = False
+        self._channel = open_channel()
+        try:
+            self.manifest = _hello(self._channel)
+            self.ring = self.manifest.numerics == RING
+            if self.ring and wire_dtype == torch.float32:
+                wire_dtype = torch.int32
+            if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
+                raise ConfigurationError(
+                    f"the executor takes {', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}"
+                )
+        except BaseException:
+            self._channel.close()
+            raise
         self.wire_dtype = wire_dtype
-        self.shapes = [GroupShape.of(info) for info in self.manifest.groups]
+        self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]
+
+    @property
+    def url(self) -> str:
+        """Of the executor."""
+        return self._channel.peer
+
+    @property
+    def channel(self) -> Channel:
+        """The open channel; a new one if the last one broke.
+
+        Raises:
+            ConnectError: it cannot be opened.
+            ModelMismatch: the executor serves something else now.
+        """
+        if self._channel.broken and not self._closed:
+            with self._reconnecting:
+                if self._channel.broken:
+                    channel = self._open_channel()
+                    try:
+                        same = _hello(channel) == self.manifest
+                    except BaseException:
+                        channel.close()
+                        raise
+                    if not same:
+                        channel.close()
+                        raise ModelMismatch(
+                            f"{self.url} serves something else since it is back; open a new session"
+                        )
+                    log.info("connected again to %s", self.url)
+                    self._channel.close()
+                    self._channel = channel
+        return self._channel
 
     def product(
         self,
@@ -100,20 +155,21 @@ class RemoteExecutor:
         """
         plan = self.shapes[group].plan(direction, members)
         rows, dtype, itemsize = blocks[0].shape[0], blocks[0].dtype, self.wire_dtype.itemsize
-        limits = self.manifest.limits
-        row_bytes = max(plan.request_columns, plan.answer_columns) * itemsize
-        limit = max(1, min(limits.max_rows, limits.max_message_bytes // row_bytes))
+        limit = self.max_rows(group, direction, members)
         started = time.perf_counter()
+        channel = self.channel
         if rows <= limit:
-            pending = self._submit(operation, group, direction, members, blocks)
-            results = _split(_payload(self._channel.wait(pending)), plan.answer_widths)
+            pending = self._submit(channel, operation, group, direction, members, blocks)
+            results = _split(_payload(channel.wait(pending)), plan.answer_widths)
             sent = 1
         else:
             under_way = [
-                self._submit(operation, group, direction, members, [b[at : at + limit] for b in blocks])
+                self._submit(
+                    channel, operation, group, direction, members, [b[at : at + limit] for b in blocks]
+                )
                 for at in range(0, rows, limit)
             ]
-            parts = [_split(_payload(self._channel.wait(p)), plan.answer_widths) for p in under_way]
+            parts = [_split(_payload(channel.wait(p)), plan.answer_widths) for p in under_way]
             results = [torch.cat(column) for column in zip(*parts, strict=True)]
             sent = len(parts)
         stats = self.stats
@@ -121,6 +177,7 @@ class RemoteExecutor:
             stats.seconds_waiting += time.perf_counter() - started
             if operation == Operation.EFFECT:
                 stats.effect_requests += sent
+                stats.effect_rows += rows
             else:
                 stats.requests += sent
                 stats.rows += rows
@@ -130,8 +187,45 @@ class RemoteExecutor:
             return results
         return [result.to(dtype) for result in results]
 
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """How many rows one request of this kind may have, from the executor's limits."""
+        plan = self.shapes[group].plan(direction, members)
+        row_bytes = max(plan.request_columns, plan.answer_columns) * self.wire_dtype.itemsize
+        limits = self.manifest.limits
+        return max(1, min(limits.max_rows, limits.max_message_bytes // row_bytes))
+
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """The product of the mask that a seed expands to (``shared.masks``): int32 [rows, 2 N].
+
+        ``rows`` is at most ``max_rows``.
+        """
+        shape, channel = self.shapes[group], self.channel
+
+        def header(protocol: TenantProtocol) -> Header:
+            return protocol.product(
+                Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype
+            )
+
+        answer = _payload(channel.wait(channel.submit(header, seed)))
+        self.stats.add(
+            effect_requests=1,
+            effect_rows=rows,
+            bytes_sent=len(seed),
+            bytes_received=answer.numel() * answer.itemsize,
+        )
+        return answer
+
+    def scales(self, group: int) -> torch.Tensor:
+        """Ring numerics: float32 scales of a group's outputs [O], all members one behind the other."""
+        length = sum(self.shapes[group].outputs)
+        pieces = self._fetch("scales", str(group), length, FETCH_BYTES // 4, DTYPE_CODES[torch.float32], 1)
+        return torch.cat([piece.view(-1) for piece in pieces])
+
     def _submit(
         self,
+        channel: Channel,
         operation: Operation,
         group: int,
         direction: Direction,
@@ -144,12 +238,7 @@ class RemoteExecutor:
         def header(protocol: TenantProtocol) -> Header:
             return protocol.product(operation, group, shape, direction, members, rows, self.wire_dtype)
 
-        return self._channel.submit(header, wire)
-
-    def count_masking(self, seconds: float) -> None:
-        """Add to ``stats.seconds_masking``."""
-        with self.stats.lock:
-            self.stats.seconds_masking += seconds
+        return channel.submit(header, wire)
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
         """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype."""
@@ -179,25 +268,39 @@ class RemoteExecutor:
     ) -> Iterator[torch.Tensor]:
         """Pieces in order, a few of them in flight. ``width`` None: one row of so many bytes."""
 
+        channel = self.channel
+
         def submit(start: int, stop: int) -> Pending:
             body = encode(Fetch(kind, name, start, stop))
             rows, columns = (1, stop - start) if width is None else (stop - start, width)
             answer = Header(Operation.REPLY, dtype=dtype, rows=rows, columns=columns)
-            return self._channel.submit(
-                lambda protocol: protocol.control(Operation.FETCH, len(body), answer), body
-            )
+            return channel.submit(lambda protocol: protocol.control(Operation.FETCH, len(body), answer), body)
 
         ahead: deque[Pending] = deque()
         for start in range(0, length, step):
             ahead.append(submit(start, min(start + step, length)))
             if len(ahead) == 4:
-                yield _payload(self._channel.wait(ahead.popleft()))
+                yield _payload(channel.wait(ahead.popleft()))
         while ahead:
-            yield _payload(self._channel.wait(ahead.popleft()))
+            yield _payload(channel.wait(ahead.popleft()))
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection; it is not opened again."""
+        self._closed = True
         self._channel.close()
+
+
+def _hello(channel: Channel) -> Manifest:
+    hello = encode(Hello(client="symbiosis/1"))
+    answer = channel.wait(
+        channel.submit(
+            lambda protocol: protocol.control(Operation.HELLO, len(hello), Header(Operation.WELCOME, rows=1)),
+            hello,
+        )
+    )
+    manifest = decode(control_payload(answer), Manifest)
+    validate_manifest(manifest)
+    return manifest
 
 
 def _payload(answer: Incoming) -> torch.Tensor:

@@ -195,4 +195,4 @@ def test_a_welcome_that_is_no_manifest(tls_dir: Path, manifest: bytes) -> None:
         peer.at_end()
 
     with channel_to(tls_dir, script) as channel, pytest.raises(WireError, match="control_message"):
-        RemoteExecutor(channel, torch.float32)
+        RemoteExecutor(lambda: channel)

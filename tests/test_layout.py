@@ -16,7 +16,7 @@ OURS_ALLOWED = {
     "provider": {"provider", "shared"},
     "security": set(PACKAGES),
 }
-SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets"}
+SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

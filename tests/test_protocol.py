@@ -276,7 +276,7 @@ def test_a_frame_over_the_limit_is_fatal_before_its_first_byte(allocated: list[i
 # -- the tenant's side -----------------------------------------------------------------------------
 
 
-SHAPES = [GroupShape.of(group) for group in GROUPS]
+SHAPES = [GroupShape.of(group, "float32") for group in GROUPS]
 
 
 @given(

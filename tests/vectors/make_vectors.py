@@ -318,7 +318,7 @@ def refused_requests() -> list[dict[str, Any]]:
 
 def refused_answers() -> list[dict[str, Any]]:
     """What a tenant that waits for one answer refuses; all of it ends the connection."""
-    shape = GroupShape.of(MANIFEST.groups[0])
+    shape = GroupShape.of(MANIFEST.groups[0], MANIFEST.numerics)
 
     def waiting() -> tuple[TenantProtocol, Header]:
         protocol = TenantProtocol()

@@ -1,0 +1,234 @@
+"""Fingerprint files: what verification needs of a checkpoint that the tenant trusts.
+
+A file holds, for every linear layer, secret random challenges, their products with the layer's integer
+planes, its scales, and what bounds depend on. Whoever knows the challenges can forge answers, so the
+file is encrypted and authenticated (Fernet) under a key that is shown once and kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from cryptography.fernet import Fernet, InvalidToken
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
+
+from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from shared.header import Direction, member_indices
+from shared.messages import GroupInfo, Manifest, Member
+from shared.ring import Bounds, bounds, column_squares, quantize_weight
+from shared.ring_product import PlaneProducts
+from tenant_sdk.forecast import Kind
+from tenant_sdk.storage import disk_errors
+from tenant_sdk.surgery import linear_layers
+from tenant_sdk.verification import (
+    Fingerprint,
+    IntegerProduct,
+    draw_challenge,
+    fingerprint,
+    multiply_challenge,
+)
+
+_FORMAT = "symbiosis-fingerprints-1"
+
+
+class StoredFingerprints:
+    """The fingerprints of a file.
+
+    Args:
+        path: of the file.
+        key: as ``write_fingerprints`` returned it.
+
+    Raises:
+        ConfigurationError: no such file, no key, or a file that this key did not write: another one's,
+            truncated, or changed by somebody.
+    """
+
+    def __init__(self, path: str | Path, key: str | None) -> None:
+        if not key:
+            raise ConfigurationError(
+                f"{path} is encrypted: give fingerprint_key, as `symbiosis-tenant fingerprint` printed it"
+            )
+        try:
+            data = Fernet(_fernet(key).encode()).decrypt(Path(path).read_bytes())
+            self._tensors = load(data)
+        except OSError as error:
+            raise ConfigurationError(f"cannot read the fingerprints {path}: {error.strerror}") from error
+        except (InvalidToken, SafetensorError) as error:
+            raise ConfigurationError(
+                f"{path} was not written under this key, or is truncated or was changed since; make it again "
+                "with `symbiosis-tenant fingerprint` from the checkpoint"
+            ) from error
+        self._path = path
+        self._groups: tuple[GroupInfo, ...] = ()
+
+    def fit(self, manifest: Manifest) -> None:
+        """Use them for an executor.
+
+        Raises:
+            ModelMismatch: they were made from other weights than it claims to serve.
+        """
+        for group in manifest.groups:
+            for member in group.members:
+                self._check(group, member)
+            squares = torch.stack([self._of(m, "column squares") for m in group.members]).sum(0)
+            bound = Bounds(max(int(self._of(m, "row bound")) for m in group.members), int(squares.max()))
+            if tuple(bound) != group.bounds:
+                raise self._mismatch(group.members[0])
+        self._groups = manifest.groups
+
+    def _check(self, group: GroupInfo, member: Member) -> None:
+        scales = self._tensors.get(f"{member.tensor}/scales")
+        factor = self._tensors.get(f"{member.tensor}/forward")
+        if scales is None or factor is None:
+            raise ModelMismatch(
+                f"the fingerprints {self._path} do not have {member.tensor}, which the executor serves: they are "
+                "of another model"
+            )
+        if scales.shape != (member.outputs,) or factor.shape[1] != group.inputs:
+            raise self._mismatch(member)
+
+    def _mismatch(self, member: Member) -> ModelMismatch:
+        return ModelMismatch(
+            f"the fingerprints {self._path} are of other weights than the executor claims for {member.tensor}: "
+            "of another model, or the executor does not serve the model that it should"
+        )
+
+    def _of(self, member: Member, what: str) -> torch.Tensor:
+        return self._tensors[f"{member.tensor}/{what}"]
+
+    def scales(self, group: int) -> torch.Tensor:
+        """Of all members of a group: float32 [O]."""
+        return torch.cat([self._of(member, "scales") for member in self._groups[group].members])
+
+    def get(self, kind: Kind, product: IntegerProduct) -> Fingerprint:
+        """See ``tenant_sdk.verification.Fingerprints``."""
+        info = self._groups[kind.group]
+        members = [info.members[i] for i in member_indices(kind.members)]
+        if kind.direction == Direction.FORWARD:
+            challenge = torch.cat([self._of(member, "challenge") for member in members], 2)
+            factor = torch.stack([self._of(member, "forward") for member in members]).sum(0)
+        else:
+            challenge = self._tensors[f"{info.inputs}/challenge"]
+            factor = torch.cat([self._of(member, "backward") for member in members], 1)
+        return fingerprint(challenge, factor)
+
+
+def write_fingerprints(
+    folder: str | Path,
+    output: str | Path,
+    *,
+    key: str | None = None,
+    progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items,
+) -> str:
+    """Make the fingerprints of a checkpoint that the tenant trusts.
+
+    Args:
+        folder: the checkpoint.
+        output: the file, made with permissions for its owner alone; an existing one is replaced.
+        key: to write it under; default: a new one.
+        progress: wraps the layers to show how far it is.
+
+    Returns:
+        The key. Without it the file is useless, with it answers can be forged: keep them apart.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or has no linear layers.
+        StorageError: the file cannot be written.
+    """
+    key = key or Fernet.generate_key().decode()
+    cipher = Fernet(_fernet(key).encode())
+    checkpoint = Checkpoint(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
+        _add(tensors, tensor, checkpoint.member_weight(Member(tensor, 0, tensor, is_transposed)))
+    data = cipher.encrypt(save(tensors, {"format": _FORMAT}))
+    with disk_errors(Path(output), "the fingerprints", "Then run again."):
+        temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        temporary.replace(output)
+    return key
+
+
+def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> None:
+    """The entries of one layer's weight [O, D]."""
+    outputs, inputs = weight.shape
+    planes, scales = quantize_weight(weight)
+    products = PlaneProducts(planes, [outputs])
+
+    def product(direction: Direction, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def multiply(rows: torch.Tensor) -> torch.Tensor:
+            out = torch.empty((len(rows), 2 * width), dtype=torch.int32)
+            products.product(direction, 1, rows, out)
+            return out
+
+        return multiply
+
+    # Gradients of several layers with the same input are summed, so those share a challenge.
+    common = f"{inputs}/challenge"
+    if common not in tensors:
+        tensors[common] = draw_challenge(os.urandom, inputs).to(torch.int8)
+    challenge = draw_challenge(os.urandom, outputs)
+    limit = bounds(planes)
+    tensors |= {
+        f"{name}/challenge": challenge.to(torch.int8),
+        f"{name}/forward": multiply_challenge(challenge, product(Direction.BACKWARD, inputs)),
+        f"{name}/backward": multiply_challenge(
+            tensors[common].to(torch.int32), product(Direction.FORWARD, outputs)
+        ),
+        f"{name}/scales": scales,
+        f"{name}/row bound": torch.tensor(limit.forward),
+        f"{name}/column squares": column_squares(planes),
+    }
+
+
+def checkpoint_layers(checkpoint: Checkpoint) -> list[tuple[str, bool]]:
+    """Names of the linear layers' weights in a checkpoint, and whether they are stored as [D, O].
+
+    Raises:
+        CheckpointError: transformers does not know the model, or it has no linear layers.
+    """
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+        model_class = getattr(transformers, (config.architectures or [""])[0])
+        with torch.device("meta"):
+            model = model_class(config)
+    except Exception as error:
+        # Every architecture fails in a way of its own on a configuration that makes no sense.
+        raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error!r}") from error
+    found = []
+    for name, layer in linear_layers(model).items():
+        names = (f"{name}.weight", f"{model.base_model_prefix}.{name}.weight")
+        tensor = next((each for each in names if each in checkpoint), None)
+        if tensor is not None:
+            found.append((tensor, isinstance(layer, Conv1D)))
+    if not found:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds the weights of no linear layer of {model_class.__name__}"
+        )
+    return found
+
+
+def _fernet(key: str) -> str:
+    """The key itself.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    try:
+        Fernet(key.encode())
+    except ValueError as error:
+        raise ConfigurationError(
+            "the fingerprint key is not one: it has 44 characters, as `symbiosis-tenant fingerprint` "
+            "printed it"
+        ) from error
+    return key

@@ -1,0 +1,300 @@
+"""``tenant_sdk.connect``: opens the connections of a session and puts its privacy mode together."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.errors import ConfigurationError, ModelMismatch
+from shared.messages import Manifest
+from shared.protocol import GroupShape
+from tenant_sdk.channel import Channel
+from tenant_sdk.connect import client_context, open_connection
+from tenant_sdk.fingerprints import StoredFingerprints
+from tenant_sdk.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
+from tenant_sdk.noise_bank import NoiseBank, NoiseBankOptions
+from tenant_sdk.operators import Operators
+from tenant_sdk.pads import BankPads, NoPads, OneTimePads, Pads
+from tenant_sdk.privacy import Plain, Privacy
+from tenant_sdk.remote import RemoteExecutor, Stats
+from tenant_sdk.ring_mode import RingMode
+from tenant_sdk.session import Session
+from tenant_sdk.verification import Fingerprints, LiveFingerprints, Verifier
+
+log = logging.getLogger(__name__)
+
+PRIVACY_MODES = ("one-time", "noise-bank", "plain")
+VERIFY_MODES = ("always", "sampled", "off")
+_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LOCAL = "local:"
+_CHOICES = (
+    "Name one that another operator runs (mask_sources=['wss://...'], `--mask-source`), or the checkpoint "
+    "itself (mask_sources=['local:FOLDER']), which computes the masks' effects here. Weaker modes must be "
+    "asked for: privacy='noise-bank' or 'plain'; SECURITY.md says what they are worth"
+)
+
+
+def connect(
+    provider: str,
+    *,
+    token: str,
+    ca: str | Path | None = None,
+    client_certificate: tuple[str | Path, str | Path] | None = None,
+    privacy: str = "one-time",
+    mask_sources: Sequence[str] = (),
+    mask_source_token: str | Sequence[str] | None = None,
+    mask_source_ca: str | Path | Sequence[str | Path] | None = None,
+    allow_same_operator: bool = False,
+    mask_budget_mib: float = 256.0,
+    verify: str | None = None,
+    verify_rate: float = 0.05,
+    fingerprints: str | Path | None = None,
+    fingerprint_key: str | None = None,
+    wire_dtype: str = "float32",
+    noise_bank: NoiseBankOptions | None = None,
+    digest: str | None = None,
+    timeout: float = 60.0,
+) -> Session:
+    """Open a session with an executor.
+
+    Args:
+        provider: its URL, ``wss://host:port``.
+        token: as the provider printed it.
+        ca: PEM file of the provider's certificate authority; default: the operating system's.
+        client_certificate: PEM files of certificate and key, if an executor asks for one.
+        privacy: ``one-time``: what the provider sees is uniform, unless it colludes with every mask
+            source; needs a provider with ring numerics. ``noise-bank`` and ``plain`` are worth little or
+            nothing (SECURITY.md).
+        mask_sources: who computes the effects of masks: ``wss://`` URLs of executors of the same
+            weights, or ``local:FOLDER`` with the checkpoint. ``one-time`` needs at least one and its
+            masks are hidden while any of them does not collude with the provider; ``noise-bank`` takes
+            one, by default the provider itself, as in the paper, which therefore sees every mask.
+        mask_source_token: of the mask sources, one for all or one for each; default: ``token``, which
+            then all operators know.
+        mask_source_ca: PEM files of their authorities, one for all or one for each; default: ``ca``.
+        allow_same_operator: let provider and mask sources be the same host or hold the same
+            certificate, although ``one-time`` is then worth nothing: for trying it out.
+        mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
+        verify: ``always``, ``sampled`` or ``off``: check that answers are the right products (ring
+            numerics). Default: ``always`` with ``one-time``, else ``off``.
+        verify_rate: with ``sampled``, the fraction of requests that is checked, drawn secretly.
+        fingerprints: file made by ``symbiosis-tenant fingerprint`` from a checkpoint that you trust.
+            Default: made from a ``local:`` mask source, or else through the executors, under masks,
+            which shows any deviation but not that the weights were the right ones from the start.
+        fingerprint_key: as that command printed it.
+        wire_dtype: ``float32`` or ``bfloat16`` (half the bytes, three digits); ring numerics have their
+            own.
+        noise_bank: size and life of a bank.
+        digest: refuse executors that do not claim these weights (``manifest.digest``). It notices
+            mistakes, not lies.
+        timeout: seconds without progress after which connecting or a request fails.
+
+    Raises:
+        ConfigurationError: an option is wrong, or does not fit what the provider serves.
+        ConnectError: no session, with the reason; see ``shared.errors``.
+        ModelMismatch: other weights than ``digest``, the fingerprints or a mask source's.
+    """
+    if isinstance(mask_sources, str):
+        raise ConfigurationError(f"mask_sources is a list: write [{mask_sources!r}]")
+    if privacy not in PRIVACY_MODES:
+        raise ConfigurationError(f"unknown privacy mode {privacy!r}; choose from {', '.join(PRIVACY_MODES)}")
+    if wire_dtype not in _WIRE_DTYPES:
+        raise ConfigurationError(f"wire_dtype is float32 or bfloat16, not {wire_dtype!r}")
+    if mask_sources and privacy == "plain":
+        raise ConfigurationError("privacy='plain' uses no masks, so mask_sources must be empty")
+    if len(mask_sources) > 1 and privacy == "noise-bank":
+        raise ConfigurationError("noise-bank takes one mask source")
+    if not mask_sources and privacy == "one-time":
+        raise ConfigurationError(f"privacy='one-time' needs a mask source. {_CHOICES}")
+    if len(set(mask_sources)) < len(mask_sources):
+        raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
+    if timeout <= 0:
+        raise ConfigurationError("timeout is in seconds and more than 0")
+    if mask_budget_mib < 0:
+        raise ConfigurationError("mask_budget_mib is in MiB and not negative")
+    verify = verify or ("always" if privacy == "one-time" else "off")
+    if verify not in VERIFY_MODES:
+        raise ConfigurationError(f"verify is one of {', '.join(VERIFY_MODES)}, not {verify!r}")
+    if not 0 < verify_rate <= 1:
+        raise ConfigurationError("verify_rate is more than 0 and at most 1")
+    tokens = _for_each(mask_source_token or token, mask_sources, "mask_source_token")
+    authorities = _for_each(mask_source_ca or ca, mask_sources, "mask_source_ca")
+    stored = None
+    if fingerprints is not None:
+        stored = StoredFingerprints(fingerprints, fingerprint_key)
+    stats, operators = Stats(), Operators(allow_same=allow_same_operator or privacy != "one-time")
+
+    def open_remote(url: str, token: str, ca: str | Path | None) -> RemoteExecutor:
+        context = client_context(ca, client_certificate)
+
+        def open_channel() -> Channel:
+            sock = open_connection(url, token, context, timeout)
+            try:
+                operators.meet(url, sock)
+                return Channel(sock, url, timeout=timeout, entropy=os.urandom)
+            except BaseException:
+                sock.close()
+                raise
+
+        return RemoteExecutor(open_channel, _WIRE_DTYPES[wire_dtype], stats)
+
+    remotes = [open_remote(provider, token, ca)]
+    try:
+        manifest = remotes[0].manifest
+        _check_fit(provider, manifest, privacy, verify, digest)
+        for url, source_token, source_ca in zip(mask_sources, tokens, authorities, strict=True):
+            if not url.startswith(_LOCAL):
+                remotes.append(open_remote(url, source_token, source_ca))
+                _check_same_weights(url, remotes[-1].manifest, manifest)
+        executors = iter(remotes[1:])
+        folders = [url.removeprefix(_LOCAL) if url.startswith(_LOCAL) else None for url in mask_sources]
+        sources: list[ExecutorSource | LocalRing | LocalSource] = [
+            ExecutorSource(next(executors), owned=True)
+            if folder is None
+            else LocalRing(folder, manifest)
+            if remotes[0].ring
+            else LocalSource(folder, manifest)
+            for folder in folders
+        ]
+        bank = noise_bank or NoiseBankOptions()
+        _warn(provider, privacy, operators, remotes)
+        if not remotes[0].ring:
+            return Session(remotes[0], _float_privacy(remotes[0], privacy, sources, bank))
+        if stored is not None:
+            stored.fit(manifest)
+        shapes = remotes[0].shapes
+        pads: Pads
+        if privacy == "one-time":
+            pads = OneTimePads(
+                shapes,
+                [source for source in sources if not isinstance(source, LocalSource)],
+                budget_bytes=int(mask_budget_mib * 2**20),
+                entropy=os.urandom,
+            )
+        elif privacy == "noise-bank":
+            pads = BankPads(shapes, _bank_source(remotes[0], sources), bank, os.urandom)
+        else:
+            pads = NoPads(shapes)
+        verifier = None
+        if verify != "off":
+            verifier = Verifier(
+                stored or _live_fingerprints(privacy, shapes, sources),
+                manifest.groups,
+                rate=1.0 if verify == "always" else verify_rate,
+                entropy=os.urandom,
+                parties=" or ".join([provider, *mask_sources]),
+            )
+        local = next((source for source in sources if isinstance(source, LocalRing)), None)
+        scales = _agreed_scales(remotes, stored.scales if stored else local.scales if local else None)
+        return Session(remotes[0], RingMode(remotes[0], pads, verifier, scales))
+    except BaseException:
+        for remote in remotes:
+            remote.close()
+        raise
+
+
+def _for_each(given: Any, sources: Sequence[str], option: str) -> list[Any]:
+    if given is None or isinstance(given, (str, Path)):
+        return [given] * len(sources)
+    if len(given) != len(sources):
+        raise ConfigurationError(f"{option}: give one for all mask sources, or one for each")
+    return list(given)
+
+
+def _check_fit(provider: str, manifest: Manifest, privacy: str, verify: str, digest: str | None) -> None:
+    if digest is not None and digest != manifest.digest:
+        raise ModelMismatch(f"{provider} serves weights with digest {manifest.digest}, not {digest}")
+    if manifest.numerics == "ring":
+        return
+    if privacy == "one-time":
+        raise ConfigurationError(
+            f"{provider} computes in {manifest.numerics}, and one-time masks need exact integers: ask for "
+            "an executor with `serve --numerics ring`. Weaker modes must be asked for: privacy='noise-bank' "
+            "or 'plain'; SECURITY.md says what they are worth"
+        )
+    if verify != "off":
+        raise ConfigurationError(
+            f"{provider} computes in {manifest.numerics}, whose rounding leaves nothing to verify; "
+            "verification needs an executor with `serve --numerics ring`"
+        )
+
+
+def _check_same_weights(url: str, source: Manifest, provider: Manifest) -> None:
+    for field in ("digest", "numerics", "groups"):
+        if getattr(source, field) != getattr(provider, field):
+            raise ModelMismatch(
+                f"the mask source {url} does not serve the provider's weights and numerics: it has another "
+                f"{field} ({source.model}, {source.numerics}, digest {source.digest[:16]}; the provider: "
+                f"{provider.model}, {provider.numerics}, digest {provider.digest[:16]})"
+            )
+
+
+def _warn(provider: str, privacy: str, operators: Operators, remotes: list[RemoteExecutor]) -> None:
+    if privacy == "plain":
+        log.warning("privacy 'plain': %s sees every activation (SECURITY.md)", provider)
+    if privacy == "noise-bank" and (len(remotes) == 1 or operators.same):
+        log.warning(
+            "privacy 'noise-bank': %s multiplies the masks itself, so it can subtract them (SECURITY.md)",
+            provider,
+        )
+    if privacy == "one-time" and operators.same:
+        log.warning("allow_same_operator: %s; these masks hide nothing from such an operator", operators.same)
+
+
+def _float_privacy(
+    remote: RemoteExecutor,
+    privacy: str,
+    sources: list[ExecutorSource | LocalRing | LocalSource],
+    bank: NoiseBankOptions,
+) -> Privacy:
+    if privacy == "plain":
+        return Plain(remote)
+    return NoiseBank(remote, _bank_source(remote, sources), bank, entropy=os.urandom)
+
+
+def _bank_source(
+    remote: RemoteExecutor, sources: list[ExecutorSource | LocalRing | LocalSource]
+) -> MaskSource:
+    return sources[0] if sources else ExecutorSource(remote, owned=False)
+
+
+def _live_fingerprints(
+    privacy: str, shapes: list[GroupShape], sources: list[ExecutorSource | LocalRing | LocalSource]
+) -> Fingerprints:
+    local = next((source for source in sources if isinstance(source, LocalRing)), None)
+    if local is not None:
+        return LiveFingerprints(shapes, os.urandom, lambda kind, rows: local.effect(*kind, [rows])[0])
+    if privacy != "one-time":
+        raise ConfigurationError(
+            f"verification with privacy={privacy!r} needs fingerprints of the weights: make a file with "
+            "`symbiosis-tenant fingerprint CHECKPOINT` and give fingerprints=FILE. Only one-time masks can "
+            "make them through the executors, because others would show them to the provider"
+        )
+    return LiveFingerprints(shapes, os.urandom)
+
+
+def _agreed_scales(
+    remotes: list[RemoteExecutor], trusted: Callable[[int], torch.Tensor] | None
+) -> Callable[[int], torch.Tensor]:
+    """A group's scales, which no product shows: all executors must say the same, and what is trusted too."""
+
+    def scales(group: int) -> torch.Tensor:
+        first = remotes[0].scales(group)
+        others = [(remote.url, remote.scales(group)) for remote in remotes[1:]]
+        if trusted is not None:
+            others.append(("the weights that you trust", trusted(group)))
+        for who, theirs in others:
+            if not torch.equal(first, theirs):
+                name = remotes[0].manifest.groups[group].members[0].name
+                raise ModelMismatch(
+                    f"{remotes[0].url} and {who} disagree about the scales of group {group} ({name}): "
+                    "one of them does not have the weights that it claims"
+                )
+        return first
+
+    return scales

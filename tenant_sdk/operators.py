@@ -1,0 +1,63 @@
+"""Who is on the other end: provider and mask sources must not be the same operator."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from shared.errors import ConfigurationError
+from tenant_sdk.connect import split_url
+
+
+class Identity(NamedTuple):
+    """What tells operators apart, as far as a tenant can see."""
+
+    host: str
+    address: str
+    key: bytes  # of the certificate
+
+
+class Operators:
+    """Remembers who answered under which URL, and refuses two that are one.
+
+    It notices mistakes, not operators that hide behind two names: that two are independent is for the
+    tenant to know.
+
+    Args:
+        allow_same: only note it.
+    """
+
+    def __init__(self, *, allow_same: bool) -> None:
+        self._allow_same = allow_same
+        self._known: dict[str, Identity] = {}
+        self._lock = threading.Lock()
+        self.same = ""  # what was found, in words
+
+    def meet(self, url: str, sock: ssl.SSLSocket) -> None:
+        """Compare a new connection with those under other URLs; at every connection, also a later one.
+
+        Raises:
+            ConfigurationError: the same host, address or key as another, unless that is allowed.
+        """
+        certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
+        key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        mine = Identity(split_url(url)[0], sock.getpeername()[0], key)
+        with self._lock:
+            for other, theirs in self._known.items():
+                what = ("host", "address", "certificate key")
+                equal = [w for w, a, b in zip(what, mine, theirs, strict=True) if a == b]
+                if other == url or not equal:
+                    continue
+                self.same = f"{url} and {other} have the same {', '.join(equal)}"
+                if not self._allow_same:
+                    raise ConfigurationError(
+                        f"{self.same}: provider and mask sources must be run by operators that do not "
+                        "collude, or whoever runs both subtracts every mask. Name executors of different "
+                        "operators; to try it out on one machine, allow_same_operator=True "
+                        "(`--allow-same-operator`)"
+                    )
+            self._known[url] = mine

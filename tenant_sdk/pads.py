@@ -1,0 +1,362 @@
+"""What hides rows on the ring: pads, each a mask that is sent once and the effect that undoes it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from shared.errors import ConfigurationError
+from shared.header import SEED_BYTES
+from shared.masks import MaskStream
+from shared.protocol import GroupShape
+from tenant_sdk.channel import Entropy
+from tenant_sdk.forecast import Forecast, Kind
+from tenant_sdk.mask_sources import MaskSource, SeedSource
+from tenant_sdk.noise_bank import NoiseBankOptions
+
+log = logging.getLogger(__name__)
+
+BATCH_ROWS = 64  # ordered at once for decoding
+ORDERS_UNDER_WAY = 2  # so that a source computes one while the other's answer travels
+EFFECT_ITEM_BYTES = 4
+
+
+class Pad(Protocol):
+    """The mask of one request."""
+
+    def request(self) -> torch.Tensor:
+        """The mask itself, int32 [T, C], for rows to be added to in place; once."""
+        ...
+
+    def wait(self, first: int, rows: int) -> None:
+        """Until the effect of these rows is there."""
+        ...
+
+    def unmask(self, answer: torch.Tensor, first: int) -> None:
+        """Subtract the effect of rows ``first`` and following, int32 [n, 2 N], in place."""
+        ...
+
+
+class Pads(Protocol):
+    """Where pads come from: one implementation for each privacy mode."""
+
+    def take(self, kind: Kind, rows: int) -> Pad:
+        """A pad for a request."""
+        ...
+
+    def close(self) -> None:
+        """Stop background work and forget all masks."""
+        ...
+
+
+class NoPads:
+    """Privacy mode ``plain``: the mask is zero."""
+
+    def __init__(self, shapes: list[GroupShape]) -> None:
+        self._shapes = shapes
+
+    def take(self, kind: Kind, rows: int) -> Pad:
+        """See Pads."""
+        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+        return _NoPad(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
+
+    def close(self) -> None:
+        """See Pads."""
+
+
+@dataclass(frozen=True)
+class _NoPad:
+    zeros: torch.Tensor
+
+    def request(self) -> torch.Tensor:
+        return self.zeros
+
+    def wait(self, first: int, rows: int) -> None:
+        pass
+
+    def unmask(self, answer: torch.Tensor, first: int) -> None:
+        pass
+
+
+class BankPads:
+    """Privacy mode ``noise-bank`` on the ring: K uniform masks for each kind, one picked secretly a row.
+
+    The same weakness as with floats: a mask that serves twice shows the difference of two rows, and
+    whoever computed the effects knows every mask (``tenant_sdk.noise_bank``).
+    """
+
+    def __init__(
+        self, shapes: list[GroupShape], source: MaskSource, options: NoiseBankOptions, entropy: Entropy
+    ) -> None:
+        self._shapes, self._source = shapes, source
+        self._options, self._entropy = options, entropy
+        self._banks: dict[Kind, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._lock = Condition()
+
+    def take(self, kind: Kind, rows: int) -> Pad:
+        """See Pads."""
+        with self._lock:
+            masks, effects, used = self._banks.get(kind) or (*self._make(kind), 0)
+            self._banks[kind] = masks, effects, used + rows
+            if used + rows > self._options.rotate_rows:
+                del self._banks[kind]
+        drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
+        picked = torch.from_numpy(drawn & (self._options.masks - 1))
+        return _BankPad(masks[picked], effects, picked)
+
+    def _make(self, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+        masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
+        (effects,) = self._source.effect(*kind, [masks])
+        return masks, effects
+
+    def close(self) -> None:
+        """See Pads."""
+        self._banks.clear()
+        self._source.close()
+
+
+@dataclass(frozen=True)
+class _BankPad:
+    masks: torch.Tensor
+    effects: torch.Tensor
+    picked: torch.Tensor
+
+    def request(self) -> torch.Tensor:
+        return self.masks  # a copy: indexing made it
+
+    def wait(self, first: int, rows: int) -> None:
+        pass
+
+    def unmask(self, answer: torch.Tensor, first: int) -> None:
+        answer.sub_(self.effects[self.picked[first : first + len(answer)]])
+
+
+class _Batch:
+    """Rows that each mask source multiplies for one fresh seed of its own; handed out once, in order."""
+
+    def __init__(self, rows: int, streams: list[MaskStream], effects: list[Future[torch.Tensor]]) -> None:
+        self.rows = rows
+        self.streams = streams
+        self.effects = effects
+        self.used = 0
+
+    @property
+    def left(self) -> int:
+        return self.rows - self.used
+
+    @property
+    def failed(self) -> bool:
+        return any(e.done() and (e.cancelled() or e.exception() is not None) for e in self.effects)
+
+    def draw(self, rows: int, columns: int) -> torch.Tensor:
+        """The sum of the sources' masks of the next rows. The streams cannot be turned back."""
+        total = self.streams[0].draw(rows, columns)
+        for stream in self.streams[1:]:
+            total.add_(stream.draw(rows, columns))
+        return total
+
+
+class OneTimePad:
+    """A mask and its effect that serve one request and no other.
+
+    The mask is handed over once and the rows are added to it in place, so that afterwards it exists
+    nowhere; the key streams that made it have gone on.
+    """
+
+    def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, list[Future[torch.Tensor]]]]) -> None:
+        self._mask: torch.Tensor | None = mask
+        self._parts = parts  # rows, where they begin in the effects, and the effects
+
+    def request(self) -> torch.Tensor:
+        """See Pad.
+
+        Raises:
+            RuntimeError: it was handed over before.
+        """
+        mask, self._mask = self._mask, None
+        if mask is None:
+            raise RuntimeError("a one-time pad was asked for its mask twice")
+        return mask
+
+    def wait(self, first: int, rows: int) -> None:
+        """See Pad.
+
+        Raises:
+            SymbiosisError: what a mask source failed with.
+        """
+        for _, _, effects in self._of(first, rows):
+            for effect in effects:
+                effect.result()
+
+    def unmask(self, answer: torch.Tensor, first: int) -> None:
+        """See Pad. Waits if need be.
+
+        Raises:
+            SymbiosisError: what a mask source failed with.
+        """
+        for mine, theirs, effects in self._of(first, len(answer)):
+            for effect in effects:
+                answer[mine].sub_(effect.result()[theirs])
+
+    def _of(self, first: int, rows: int) -> Iterator[tuple[slice, slice, list[Future[torch.Tensor]]]]:
+        """The parts of some rows: where in those rows, where in the effects, and the effects."""
+        at = 0
+        for count, start, effects in self._parts:
+            low, high = max(first, at), min(first + rows, at + count)
+            if low < high:
+                yield slice(low - first, high - first), slice(start + low - at, start + high - at), effects
+            at += count
+
+
+class OneTimePads:
+    """Privacy mode ``one-time``: a fresh uniform mask for every row, from sources that do not collude.
+
+    Each source gets a seed of its own and returns the effect of what it expands to; the mask is the sum
+    of all expansions, so it is uniform for the provider unless it colludes with every one of them, and a
+    source sees nothing but a random seed. Effects do not depend on data: they are fetched ahead,
+    as far as the budget allows, and what is not there when it is needed is asked for while the
+    provider works.
+
+    Args:
+        shapes: the provider's groups.
+        sources: at least one.
+        budget_bytes: what effects in store or ordered ahead may take.
+        entropy: secret random bytes; the operating system's.
+    """
+
+    def __init__(
+        self,
+        shapes: list[GroupShape],
+        sources: list[SeedSource],
+        *,
+        budget_bytes: int,
+        entropy: Entropy,
+    ) -> None:
+        if not sources:
+            raise ConfigurationError("one-time masks need at least one mask source")
+        self._shapes, self._sources, self._entropy = shapes, sources, entropy
+        self._budget_bytes = budget_bytes
+        self._pools = [
+            ThreadPoolExecutor(ORDERS_UNDER_WAY, thread_name_prefix=f"symbiosis-mask-source-{i}")
+            for i in range(len(sources))
+        ]
+        self._changed = Condition()  # guards all below
+        self._store: dict[Kind, deque[_Batch]] = {}
+        self._stock: dict[Kind, int] = {}
+        self._stored_bytes = 0
+        self._under_way = 0
+        self._forecast = Forecast()
+        self._resting = True  # until the first request, and after a source failed
+        self._closed = False
+        self._warned = False
+        Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
+
+    def take(self, kind: Kind, rows: int) -> Pad:
+        """See Pads. Never waits."""
+        columns = self._shapes[kind.group].plan(kind.direction, kind.members).request_columns
+        masks: list[torch.Tensor] = []
+        parts: list[tuple[int, int, list[Future[torch.Tensor]]]] = []
+        with self._changed:
+            batches = self._store.setdefault(kind, deque())
+            missing = rows
+            while missing:
+                if batches and (batches[0].left == 0 or batches[0].failed):
+                    self._forget(kind, batches[0].left)
+                    batches.popleft()
+                    continue
+                if not batches:
+                    self._order(kind, min(missing, self._max_rows(kind)))
+                batch = batches[0]
+                count = min(missing, batch.left)
+                masks.append(batch.draw(count, columns))
+                parts.append((count, batch.used, batch.effects))
+                batch.used += count
+                self._forget(kind, count)
+                missing -= count
+            self._forecast.asked(kind, rows)
+            self._resting = False
+            if self._stock.get(kind, 0) < max(rows, BATCH_ROWS // 2):
+                self._changed.notify_all()
+        return OneTimePad(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
+
+    def _forget(self, kind: Kind, rows: int) -> None:
+        self._stock[kind] -= rows
+        self._stored_bytes -= rows * self._row_bytes(kind)
+
+    def _max_rows(self, kind: Kind) -> int:
+        return min(source.max_rows(*kind) for source in self._sources)
+
+    def _row_bytes(self, kind: Kind) -> int:
+        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+        return plan.answer_columns * EFFECT_ITEM_BYTES * len(self._sources)
+
+    def _order(self, kind: Kind, rows: int) -> None:
+        """Have every source multiply the mask of a fresh seed."""
+        seeds = [self._entropy(SEED_BYTES) for _ in self._sources]
+        effects = [
+            pool.submit(source.seed_effect, *kind, rows, seed)
+            for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
+        ]
+        self._store.setdefault(kind, deque()).append(
+            _Batch(rows, [MaskStream(seed) for seed in seeds], effects)
+        )
+        self._stock[kind] = self._stock.get(kind, 0) + rows
+        self._stored_bytes += rows * self._row_bytes(kind)
+        self._under_way += len(effects)
+        for effect in effects:
+            effect.add_done_callback(self._arrived)
+
+    def _arrived(self, effect: Future[torch.Tensor]) -> None:
+        with self._changed:
+            self._under_way -= 1
+            if effect.cancelled() or effect.exception() is not None:
+                self._resting = True  # whoever needs the effect gets the error; do not ask on and on
+            self._changed.notify_all()
+
+    def _fetch_ahead(self) -> None:
+        with self._changed:
+            while not self._closed:
+                if not self._resting and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
+                    order = self._forecast.next_order(
+                        self._stock,
+                        budget_bytes=self._budget_bytes,
+                        row_bytes=self._row_bytes,
+                        batch_rows=BATCH_ROWS,
+                    )
+                    if order is not None and self._affordable(order.kind, order.rows):
+                        self._order(order.kind, min(order.rows, self._max_rows(order.kind)))
+                        continue
+                self._changed.wait()
+
+    def _affordable(self, kind: Kind, rows: int) -> bool:
+        size = rows * self._row_bytes(kind)
+        if size > self._budget_bytes and not self._warned:
+            self._warned = True
+            log.warning(
+                "the budget for masks, %.1f MiB, is too small to fetch effects ahead for requests of %d rows, "
+                "which take %.1f MiB each; they are asked for when they are needed, which is slower",
+                self._budget_bytes / 2**20,
+                rows,
+                size / 2**20,
+            )
+        return size <= self._budget_bytes - self._stored_bytes
+
+    def close(self) -> None:
+        """See Pads."""
+        with self._changed:
+            self._closed = True
+            self._store.clear()
+            self._changed.notify_all()
+        for source in self._sources:
+            source.close()  # which ends what is under way
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
