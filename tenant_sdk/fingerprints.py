@@ -90,16 +90,16 @@ class StoredFingerprints:
         factor = self._tensors.get(f"{member.tensor}/forward")
         if scales is None or factor is None:
             raise ModelMismatch(
-                f"the fingerprints {self._path} do not have {member.tensor}, which the executor serves: they are "
-                "of another model"
+                f"the fingerprints {self._path} do not have {member.tensor}, which the executor serves: they "
+                "are of another model"
             )
         if scales.shape != (member.outputs,) or factor.shape[1] != group.inputs:
             raise self._mismatch(member)
 
     def _mismatch(self, member: Member) -> ModelMismatch:
         return ModelMismatch(
-            f"the fingerprints {self._path} are of other weights than the executor claims for {member.tensor}: "
-            "of another model, or the executor does not serve the model that it should"
+            f"the fingerprints {self._path} are of other weights than the executor claims for "
+            f"{member.tensor}: of another model, or the executor does not serve the model that it should"
         )
 
     def _of(self, member: Member, what: str) -> torch.Tensor:

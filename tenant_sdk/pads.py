@@ -342,8 +342,8 @@ class OneTimePads:
         if size > self._budget_bytes and not self._warned:
             self._warned = True
             log.warning(
-                "the budget for masks, %.1f MiB, is too small to fetch effects ahead for requests of %d rows, "
-                "which take %.1f MiB each; they are asked for when they are needed, which is slower",
+                "the budget for masks, %.1f MiB, is too small to fetch effects ahead for requests of %d "
+                "rows, which take %.1f MiB each; they are asked for when they are needed, which is slower",
                 self._budget_bytes / 2**20,
                 rows,
                 size / 2**20,

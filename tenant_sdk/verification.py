@@ -145,10 +145,10 @@ class Verifier:
         members = self._groups[kind.group].members
         names = ", ".join(members[i].name for i in member_indices(kind.members))
         return VerificationError(
-            f"a wrong answer: the {kind.direction.name.lower()} product of group {kind.group} ({names}) is not "
-            f"what the weights give. {self._parties} computed it. Nothing of it was used, and this session "
-            "asks for nothing more. Go on from your last checkpoint in a new session with other executors; "
-            "if it happens with a fingerprint file of another model's weights, make it again"
+            f"a wrong answer: the {kind.direction.name.lower()} product of group {kind.group} ({names}) is "
+            f"not what the weights give. {self._parties} computed it. Nothing of it was used, and this "
+            "session asks for nothing more. Go on from your last checkpoint in a new session, with other "
+            "executors if you can, and tell the operators"
         )
 
 

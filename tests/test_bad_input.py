@@ -129,7 +129,7 @@ def no_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def watched(*size: Any, **options: Any) -> torch.Tensor:
-        made = empty(*size, **options, device="meta")
+        made = empty(*size, **{**options, "device": "meta"})
         if made.nbytes > 32 << 20:
             raise MemoryError(f"{made.nbytes} bytes")
         return empty(*size, **options)
