@@ -38,7 +38,7 @@ class MaskStream:
     def draw(self, rows: int, columns: int) -> torch.Tensor:
         """The next ``rows * columns`` integers: int32 [rows, columns], uniform modulo 2^32."""
         mask = torch.empty((rows, columns), dtype=torch.int32)
-        view = mask.view(-1).numpy().data.cast("B")
+        view = mask.view(-1).view(torch.uint8).numpy().data
         for at in range(0, len(view), len(_ZEROS)):
             piece = view[at : at + len(_ZEROS)]
             self._stream.update_into(_ZEROS[: len(piece)], piece)

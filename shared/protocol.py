@@ -161,11 +161,15 @@ def validate_manifest(manifest: Manifest) -> None:
     if len(manifest.groups) > MAX_GROUPS or len(manifest.parameters) > MAX_PARAMETERS:
         raise WireError("manifest", "the executor announces more layers than any model has")
     for group in manifest.groups:
-        if manifest.numerics == RING and (group.bounds is None or min(group.bounds) < 0):
-            raise WireError("manifest", "the executor's manifest has a group without bounds")
         widths = [group.inputs, *(m.outputs for m in group.members)]
         if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
             raise WireError("manifest", "the executor's manifest has a group of impossible shape")
+        # No int8 squared is over 2^14.
+        most = (group.inputs << 14, sum(m.outputs for m in group.members) << 14)
+        if manifest.numerics == RING and not (
+            group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True))
+        ):
+            raise WireError("manifest", "the executor's manifest has a group without possible bounds")
     for parameter in manifest.parameters:
         if parameter.dtype not in DTYPE_NAMES or not all(0 < n < 1 << 31 for n in parameter.shape):
             raise WireError("manifest", f"parameter {parameter.name[:80]!r} has an impossible type")

@@ -25,7 +25,7 @@ LIMIT = 2**31 - 1
 # A float32 has 24 bits: more would only be zeros, and up to here float32 holds every integer.
 MAX_NORM = 2.0**24
 _STEP_ELEMENTS = 1 << 22  # of a weight at once, for memory
-_MARGIN = 1.0 + 2.0**-30  # the norm is itself rounded, to float64
+MARGIN = 1.0 + 2.0**-30  # the norm is itself rounded, to float64
 
 
 class Planes(NamedTuple):
@@ -49,23 +49,25 @@ def quantize_weight(weight: torch.Tensor) -> Planes:
     in float64 with ties to even.
 
     Raises:
-        ValueError: NaN or infinity in the weight.
+        ValueError: NaN or infinity in the weight, or a scale that is infinite in float32.
     """
     outputs, inputs = weight.shape
     planes = torch.empty((PLANES, outputs, inputs), dtype=torch.int8)
-    scales = torch.empty(outputs, dtype=torch.float64)
+    scales = torch.empty(outputs)
     step = max(1, _STEP_ELEMENTS // inputs)
     for at in range(0, outputs, step):
         rows = weight[at : at + step].double()
         scale = rows.abs().amax(1) / 127.0
-        if not scale.isfinite().all():
-            raise ValueError("a weight holds NaN or infinity")
-        scales[at : at + step] = scale
-        ratio = rows / torch.where(scale > 0, scale, 1.0).unsqueeze(1)
+        rounded = scale.float()
+        if not rounded.isfinite().all():
+            raise ValueError("a weight holds NaN, infinity or what is too large for float32")
+        scales[at : at + step] = rounded
+        # A scale that float32 rounds to 0 makes every product 0, so the integers are 0 as well.
+        ratio = rows / torch.where(rounded > 0, scale, torch.inf).unsqueeze(1)
         first = ratio.round()
         planes[0, at : at + step] = first
         planes[1, at : at + step] = ((ratio - first) * 256.0).round().clamp(-128, 127)
-    return Planes(planes, scales.float())
+    return Planes(planes, scales)
 
 
 def bounds(planes: torch.Tensor) -> Bounds:
@@ -113,12 +115,12 @@ def exponents(norms: torch.Tensor, room: float) -> torch.Tensor:
     Returns:
         int32 [T]; 0 for rows of zeros.
     """
-    return torch.frexp(norms * (_MARGIN / room))[1]
+    return torch.frexp(norms * (MARGIN / room))[1]
 
 
-def _fits_float32(exponent: torch.Tensor) -> bool:
-    """Whether 2^e and 2^-e, and what they multiply, stay clear of float32's ends."""
-    return int(exponent.abs().max()) < 64 if len(exponent) else True
+def _near(exponent: torch.Tensor) -> torch.Tensor:
+    """Whether 2^e and 2^-e, and what they multiply, stay clear of float32's ends: bool [T]."""
+    return exponent.abs() < 64
 
 
 def _power(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -138,7 +140,8 @@ def quantize_rows(rows: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     Returns:
         int32 [T, C].
     """
-    dtype = torch.float32 if _fits_float32(exponent) else torch.float64
+    # Both are exact but for what rounds to 0 anyway, so a row does not depend on those beside it.
+    dtype = torch.float32 if _near(exponent).all() else torch.float64
     return torch.mul(rows, _power(-exponent, dtype).unsqueeze(1)).round_().to(torch.int32)
 
 
@@ -149,7 +152,7 @@ def dequantize(
     scales: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write ``2^e s (u1 + u2 / 256)``.
+    """Write ``2^e s (u1 + u2 / 256)``; the bits of a row do not depend on the rows beside it.
 
     Args:
         first, second: int32 [T, N], the two planes' products.
@@ -157,12 +160,26 @@ def dequantize(
         scales: float32 [N], or None backward, where they went into the rows.
         out: float32 [T, N].
     """
-    wide = not _fits_float32(exponent)
-    result = torch.empty(out.shape, dtype=torch.float64) if wide else out
-    result.copy_(second)
-    result.mul_(1 / 256).add_(first)
+    near = _near(exponent)
+    if near.all():
+        _join(first, second, exponent, scales, out)
+        return
+    for which, dtype in ((near, torch.float32), (~near, torch.float64)):
+        result = torch.empty((int(which.sum()), out.shape[1]), dtype=dtype)
+        _join(first[which], second[which], exponent[which], scales, result)
+        out[which] = result.float()
+
+
+def _join(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    exponent: torch.Tensor,
+    scales: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """See ``dequantize``, computed in the dtype of ``out``."""
+    out.copy_(second)
+    out.mul_(1 / 256).add_(first)
     if scales is not None:
-        result.mul_(scales)
-    result.mul_(_power(exponent, result.dtype).unsqueeze(1))
-    if wide:
-        out.copy_(result)
+        out.mul_(scales)
+    out.mul_(_power(exponent, out.dtype).unsqueeze(1))

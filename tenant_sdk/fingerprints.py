@@ -33,7 +33,6 @@ from tenant_sdk.verification import (
     Fingerprint,
     IntegerProduct,
     draw_challenge,
-    fingerprint,
     multiply_challenge,
 )
 
@@ -55,7 +54,8 @@ class StoredFingerprints:
     def __init__(self, path: str | Path, key: str | None) -> None:
         if not key:
             raise ConfigurationError(
-                f"{path} is encrypted: give fingerprint_key, as `symbiosis-tenant fingerprint` printed it"
+                f"{path} is encrypted: give fingerprint_key (`--fingerprint-key-env`), as `symbiosis-tenant "
+                "fingerprint` printed it"
             )
         try:
             data = Fernet(_fernet(key).encode()).decrypt(Path(path).read_bytes())
@@ -93,7 +93,7 @@ class StoredFingerprints:
                 f"the fingerprints {self._path} do not have {member.tensor}, which the executor serves: they "
                 "are of another model"
             )
-        if scales.shape != (member.outputs,) or factor.shape[1] != group.inputs:
+        if scales.shape != (member.outputs,) or factor.shape != (group.inputs,):
             raise self._mismatch(member)
 
     def _mismatch(self, member: Member) -> ModelMismatch:
@@ -114,12 +114,12 @@ class StoredFingerprints:
         info = self._groups[kind.group]
         members = [info.members[i] for i in member_indices(kind.members)]
         if kind.direction == Direction.FORWARD:
-            challenge = torch.cat([self._of(member, "challenge") for member in members], 2)
+            challenge = torch.cat([self._of(member, "challenge") for member in members], 1)
             factor = torch.stack([self._of(member, "forward") for member in members]).sum(0)
         else:
             challenge = self._tensors[f"{info.inputs}/challenge"]
-            factor = torch.cat([self._of(member, "backward") for member in members], 1)
-        return fingerprint(challenge, factor)
+            factor = torch.cat([self._of(member, "backward") for member in members])
+        return Fingerprint(challenge.reshape(-1), factor)
 
 
 def write_fingerprints(
@@ -142,8 +142,12 @@ def write_fingerprints(
 
     Raises:
         CheckpointError: the folder is no checkpoint, or has no linear layers.
+        ConfigurationError: the key is none, or the output is a folder.
         StorageError: the file cannot be written.
     """
+    output = Path(output)
+    if output.is_dir() or not (output.parent.is_dir() or not output.parent.exists()):
+        raise ConfigurationError(f"{output} cannot be a file; name one, in a folder, for the fingerprints")
     key = key or Fernet.generate_key().decode()
     cipher = Fernet(_fernet(key).encode())
     checkpoint = Checkpoint(folder)
@@ -151,11 +155,15 @@ def write_fingerprints(
     for tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
         _add(tensors, tensor, checkpoint.member_weight(Member(tensor, 0, tensor, is_transposed)))
     data = cipher.encrypt(save(tensors, {"format": _FORMAT}))
-    with disk_errors(Path(output), "the fingerprints", "Then run again."):
-        temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-        temporary.replace(output)
+    temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
+    try:
+        with disk_errors(output, "the fingerprints", "Then run again."):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+            temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
     return key
 
 
@@ -176,15 +184,13 @@ def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> N
     # Gradients of several layers with the same input are summed, so those share a challenge.
     common = f"{inputs}/challenge"
     if common not in tensors:
-        tensors[common] = draw_challenge(os.urandom, inputs).to(torch.int8)
+        tensors[common] = draw_challenge(os.urandom, inputs)
     challenge = draw_challenge(os.urandom, outputs)
     limit = bounds(planes)
     tensors |= {
-        f"{name}/challenge": challenge.to(torch.int8),
+        f"{name}/challenge": challenge,
         f"{name}/forward": multiply_challenge(challenge, product(Direction.BACKWARD, inputs)),
-        f"{name}/backward": multiply_challenge(
-            tensors[common].to(torch.int32), product(Direction.FORWARD, outputs)
-        ),
+        f"{name}/backward": multiply_challenge(tensors[common], product(Direction.FORWARD, outputs)),
         f"{name}/scales": scales,
         f"{name}/row bound": torch.tensor(limit.forward),
         f"{name}/column squares": column_squares(planes),

@@ -36,12 +36,14 @@ class Pad(Protocol):
         """The mask itself, int32 [T, C], for rows to be added to in place; once."""
         ...
 
-    def wait(self, first: int, rows: int) -> None:
-        """Until the effect of these rows is there."""
-        ...
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """What to subtract from the answer's rows, part by part: contiguous int32 [n, 2 N] of each source.
 
-    def unmask(self, answer: torch.Tensor, first: int) -> None:
-        """Subtract the effect of rows ``first`` and following, int32 [n, 2 N], in place."""
+        Waits for what is not there yet.
+
+        Raises:
+            SymbiosisError: what a mask source failed with.
+        """
         ...
 
 
@@ -79,11 +81,8 @@ class _NoPad:
     def request(self) -> torch.Tensor:
         return self.zeros
 
-    def wait(self, first: int, rows: int) -> None:
-        pass
-
-    def unmask(self, answer: torch.Tensor, first: int) -> None:
-        pass
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        yield slice(0, len(self.zeros)), []
 
 
 class BankPads:
@@ -127,17 +126,14 @@ class BankPads:
 @dataclass(frozen=True)
 class _BankPad:
     masks: torch.Tensor
-    effects: torch.Tensor
+    bank: torch.Tensor  # effects
     picked: torch.Tensor
 
     def request(self) -> torch.Tensor:
         return self.masks  # a copy: indexing made it
 
-    def wait(self, first: int, rows: int) -> None:
-        pass
-
-    def unmask(self, answer: torch.Tensor, first: int) -> None:
-        answer.sub_(self.effects[self.picked[first : first + len(answer)]])
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        yield slice(0, len(self.picked)), [self.bank[self.picked]]
 
 
 class _Batch:
@@ -187,34 +183,12 @@ class OneTimePad:
             raise RuntimeError("a one-time pad was asked for its mask twice")
         return mask
 
-    def wait(self, first: int, rows: int) -> None:
-        """See Pad.
-
-        Raises:
-            SymbiosisError: what a mask source failed with.
-        """
-        for _, _, effects in self._of(first, rows):
-            for effect in effects:
-                effect.result()
-
-    def unmask(self, answer: torch.Tensor, first: int) -> None:
-        """See Pad. Waits if need be.
-
-        Raises:
-            SymbiosisError: what a mask source failed with.
-        """
-        for mine, theirs, effects in self._of(first, len(answer)):
-            for effect in effects:
-                answer[mine].sub_(effect.result()[theirs])
-
-    def _of(self, first: int, rows: int) -> Iterator[tuple[slice, slice, list[Future[torch.Tensor]]]]:
-        """The parts of some rows: where in those rows, where in the effects, and the effects."""
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """See Pad."""
         at = 0
-        for count, start, effects in self._parts:
-            low, high = max(first, at), min(first + rows, at + count)
-            if low < high:
-                yield slice(low - first, high - first), slice(start + low - at, start + high - at), effects
-            at += count
+        for rows, start, effects in self._parts:
+            yield slice(at, at + rows), [effect.result()[start : start + rows] for effect in effects]
+            at += rows
 
 
 class OneTimePads:

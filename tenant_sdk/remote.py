@@ -32,8 +32,8 @@ class Stats:
     effect a mask source computed; ``verified_rows`` are rows of answers that passed the check.
     ``seconds_waiting`` is from handing a product to the connection to having its answer: network,
     encryption and the executor's work; ``seconds_waiting_for_effects`` is what came on top because an
-    effect was not there yet. ``seconds_masking`` is spent on fixed point and on drawing, adding and
-    subtracting masks, ``seconds_verifying`` on checking.
+    effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding and
+    subtracting masks, and on checking answers, which goes with them.
     """
 
     requests: int = 0
@@ -46,7 +46,6 @@ class Stats:
     seconds_waiting: float = 0.0
     seconds_waiting_for_effects: float = 0.0
     seconds_masking: float = 0.0
-    seconds_verifying: float = 0.0
 
     def __post_init__(self) -> None:
         """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain figures."""

@@ -10,13 +10,12 @@ import torch
 from shared.errors import ModelMismatch, NonFiniteError, VerificationError
 from shared.header import Direction, Operation, member_indices
 from shared.messages import GroupInfo
-from shared.ring import Bounds, capacity, dequantize, exponents, quantize_rows
+from shared.ring import Bounds, capacity
+from shared.ring_rows import hide, reveal
 from tenant_sdk.forecast import Kind
 from tenant_sdk.pads import Pads
 from tenant_sdk.remote import RemoteExecutor
 from tenant_sdk.verification import Verifier
-
-CHUNK_ELEMENTS = 1 << 18  # of rows and answers at once, which then stay in the processor's cache
 
 
 class RingGroup:
@@ -79,64 +78,57 @@ class RingMode:
         kind = Kind(group, direction, members)
         ring = self._group(group)
         chosen = [ring.scales[i] for i in member_indices(members)]
-        forward = direction == Direction.FORWARD
         scales = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+        forward = direction == Direction.FORWARD
+        print_ = self._verifier.fingerprint(kind, self.integer_product) if self._verifier else None
         rows = len(blocks[0])
-        plan = self._remote.shapes[group].plan(direction, members)
-        step = max(1, CHUNK_ELEMENTS // max(plan.request_columns, plan.answer_columns))
-        check = self._verifier.check(kind, self.integer_product) if self._verifier is not None else None
+        started = time.perf_counter()
         pad = self._pads.take(kind, rows)
         request = pad.request()
-        exponent = torch.empty(rows, dtype=torch.int32)
-        masking, verifying = _Watch(), _Watch()
-        for first in range(0, rows, step):
-            with masking:
-                part = slice(first, first + step)
-                x = blocks[0][part] if len(blocks) == 1 else torch.cat([block[part] for block in blocks], 1)
-                if not forward:
-                    x = x * scales
-                norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
-                if not norms.isfinite().all():
-                    raise NonFiniteError("the rows are too large for float32 once they are scaled")
-                exponent[part] = exponents(norms, ring.room[direction])
-                integers = quantize_rows(x, exponent[part])
-                request[part] += integers
-            if check is not None:
-                with verifying:
-                    check.rows(integers)
+        hidden = hide(
+            [block.contiguous() for block in blocks],
+            None if forward else scales,
+            ring.room[direction],
+            request,
+            print_.factor if print_ else None,
+        )
+        if hidden is None:
+            raise NonFiniteError(
+                "the rows are too large for float32 once they are scaled; nothing was sent. Lower the "
+                "learning rate or the loss scale"
+            )
+        exponents, expected = hidden
+        masking = time.perf_counter() - started
         (answer,) = self._remote.product(Operation.PRODUCT, group, direction, members, [request])
         del request
-        waiting = _Watch()
         results = [torch.empty((rows, width)) for width in self._widths(kind)]
-        half = plan.answer_columns // 2
-        for first in range(0, rows, step):
-            part = slice(first, first + step)
-            integers = answer[part]
-            with waiting:
-                pad.wait(first, len(integers))
-            with masking:
-                pad.unmask(integers, first)
-            if check is not None:
-                with verifying:
-                    self._verify(check.answers, integers)
-            with masking:
-                at = 0
-                for result in results:
-                    width = result.shape[1]
-                    dequantize(
-                        integers[:, at : at + width],
-                        integers[:, half + at : half + at + width],
-                        exponent[part],
-                        scales[at : at + width] if forward else None,
-                        result[part],
-                    )
-                    at += width
+        waiting, wrong = 0.0, 0
+        parts = pad.effects()
+        while True:
+            started = time.perf_counter()
+            part, effects = next(parts, (None, []))
+            waited = time.perf_counter()
+            waiting += waited - started
+            if part is None:
+                break
+            wrong += reveal(
+                answer[part],
+                effects,
+                exponents[part],
+                scales if forward else None,
+                [result[part] for result in results],
+                print_.challenge if print_ else None,
+                expected[part] if expected is not None else None,
+            )
+            masking += time.perf_counter() - waited
         self._remote.stats.add(
-            seconds_masking=masking.seconds,
-            seconds_verifying=verifying.seconds,
-            seconds_waiting_for_effects=waiting.seconds,
-            verified_rows=rows if check is not None else 0,
+            seconds_masking=masking,
+            seconds_waiting_for_effects=waiting,
+            verified_rows=rows if print_ else 0,
         )
+        if wrong and self._verifier is not None:
+            self._failed = self._verifier.error(kind)
+            raise self._failed
         return results
 
     def integer_product(self, kind: Kind, rows: torch.Tensor) -> torch.Tensor:
@@ -144,15 +136,10 @@ class RingMode:
         pad = self._pads.take(kind, len(rows))
         request = pad.request().add_(rows)
         (answer,) = self._remote.product(Operation.PRODUCT, *kind, [request])
-        pad.unmask(answer, 0)
+        for part, effects in pad.effects():
+            for effect in effects:
+                answer[part].sub_(effect)
         return answer
-
-    def _verify(self, answers: Callable[[torch.Tensor], None], integers: torch.Tensor) -> None:
-        try:
-            answers(integers)
-        except VerificationError as error:
-            self._failed = error
-            raise
 
     def _widths(self, kind: Kind) -> list[int]:
         shape = self._remote.shapes[kind.group]
@@ -170,16 +157,3 @@ class RingMode:
     def close(self) -> None:
         """See Privacy."""
         self._pads.close()
-
-
-class _Watch:
-    """Adds up the time spent inside."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._started

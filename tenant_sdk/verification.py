@@ -1,12 +1,11 @@
 """Checking that an answer is the product it must be, without computing it (Freivalds 1977).
 
-For a secret random z, ``u . z = x . (W z)`` holds for the right u; a wrong u passes only if its error
-is orthogonal to z. Here z is four vectors of int8 over both planes, so a wrong row passes with
-probability at most 2^-32, whatever its error is: fix all entries of z but one where the error is
-not zero, and at most one of that entry's 256 values fits. The check is on the unmasked integers, so
-it covers the provider and the mask sources alike.
-
-The integers are multiplied as float64, exactly: every partial sum stays below 2^53.
+For a secret random z, ``u . z = x . (W z)`` holds for the right u. z is one vector of uniform int32 over
+both planes, and the sums are taken modulo 2^64. A wrong answer that is not noticed has an error d with
+``d . z = 0`` modulo 2^64. Its entries are under 2^32 in size; take one that is not zero, 2^k times an odd
+number with k < 32, and fix all other entries of z: that entry of z is then determined modulo 2^(64 - k),
+so at most one of its 2^32 values fits. Hence a wrong row passes with probability at most 2^-32. The
+check is on the unmasked integers, so it covers the provider and the mask sources alike.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from shared.ring import PLANES
 from tenant_sdk.channel import Entropy
 from tenant_sdk.forecast import Kind
 
-CHALLENGES = 4  # vectors of int8: an error passes one with probability 2^-8
-_EXACT_COLUMNS = 1 << 14  # 2^31 * 2^7 * 2^14 = 2^52
-_EXACT = 2.0**52
+_DIGITS = 4
 
 # Kind and int32 rows [n, C] to the integer products [n, 2 N].
 IntegerProduct = Callable[[Kind, torch.Tensor], torch.Tensor]
@@ -36,8 +33,8 @@ IntegerProduct = Callable[[Kind, torch.Tensor], torch.Tensor]
 class Fingerprint(NamedTuple):
     """Secret z and ``W z`` of one kind of product."""
 
-    challenge: torch.Tensor  # float64 [2 N, 4], integers of int8
-    factor: torch.Tensor  # float64 [C, 4], integers
+    challenge: torch.Tensor  # int32 [2 N], the planes one behind the other
+    factor: torch.Tensor  # int64 [C], modulo 2^64
 
 
 class Fingerprints(Protocol):
@@ -55,29 +52,27 @@ def transposed(kind: Kind) -> Kind:
 
 
 def draw_challenge(entropy: Entropy, width: int) -> torch.Tensor:
-    """int8 values as int32 [4, 2, width]: four secret vectors over both planes."""
-    words = MaskStream(entropy(SEED_BYTES)).draw(1, CHALLENGES * PLANES * width // 4 + 1)
-    values = words.view(torch.int8).view(-1)[: CHALLENGES * PLANES * width]
-    return values.view(CHALLENGES, PLANES, width).to(torch.int32)
+    """A secret z: uniform int32 [2, width]."""
+    return MaskStream(entropy(SEED_BYTES)).draw(PLANES, width)
 
 
 def multiply_challenge(
     challenge: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """``W z``: int64 [4, C] from the challenge [4, 2, N] and the transposed product [n, N] -> [n, 2 C].
+    """``W z`` modulo 2^64: int64 [C] from z [2, N] and the transposed product, [n, N] to [n, 2 C].
 
-    Each plane's part of z wants that plane's product alone; the others are left.
+    That product is modulo 2^32, so z is multiplied digit by digit, in base 256, which keeps each far
+    below. Each plane's part of z wants that plane's product alone; the others are left.
     """
-    rows = challenge.reshape(CHALLENGES * PLANES, -1).contiguous()
-    answers = product(rows).long().view(CHALLENGES, PLANES, PLANES, -1)
-    return answers[:, 0, 0] + answers[:, 1, 1]
-
-
-def fingerprint(challenge: torch.Tensor, factor: torch.Tensor) -> Fingerprint:
-    """Laid out for products: from [4, 2, N] and [4, C]."""
-    return Fingerprint(
-        challenge.reshape(CHALLENGES, -1).T.double().contiguous(), factor.T.double().contiguous()
-    )
+    rest, digits = challenge.long(), []
+    for _ in range(_DIGITS - 1):
+        digit = (rest + 128 & 255) - 128
+        digits.append(digit)
+        rest = rest - digit >> 8
+    rows = torch.stack([*digits, rest]).to(torch.int32)  # the last may be 128
+    answers = product(rows.view(_DIGITS * PLANES, -1)).long().view(_DIGITS, PLANES, PLANES, -1)
+    parts = answers[:, 0, 0] + answers[:, 1, 1]
+    return sum((parts[i] << 8 * i for i in range(_DIGITS)), torch.zeros_like(parts[0]))
 
 
 class LiveFingerprints:
@@ -107,7 +102,7 @@ class LiveFingerprints:
             challenge = draw_challenge(self._entropy, plan.answer_columns // PLANES)
             multiply = self._product or product
             factor = multiply_challenge(challenge, lambda rows: multiply(transposed(kind), rows))
-            made = self._made.setdefault(kind, fingerprint(challenge, factor))
+            made = self._made.setdefault(kind, Fingerprint(challenge.view(-1), factor))
         return made
 
 
@@ -135,13 +130,14 @@ class Verifier:
         self._threshold = round(rate * 2**32)
         self._entropy, self._parties = entropy, parties
 
-    def check(self, kind: Kind, product: IntegerProduct) -> Check | None:
-        """The check of one request, or None if it is not drawn."""
+    def fingerprint(self, kind: Kind, product: IntegerProduct) -> Fingerprint | None:
+        """What to check the next request of a kind with, or None if it is not drawn."""
         if self._threshold < 1 << 32 and int.from_bytes(self._entropy(4)) >= self._threshold:
             return None
-        return Check(self._fingerprints.get(kind, product), lambda: self._error(kind))
+        return self._fingerprints.get(kind, product)
 
-    def _error(self, kind: Kind) -> VerificationError:
+    def error(self, kind: Kind) -> VerificationError:
+        """A wrong answer to a request of this kind, in words."""
         members = self._groups[kind.group].members
         names = ", ".join(members[i].name for i in member_indices(kind.members))
         return VerificationError(
@@ -151,36 +147,3 @@ class Verifier:
             "executors if you can, and tell the operators"
         )
 
-
-class Check:
-    """One request's rows and answers, chunk by chunk in the same order."""
-
-    def __init__(self, print_: Fingerprint, error: Callable[[], VerificationError]) -> None:
-        self._fingerprint, self._error = print_, error
-        self._expected: list[torch.Tensor] = []
-        self._at = 0
-
-    def rows(self, rows: torch.Tensor) -> None:
-        """The next rows as they are multiplied, before the mask: int32 [n, C]."""
-        self._expected.append(rows.double() @ self._fingerprint.factor)
-
-    def answers(self, answers: torch.Tensor) -> None:
-        """The next answers without the masks' effects: int32 [n, 2 N].
-
-        Raises:
-            VerificationError: one is wrong.
-        """
-        expected = self._expected[self._at]
-        self._at += 1
-        challenge = self._fingerprint.challenge
-        columns = answers.shape[1]
-        if columns <= _EXACT_COLUMNS:
-            right = torch.equal(answers.double() @ challenge, expected)
-        else:
-            total = torch.zeros(expected.shape, dtype=torch.int64)
-            for at in range(0, columns, _EXACT_COLUMNS):
-                part = slice(at, at + _EXACT_COLUMNS)
-                total += (answers[:, part].double() @ challenge[part]).long()
-            right = torch.equal(total, expected.long())
-        if not right:
-            raise self._error()

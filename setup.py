@@ -1,0 +1,17 @@
+"""The compiled part of the package, which is optional; everything else is in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "shared._ring_native",
+            ["shared/ring_native.c"],
+            # The rounding mode and floating-point traps are nobody's business here, which lets
+            # rounding be done by vectors.
+            extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"],
+            extra_link_args=["-fopenmp"],
+            optional=True,  # without a compiler, torch computes the same
+        )
+    ]
+)
