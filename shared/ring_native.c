@@ -34,7 +34,9 @@ enum {
     ROWS = 3,                /* rows at once: with four digits and two vectors, 24 of 32 registers */
     PACKED = 256 << 10,      /* bytes of weight that a core works on, in its own cache */
     ROW_BLOCK = 192 << 10,   /* bytes of rows likewise */
-    ROW_BUFFER = 8 << 20     /* bytes of rows in all */
+    ROW_BUFFER = 8 << 20,    /* bytes of rows in all */
+    FEW = 16,                /* rows that are multiplied without packing the weight */
+    SMALL = 1 << 17          /* bytes of weight for which a second thread is not woken */
 };
 
 /* Bytes of each four neighbouring integers, digit by digit: the unsigned base-256 digits of r. */
@@ -153,6 +155,71 @@ VNNI static void multiply_block(const uint8_t *rows, int64_t count, int64_t row_
                           out + t * out_stride + p * PANEL, out_stride, columns - p * PANEL);
 }
 
+/* Few rows: every weight is read once, in the order in which it lies in memory, which is the limit. */
+
+/* The digits of a row, each in a stretch of its own: [4][padded]. */
+VNNI static void separate_row(const int32_t *row, int64_t inner, int64_t padded, uint8_t *out)
+{
+    for (int64_t k = 0; k < padded; k += 16) {
+        __mmask16 there = inner - k >= 16 ? 0xFFFF : inner <= k ? 0 : (__mmask16)((1u << (inner - k)) - 1);
+        __m512i integers = _mm512_maskz_loadu_epi32(there, row + k);
+        for (int i = 0; i < 4; i++)
+            _mm_store_si128((__m128i *)(out + i * padded + k),
+                            _mm512_cvtepi32_epi8(_mm512_srli_epi32(integers, 8 * i)));
+    }
+}
+
+#define COLUMNS(DO, digit) DO(digit, 0) DO(digit, 1) DO(digit, 2) DO(digit, 3)
+#define PRODUCTS(DO) COLUMNS(DO, 0) COLUMNS(DO, 1) COLUMNS(DO, 2) COLUMNS(DO, 3)
+#define CLEAR(digit, column) __m512i sum_##digit##_##column = _mm512_setzero_si512();
+#define MULTIPLY(digit, column) \
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum_##digit##_##column) : "v"(bytes_##digit), "v"(weight_##column));
+#define TOTAL(column)                                                                              \
+    _mm512_reduce_add_epi32(_mm512_add_epi32(                                                      \
+        _mm512_add_epi32(sum_0_##column, _mm512_slli_epi32(sum_1_##column, 8)),                    \
+        _mm512_add_epi32(_mm512_slli_epi32(sum_2_##column, 16), _mm512_slli_epi32(sum_3_##column, 24))))
+
+/* One row times four columns of a weight [columns, inner]; fewer are padded by repeating the first. */
+VNNI static void dot_four(const uint8_t *row, int64_t padded, const int8_t *weight, int64_t stride,
+                          int64_t columns, int64_t inner, int32_t *out)
+{
+    const int8_t *column_0 = weight, *column_1 = columns > 1 ? weight + stride : weight,
+                 *column_2 = columns > 2 ? weight + 2 * stride : weight,
+                 *column_3 = columns > 3 ? weight + 3 * stride : weight;
+    PRODUCTS(CLEAR)
+    for (int64_t k = 0; k < inner; k += 64) {
+        __mmask64 there = inner - k >= 64 ? ~0ull : (1ull << (inner - k)) - 1;
+        __m512i weight_0 = _mm512_maskz_loadu_epi8(there, column_0 + k),
+                weight_1 = _mm512_maskz_loadu_epi8(there, column_1 + k),
+                weight_2 = _mm512_maskz_loadu_epi8(there, column_2 + k),
+                weight_3 = _mm512_maskz_loadu_epi8(there, column_3 + k);
+        __m512i bytes_0 = _mm512_load_si512(row + k), bytes_1 = _mm512_load_si512(row + padded + k),
+                bytes_2 = _mm512_load_si512(row + 2 * padded + k),
+                bytes_3 = _mm512_load_si512(row + 3 * padded + k);
+        PRODUCTS(MULTIPLY)
+    }
+    int32_t totals[4] = {TOTAL(0), TOTAL(1), TOTAL(2), TOTAL(3)};
+    memcpy(out, totals, 4 * (size_t)(columns > 4 ? 4 : columns));
+}
+
+VNNI static int dot(const int32_t *rows, int64_t row_stride, int64_t count, int64_t inner, const int8_t *weight,
+                    int64_t weight_stride, int64_t columns, int32_t *out, int64_t out_stride, int threads)
+{
+    int64_t padded = (inner + 63) / 64 * 64;
+    uint8_t *separate = aligned_alloc(64, (size_t)(count * 4 * padded));
+    if (separate == NULL)
+        return 1;
+    for (int64_t t = 0; t < count; t++)
+        separate_row(rows + t * row_stride, inner, padded, separate + t * 4 * padded);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t four = 0; four < (columns + 3) / 4; four++)
+        for (int64_t t = 0; t < count; t++)
+            dot_four(separate + t * 4 * padded, padded, weight + 4 * four * weight_stride, weight_stride,
+                     columns - 4 * four, inner, out + t * out_stride + 4 * four);
+    free(separate);
+    return 0;
+}
+
 /* out [count, columns] = rows [count, inner] times the weight, modulo 2^32.
  *
  * The weight is [columns, inner] if by_rows, else [inner, columns]; strides are in elements, and the
@@ -162,6 +229,9 @@ int ring_multiply(const int32_t *rows, int64_t row_stride, int64_t count, int64_
                   int64_t weight_stride, int by_rows, int64_t columns, int32_t *out, int64_t out_stride,
                   int threads)
 {
+    if (by_rows && count <= FEW)
+        return dot(rows, row_stride, count, inner, weight, weight_stride, columns, out, out_stride,
+                   columns * inner < SMALL ? 1 : threads);
     int64_t groups = (inner + 3) / 4, row_bytes = 16 * groups;
     int64_t panels = PACKED / (groups * 128);
     panels = panels < 1 ? 1 : panels > 8 ? 8 : panels;

@@ -2,8 +2,8 @@
 
 Three ways to compute the same integers, and a measurement that chooses:
 
-``native``   compiled code for processors with AVX-512 VNNI (``ring_native.c``): no digit product ever
-             goes to memory. For few rows it is the same as ``int8``.
+``native``   compiled code for processors with AVX-512 VNNI (``ring_native.c``): the same four products,
+             but no digit and no digit product ever goes through memory.
 ``int8``     rows are split into four signed base-256 digits, each an int8 matrix, so that
              ``r W = sum 256^i (L_i W)``: four int8 products with int32 sums, which processors with
              VNNI or AMX and GPUs have instructions for.
@@ -39,7 +39,6 @@ _SIGNS = -0x7F7F7F80
 # int8 products of some shapes have been seen to fall off a cliff.
 _TILE_BYTES = 8 << 20
 _TILE_ROWS = 256
-_NATIVE_ROWS = 24
 _EXACT_COLUMNS = 1 << 14  # 2^31 * 2^7 * 2^14 = 2^52: sums of so many products are exact in float64
 
 
@@ -105,17 +104,9 @@ def float64_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
                 total.add_(product)
 
 
-def native_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``Kernel``. Few rows wait for memory, not for the processor, and the library waits better."""
-    if len(rows) < _NATIVE_ROWS:
-        int8_kernel(rows, weight, out)
-    else:
-        ring_native.multiply(rows, weight, out)
-
-
 KERNELS: dict[str, Kernel] = {"int8": int8_kernel, "float64": float64_kernel}
 if ring_native.CAN_MULTIPLY:
-    KERNELS["native"] = native_kernel
+    KERNELS["native"] = ring_native.multiply
 
 
 def is_exact(kernel: Kernel, device: str = "cpu") -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shared.header import Direction
-
-MAX_STEPS = 1 << 14  # of one forecast; a token of the deepest models is about a thousand
 
 
 class Kind(NamedTuple):
@@ -39,16 +36,6 @@ class Forecast:
             self._next[self._last] = Order(kind, rows)
         self._last = kind
 
-    def upcoming(self) -> Iterator[Order]:
-        """The requests to come, nearest first; repeats what it knows until MAX_STEPS."""
-        kind = self._last
-        for _ in range(MAX_STEPS):
-            order = self._next.get(kind) if kind is not None else None
-            if order is None:
-                return
-            yield order
-            kind = order.kind
-
     def next_order(
         self,
         stock: Mapping[Kind, int],
@@ -57,7 +44,7 @@ class Forecast:
         row_bytes: Callable[[Kind], int],
         batch_rows: int,
     ) -> Order | None:
-        """What to have multiplied next, or None if nothing is missing.
+        """What to have multiplied next, or None if there is enough for the next request of every kind.
 
         Products of one row cost nearly as much as products of many, so small requests are ordered
         for many rows to come, as far as all kinds of a round fit into half of the budget.
@@ -68,23 +55,30 @@ class Forecast:
             row_bytes: of one row's effect.
             batch_rows: how many rows to order for requests that are smaller.
         """
-        needed: Counter[Kind] = Counter()
-        batch = 0
-        for kind, rows in self.upcoming():
-            needed[kind] += rows
-            if needed[kind] <= stock.get(kind, 0):
-                continue
-            if not batch:
-                round_bytes = sum(row_bytes(each) for each in self._round())
-                batch = max(1, min(batch_rows, budget_bytes // (2 * round_bytes)))
-            return Order(kind, max(rows, batch))
+        coming = self.round()
+        if not coming:
+            return None
+        round_bytes = sum(row_bytes(kind) for kind in coming)
+        batch = max(1, min(batch_rows, budget_bytes // (2 * round_bytes)))
+        for kind, rows in coming.items():
+            if stock.get(kind, 0) < max(rows, batch):
+                return Order(kind, max(rows, batch))
         return None
 
-    def _round(self) -> set[Kind]:
-        """The kinds to come before the first comes again."""
-        kinds: set[Kind] = set()
-        for kind, _ in self.upcoming():
-            if kind in kinds:
-                break
-            kinds.add(kind)
+    def round(self) -> dict[Kind, int]:
+        """The kinds to come before the first comes again, nearest first, with their rows."""
+        kinds: dict[Kind, int] = {}
+        last = self._last
+        while last is not None and (order := self._next.get(last)) and order.kind not in kinds:
+            kinds[order.kind] = order.rows
+            last = order.kind
         return kinds
+
+    def surplus(self, stock: Mapping[Kind, int], batch_rows: int) -> list[Kind]:
+        """Kinds of which there is more than ``next_order`` leads to: the tenant does something else now."""
+        coming = self.round()
+        return [
+            kind
+            for kind, rows in stock.items()
+            if rows > (2 * max(coming[kind], batch_rows) if kind in coming else 0)
+        ]

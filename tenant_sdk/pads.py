@@ -18,7 +18,7 @@ from shared.header import SEED_BYTES
 from shared.masks import MaskStream
 from shared.protocol import GroupShape
 from tenant_sdk.channel import Entropy
-from tenant_sdk.forecast import Forecast, Kind
+from tenant_sdk.forecast import Forecast, Kind, Order
 from tenant_sdk.mask_sources import MaskSource, SeedSource
 from tenant_sdk.noise_bank import NoiseBankOptions
 
@@ -50,8 +50,8 @@ class Pad(Protocol):
 class Pads(Protocol):
     """Where pads come from: one implementation for each privacy mode."""
 
-    def take(self, kind: Kind, rows: int) -> Pad:
-        """A pad for a request."""
+    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
+        """A pad for a request; ``once``: one that is not going to be repeated like others."""
         ...
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class NoPads:
     def __init__(self, shapes: list[GroupShape]) -> None:
         self._shapes = shapes
 
-    def take(self, kind: Kind, rows: int) -> Pad:
+    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
         """See Pads."""
         plan = self._shapes[kind.group].plan(kind.direction, kind.members)
         return _NoPad(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
@@ -100,7 +100,7 @@ class BankPads:
         self._banks: dict[Kind, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._lock = Condition()
 
-    def take(self, kind: Kind, rows: int) -> Pad:
+    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
         """See Pads."""
         with self._lock:
             masks, effects, used = self._banks.get(kind) or (*self._make(kind), 0)
@@ -218,7 +218,7 @@ class OneTimePads:
         if not sources:
             raise ConfigurationError("one-time masks need at least one mask source")
         self._shapes, self._sources, self._entropy = shapes, sources, entropy
-        self._budget_bytes = budget_bytes
+        self.budget_bytes, self.batch_rows = budget_bytes, BATCH_ROWS
         self._pools = [
             ThreadPoolExecutor(ORDERS_UNDER_WAY, thread_name_prefix=f"symbiosis-mask-source-{i}")
             for i in range(len(sources))
@@ -234,7 +234,7 @@ class OneTimePads:
         self._warned = False
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
 
-    def take(self, kind: Kind, rows: int) -> Pad:
+    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
         """See Pads. Never waits."""
         columns = self._shapes[kind.group].plan(kind.direction, kind.members).request_columns
         masks: list[torch.Tensor] = []
@@ -256,9 +256,10 @@ class OneTimePads:
                 batch.used += count
                 self._forget(kind, count)
                 missing -= count
-            self._forecast.asked(kind, rows)
+            if not once:
+                self._forecast.asked(kind, rows)
             self._resting = False
-            if self._stock.get(kind, 0) < max(rows, BATCH_ROWS // 2):
+            if self._stock.get(kind, 0) < max(rows, self.batch_rows):
                 self._changed.notify_all()
         return OneTimePad(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
 
@@ -302,27 +303,34 @@ class OneTimePads:
                 if not self._resting and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
                     order = self._forecast.next_order(
                         self._stock,
-                        budget_bytes=self._budget_bytes,
+                        budget_bytes=self.budget_bytes,
                         row_bytes=self._row_bytes,
-                        batch_rows=BATCH_ROWS,
+                        batch_rows=self.batch_rows,
                     )
-                    if order is not None and self._affordable(order.kind, order.rows):
+                    if order is not None and self._make_room(order):
                         self._order(order.kind, min(order.rows, self._max_rows(order.kind)))
                         continue
                 self._changed.wait()
 
-    def _affordable(self, kind: Kind, rows: int) -> bool:
-        size = rows * self._row_bytes(kind)
-        if size > self._budget_bytes and not self._warned:
-            self._warned = True
-            log.warning(
-                "the budget for masks, %.1f MiB, is too small to fetch effects ahead for requests of %d "
-                "rows, which take %.1f MiB each; they are asked for when they are needed, which is slower",
-                self._budget_bytes / 2**20,
-                rows,
-                size / 2**20,
-            )
-        return size <= self._budget_bytes - self._stored_bytes
+    def _make_room(self, order: Order) -> bool:
+        """Whether an order fits into the budget, perhaps after throwing away what will not be used."""
+        size = order.rows * self._row_bytes(order.kind)
+        if size > self.budget_bytes:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "the budget for masks, %.1f MiB, is too small to fetch effects ahead for requests of %d "
+                    "rows, which take %.1f MiB each; they are asked for when needed, which is slower",
+                    self.budget_bytes / 2**20,
+                    order.rows,
+                    size / 2**20,
+                )
+            return False
+        if size > self.budget_bytes - self._stored_bytes:
+            for kind in self._forecast.surplus(self._stock, self.batch_rows):
+                batch = self._store[kind].popleft()
+                self._forget(kind, batch.left)
+        return size <= self.budget_bytes - self._stored_bytes
 
     def close(self) -> None:
         """See Pads."""

@@ -132,8 +132,8 @@ class RingMode:
         return results
 
     def integer_product(self, kind: Kind, rows: torch.Tensor) -> torch.Tensor:
-        """The products of integers, under a pad like any others: int32 [n, C] to [n, 2 N]."""
-        pad = self._pads.take(kind, len(rows))
+        """The products of a fingerprint's integers, under a pad like any others: int32 [n, C] to [n, 2 N]."""
+        pad = self._pads.take(kind, len(rows), once=True)
         request = pad.request().add_(rows)
         (answer,) = self._remote.product(Operation.PRODUCT, *kind, [request])
         for part, effects in pad.effects():
