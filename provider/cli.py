@@ -26,6 +26,7 @@ from tqdm import tqdm
 from provider.certificates import DEFAULT_HOSTS, write_certificates
 from provider.tokens import TokenFile
 from shared.errors import SymbiosisError
+from shared.memory import keep_freed_memory
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
@@ -107,6 +108,7 @@ def serve(
     from provider.scheduler import OneByOne
     from provider.server import Server, server_context
 
+    keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
     context = server_context(tls_dir, client_ca)
