@@ -55,6 +55,7 @@ def provider(*arguments: str) -> str:
 @contextmanager
 def executor(folder: Path, work: Path, *options: str) -> Iterator[Executor]:
     """Serve a checkpoint from a process of its own until the block ends."""
+    work.mkdir(exist_ok=True)
     tls, tokens, ready = work / "tls", work / "tokens.json", work / "ready.json"
     provider("certs", str(tls))
     token = provider("token", "add", "bench", "--token-file", str(tokens))

@@ -4,8 +4,10 @@
 
 A 12-layer, d = 768, Llama-shaped model with random weights; LoRA r = 8 on q, k, v, o; batch 2 x 512
 for an iteration, one row a step for decoding. Every round measures all modes in turn, so that a
-machine whose speed drifts does not favour one. Prints tables, and writes split_execution.json and
-split_execution.png into --output.
+machine whose speed drifts does not favour one. Three executors: float32, ring, and ring as mask source,
+all on the tenant's cores; "effects ahead" is what a tenant sees whose mask source is elsewhere and
+keeps ahead: all effects are there before the clock starts. Prints tables, and writes
+split_execution.json and split_execution.png into --output.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import time
 import urllib.request
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # For all modes, local too, which it does not slow down: OpenMP threads that spin while the tenant
 # waits take the processor from an executor on the same machine (docs/performance.md).
@@ -34,11 +36,12 @@ from common import Executor, executor, peak_memory_mib, spread, write_model
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, logging
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, logging
 from websockets.sync.client import connect as websocket_connect
 
 import tenant_sdk
 from shared.header import Direction, Operation
+from shared.memory import keep_freed_memory
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -47,19 +50,44 @@ MODES: dict[str, dict[str, Any]] = {
     "plain float32": {"privacy": "plain"},
     "plain, bfloat16 on the wire": {"privacy": "plain", "wire_dtype": "bfloat16"},
     "noise-bank float32": {"privacy": "noise-bank"},
+    "plain, ring": {"privacy": "plain"},
+    "one-time": {"privacy": "one-time", "verify": "always"},
+    "one-time, effects ahead": {"privacy": "one-time", "verify": "always", "mask_budget_mib": 0},
 }
+AHEAD = "one-time, effects ahead"
+ITERATION_BUDGET, DECODE_BUDGET = 1400 << 20, 400 << 20  # bytes of effects for one of each
 BATCH, SEQUENCE, PROMPT, NEW_TOKENS = 2, 512, 64, 32
 # A file or pipe has no width of its own, and eighty columns would break the table.
 console = Console(width=None if sys.stdout.isatty() else 150)
 
 
-def load(mode: str, folder: Path, running: Executor) -> tuple[Any, tenant_sdk.Session | None]:
+class Executors(NamedTuple):
+    """Who serves what."""
+
+    float32: Executor
+    ring: Executor
+    source: Executor
+
+    def of(self, mode: str) -> Executor:
+        """The provider of a mode."""
+        return self.ring if "ring" in mode or "one-time" in mode else self.float32
+
+
+def load(mode: str, folder: Path, running: Executors) -> tuple[Any, tenant_sdk.Session | None]:
     """The adapted model of one mode, and its session."""
     session = None
     if mode == "local":
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     else:
-        session = tenant_sdk.connect(running.url, token=running.token, ca=running.ca, **MODES[mode])
+        provider, options = running.of(mode), dict(MODES[mode])
+        if options["privacy"] == "one-time":
+            options |= {
+                "mask_sources": [running.source.url],
+                "mask_source_token": running.source.token,
+                "mask_source_ca": running.source.ca,
+                "allow_same_operator": True,
+            }
+        session = tenant_sdk.connect(provider.url, token=provider.token, ca=provider.ca, **options)
         model = session.load_model(progress=False)
     torch.manual_seed(1)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -74,12 +102,31 @@ def iteration(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -
     optimizer.zero_grad()
 
 
+class Clock(LogitsProcessor):
+    """Notes when each token's logits are there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return scores
+
+
 def generate(model: Any, ids: torch.Tensor, count: int) -> float:
-    """Seconds to generate ``count`` tokens greedily."""
+    """Seconds a token, for ``count`` tokens after the first, greedily."""
     model.eval()
-    started = time.perf_counter()
-    model.generate(input_ids=ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-    return time.perf_counter() - started
+    clock, number = Clock(), count + 1
+    options = {"max_new_tokens": number, "min_new_tokens": number, "do_sample": False}
+    model.generate(input_ids=ids, logits_processor=LogitsProcessorList([clock]), **options)
+    return (clock.times[-1] - clock.times[0]) / count
+
+
+def fill(session: tenant_sdk.Session | None, budget: int) -> None:
+    """Have all effects of the next round there."""
+    pads = session._privacy._pads
+    pads.batch_rows = 128  # a prompt and its tokens
+    pads.fill(budget, 120)
 
 
 def product_seconds(running: Executor) -> float:
@@ -88,7 +135,7 @@ def product_seconds(running: Executor) -> float:
     return sum(float(v) for v in re.findall(r"symbiosis_product_seconds_sum\{.*\} (\S+)", text))
 
 
-def measure_modes(folder: Path, running: Executor, rounds: int) -> dict[str, dict[str, Any]]:
+def measure_modes(folder: Path, running: Executors, rounds: int) -> dict[str, dict[str, Any]]:
     """All figures of iteration and decoding, by mode."""
     loaded = {mode: load(mode, folder, running) for mode in MODES}
     optimizers = {
@@ -97,32 +144,45 @@ def measure_modes(folder: Path, running: Executor, rounds: int) -> dict[str, dic
     }
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 32000, (BATCH, SEQUENCE), generator=generator)
-    prompt = ids[:1, :PROMPT]
-    results: dict[str, dict[str, Any]] = {
-        mode: {"iteration": [], "decode": [], "waiting": [], "masking": [], "product": []} for mode in MODES
-    }
-    for number in range(rounds + 1):  # the first warms up
+    figures = ("iteration", "decode", "waiting", "effects", "masking", "product", "source")
+    results: dict[str, dict[str, Any]] = {mode: {name: [] for name in figures} for mode in MODES}
+    # Fingerprints are made once, and forecasts are learned from what repeats itself: two to warm up.
+    for number in range(-1, rounds + 1):
         for mode, (model, session) in loaded.items():
-            console.print(f"round {number}/{rounds}: {mode}", highlight=False)
-            before, product = session.stats if session else None, product_seconds(running)
+            console.print(f"iteration {max(number, 0)}/{rounds}: {mode}", highlight=False)
+            if mode == AHEAD and number > -1:
+                fill(session, ITERATION_BUDGET)
+            before = session.stats if session else None
+            product, source = product_seconds(running.of(mode)), product_seconds(running.source)
             started = time.perf_counter()
             iteration(model, optimizers[mode], ids)
             seconds = time.perf_counter() - started
             after = session.stats if session else None
-            spent = product_seconds(running) - product
-            decode = (generate(model, prompt, NEW_TOKENS + 1) - generate(model, prompt, 1)) / NEW_TOKENS
-            if number == 0:
+            if number < 1:
                 continue
             result = results[mode]
             result["iteration"].append(seconds)
-            result["decode"].append(decode)
             if before and after:
                 result["waiting"].append(after.seconds_waiting - before.seconds_waiting)
+                result["effects"].append(
+                    after.seconds_waiting_for_effects - before.seconds_waiting_for_effects
+                )
                 result["masking"].append(after.seconds_masking - before.seconds_masking)
-                result["product"].append(spent)
+                result["product"].append(product_seconds(running.of(mode)) - product)
+                result["source"].append(product_seconds(running.source) - source)
                 result["requests"] = after.requests - before.requests
                 result["sent_mib"] = (after.bytes_sent - before.bytes_sent) / 2**20
                 result["received_mib"] = (after.bytes_received - before.bytes_received) / 2**20
+    prompt = ids[:1, :PROMPT]
+    for number in range(-1, rounds + 1):
+        for mode, (model, session) in loaded.items():
+            console.print(f"decoding {max(number, 0)}/{rounds}: {mode}", highlight=False)
+            generate(model, prompt, 2)
+            if mode == AHEAD:
+                fill(session, DECODE_BUDGET)
+            seconds = generate(model, prompt, NEW_TOKENS)
+            if number > 0:
+                results[mode]["decode"].append(seconds)
     for _, session in loaded.values():
         if session:
             session.close()
@@ -172,18 +232,18 @@ def measure_round_trips(running: Executor, tls: Path, work: Path, rounds: int) -
     return results
 
 
-def probe_memory(mode: str, folder: Path, running: Executor) -> float:
+def probe_memory(mode: str, folder: Path, running: Executors) -> float:
     """Peak memory in MiB of a process of its own that runs one iteration in a mode."""
-    command = [sys.executable, __file__, "--probe", mode, "--folder", str(folder), "--url", running.url]
-    command += ["--ca", str(running.ca)]
-    environment = {**os.environ, "SYMBIOSIS_TOKEN": running.token}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    command = [sys.executable, __file__, "--probe", mode, "--folder", str(folder)]
+    for each in running:
+        command += ["--executor", each.url, str(each.ca), each.token]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(done.stdout.splitlines()[-1])
 
 
-def probe(mode: str, folder: Path, url: str, ca: Path) -> None:
+def probe(mode: str, folder: Path, given: list[list[str]]) -> None:
     """The other side of ``probe_memory``."""
-    running = Executor(url, 0, os.environ["SYMBIOSIS_TOKEN"], ca, "")
+    running = Executors(*(Executor(url, 0, token, Path(ca), "") for url, ca, token in given))
     model, session = load(mode, folder, running)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     iteration(model, optimizer, torch.randint(0, 32000, (BATCH, SEQUENCE)))
@@ -198,7 +258,7 @@ def show(results: dict[str, dict[str, Any]], trips: list[dict[str, Any]], memory
         title=f"Iteration ({BATCH} x {SEQUENCE} tokens) and decoding: median (range), ratio to local"
     )
     columns = ("mode", "iteration s", "ratio", "decode ms/token", "ratio", "requests", "MiB up/down")
-    for column in (*columns, "waiting", "of it product", "masking", "computing"):
+    for column in (*columns, "waiting", "product", "source", "effects", "masking", "computing"):
         table.add_column(column)
     local = results["local"]
     for mode, result in results.items():
@@ -208,9 +268,11 @@ def show(results: dict[str, dict[str, Any]], trips: list[dict[str, Any]], memory
         row.append(f"{statistics.median(result['decode']) / statistics.median(local['decode']):.2f}")
         if result["waiting"]:
             total = sum(result["iteration"])
-            waiting, masking, product = (sum(result[k]) / total for k in ("waiting", "masking", "product"))
+            names = ("waiting", "product", "source", "effects", "masking")
+            waiting, product, source, effects, masking = (sum(result[name]) / total for name in names)
             row += [str(result["requests"]), f"{result['sent_mib']:.0f}/{result['received_mib']:.0f}"]
-            row += [f"{v:.0%}" for v in (waiting, product, masking, 1 - waiting - masking)]
+            computing = 1 - waiting - effects - masking
+            row += [f"{v:.0%}" for v in (waiting, product, source, effects, masking, computing)]
         table.add_row(*row)
     console.print(table)
     table = Table(title="One round trip, product time taken off, against a bare websocket echo over TLS")
@@ -241,19 +303,21 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 4.4), layout="constrained")
     names = list(results)
     parts: dict[str, list[float]] = {
         "tenant computes": [],
-        "tenant masks": [],
-        "executor's product": [],
-        "transport": [],
+        "tenant masks and checks": [],
+        "waits for the provider's product": [],
+        "waits for transport, and for processors that others use": [],
     }
     for result in results.values():
         middle = statistics.median(result["iteration"])
-        waiting, masking, product = (
-            statistics.median(result[k]) if result[k] else 0.0 for k in ("waiting", "masking", "product")
+        waiting, effects, masking, product = (
+            statistics.median(result[k]) if result[k] else 0.0
+            for k in ("waiting", "effects", "masking", "product")
         )
+        waiting += effects
         for part, value in zip(
             parts.values(), (middle - waiting - masking, masking, product, waiting - product), strict=True
         ):
@@ -269,7 +333,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
     axis.invert_yaxis()
     axis.set_xlim(0, max(left) * 1.12)
     axis.set_xlabel("seconds per fine-tuning iteration, median")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=4, frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.16), ncols=2, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
@@ -281,25 +345,31 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("out/bench"))
-    for name in ("--probe", "--url"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in ("--folder", "--ca"):
-        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--probe", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--executor", nargs=3, action="append", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
+    keep_freed_memory()
     if options.probe:
-        probe(options.probe, options.folder, options.url, options.ca)
+        probe(options.probe, options.folder, options.executor)
         return
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
         work = Path(name)
         folder = work / "model"
         console.print("writing the model")
         write_model(folder)
-        with executor(folder, work) as running:
+        with (
+            executor(folder, work / "float32") as first,
+            executor(folder, work / "ring", "--numerics", "ring") as second,
+            executor(folder, work / "source", "--numerics", "ring") as third,
+        ):
+            running = Executors(first, second, third)
             results = measure_modes(folder, running, options.rounds)
-            trips = measure_round_trips(running, work / "tls", work, options.rounds)
+            trips = measure_round_trips(first, work / "float32" / "tls", work, options.rounds)
             memory = {f"tenant, {mode}": probe_memory(mode, folder, running) for mode in MODES}
-            memory["executor, float32"] = peak_memory_mib(running.pid)
+            memory["executor, float32"] = peak_memory_mib(first.pid)
+            memory["executor, ring"] = peak_memory_mib(second.pid)
     show(results, trips, memory)
     options.output.mkdir(parents=True, exist_ok=True)
     data = {"iteration_and_decode": results, "round_trips": trips, "peak_memory_mib": memory}

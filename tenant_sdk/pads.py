@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Protocol
@@ -13,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.header import SEED_BYTES
 from shared.masks import MaskStream
 from shared.protocol import GroupShape
@@ -187,7 +188,11 @@ class OneTimePad:
         """See Pad."""
         at = 0
         for rows, start, effects in self._parts:
-            yield slice(at, at + rows), [effect.result()[start : start + rows] for effect in effects]
+            try:
+                there = [effect.result()[start : start + rows] for effect in effects]
+            except CancelledError:
+                raise ConnectionLost("the session was closed while an effect was under way") from None
+            yield slice(at, at + rows), there
             at += rows
 
 
@@ -231,19 +236,30 @@ class OneTimePads:
         self._forecast = Forecast()
         self._resting = True  # until the first request, and after a source failed
         self._closed = False
-        self._warned = False
+        self._warned = not budget_bytes  # whoever gives none knows
+        self._satisfied = False  # nothing under way, and nothing to order
+        self._process = os.getpid()
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
 
     def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
-        """See Pads. Never waits."""
+        """See Pads. Never waits.
+
+        Raises:
+            ConnectionLost: the session is closed, or this process is not the one that opened it.
+        """
         columns = self._shapes[kind.group].plan(kind.direction, kind.members).request_columns
         masks: list[torch.Tensor] = []
         parts: list[tuple[int, int, list[Future[torch.Tensor]]]] = []
+        if os.getpid() != self._process:
+            # It would go on with the same key streams as its parent, and send rows under the same masks.
+            raise ConnectionLost("a session stays in the process that opened it; open one in this process")
         with self._changed:
+            if self._closed:
+                raise ConnectionLost("the session is closed")
             batches = self._store.setdefault(kind, deque())
             missing = rows
             while missing:
-                if batches and (batches[0].left == 0 or batches[0].failed):
+                if batches and batches[0].failed:
                     self._forget(kind, batches[0].left)
                     batches.popleft()
                     continue
@@ -254,6 +270,8 @@ class OneTimePads:
                 masks.append(batch.draw(count, columns))
                 parts.append((count, batch.used, batch.effects))
                 batch.used += count
+                if batch.left == 0:
+                    batches.popleft()  # or its effects would stay in memory until the kind is asked for again
                 self._forget(kind, count)
                 missing -= count
             if not once:
@@ -310,7 +328,24 @@ class OneTimePads:
                     if order is not None and self._make_room(order):
                         self._order(order.kind, min(order.rows, self._max_rows(order.kind)))
                         continue
+                    self._satisfied = self._under_way == 0
+                    if self._satisfied:
+                        self._changed.notify_all()
                 self._changed.wait()
+
+    def fill(self, budget_bytes: int, timeout: float) -> None:
+        """Fetch ahead what a budget allows, wait until it is there, and fetch no more: for measurements.
+
+        Raises:
+            RequestTimeout: it took longer than ``timeout`` seconds.
+        """
+        with self._changed:
+            self.budget_bytes, self._satisfied, self._warned = budget_bytes, False, True
+            self._changed.notify_all()
+            full = self._changed.wait_for(lambda: self._satisfied, timeout)
+            self.budget_bytes = 0
+        if not full:
+            raise RequestTimeout(f"the mask sources did not fill the store within {timeout:.0f} s")
 
     def _make_room(self, order: Order) -> bool:
         """Whether an order fits into the budget, perhaps after throwing away what will not be used."""

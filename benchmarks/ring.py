@@ -1,0 +1,304 @@
+"""The ring's own figures: products, verification, bytes, and one private layer against encryption.
+
+    make bench                       # or: python benchmarks/ring.py --rounds 5
+
+Products of one layer in ring numerics (two planes) against float32 and bfloat16 of the same shape,
+in turn, weights changing so that they come from memory; what verification adds to an iteration of
+benchmarks/split_execution.py; bytes on the wire against what the format needs; and one private layer
+of 768 -> 3072, one row, through the whole protocol, against the encrypted product of
+concrete-ml-extensions, if that is installed (``pip install -e '.[encrypted-baseline]'``).
+Writes ring.json and ring.png into --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import torch
+from common import LAYERS, executor, spread
+from encrypted_product import encrypted_product_seconds
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+import tenant_sdk
+from shared.header import Direction
+from shared.memory import keep_freed_memory
+from shared.ring_product import PlaneProducts
+from shared.ring_rows import hide, reveal
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+ROWS = (1, 8, 64, 1024)
+SHAPES = ((768, 768), (768, 3072), (3072, 768), (4096, 4096), (4096, 8192))  # inputs, outputs
+# Inputs and outputs of the groups of the model in common.py, a layer.
+GROUPS = ((768, 2304), (768, 768), (768, 4096), (2048, 768))
+COLD_BYTES = 128 << 20  # of weights of one kind, more than the caches hold
+console = Console(width=None if sys.stdout.isatty() else 150)
+
+
+def seconds_of(function: Callable[[], object], repeats: int) -> float:
+    """Median of some calls."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def measure_products(rounds: int) -> list[dict[str, Any]]:
+    """Seconds of each product, by shape and rows, forward."""
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for inputs, outputs in SHAPES:
+        count = max(2, COLD_BYTES // (2 * inputs * outputs))
+        floats = [torch.randn(outputs, inputs) for _ in range(max(2, count // 2))]
+        halves = [weight.bfloat16() for weight in floats]
+        planes = [
+            torch.randint(-128, 128, (2, outputs, inputs), generator=generator, dtype=torch.int8)
+            for _ in range(min(count, 64))
+        ]
+        rings = [PlaneProducts(each, [outputs]) for each in planes]
+        for rows in ROWS:
+            x = torch.randn(rows, inputs, generator=generator)
+            half = x.bfloat16()
+            integers = torch.randint(-(2**31), 2**31, (rows, inputs), generator=generator, dtype=torch.int32)
+            out = torch.empty((rows, 2 * outputs), dtype=torch.int32)
+            at = [0]
+
+            def following(weights: list[Any], at: list[int] = at) -> Any:
+                at[0] += 1
+                return weights[at[0] % len(weights)]
+
+            ways: dict[str, Callable[[], object]] = {
+                "float32": lambda x=x, w=floats: x @ following(w).T,
+                "bfloat16": lambda x=half, w=halves: x @ following(w).T,
+                "ring": lambda x=integers, w=rings, out=out: following(w).product(1, 1, x, out),
+            }
+            times: dict[str, list[float]] = {name: [] for name in ways}
+            for number in range(rounds + 1):
+                for name, way in ways.items():
+                    estimate = seconds_of(way, 1)
+                    repeats = max(3, min(50, int(0.1 / max(estimate, 1e-6))))
+                    if number:
+                        times[name].append(seconds_of(way, repeats))
+            results.append({"inputs": inputs, "outputs": outputs, "rows": rows, **times})
+            console.print(f"product {inputs} -> {outputs}, {rows} rows", highlight=False)
+    return results
+
+
+def measure_verification(rounds: int) -> dict[str, list[float]]:
+    """Seconds that an iteration's worth of rows takes at the tenant, with and without the check."""
+    rows = 1024
+    generator = torch.Generator().manual_seed(0)
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    for number in range(rounds + 1):
+        sums = dict.fromkeys(times, 0.0)
+        for inputs, outputs in GROUPS:
+            for columns, results, scaled in ((inputs, outputs, False), (outputs, inputs, True)):
+                x = torch.randn(rows, columns, generator=generator)
+                scales = torch.rand(columns if scaled else results, generator=generator)
+                request = torch.zeros((rows, columns), dtype=torch.int32)
+                answer = torch.zeros((rows, 2 * results), dtype=torch.int32)
+                effect = torch.zeros_like(answer)
+                out = torch.empty(rows, results)
+                factor = torch.randint(-(2**50), 2**50, (columns,), generator=generator)
+                challenge = torch.randint(-(2**31), 2**31, (2 * results,), generator=generator)
+                challenge = challenge.to(torch.int32)
+                for name in times:
+                    check = name == "with"
+                    started = time.perf_counter()
+                    hidden = hide([x], scales if scaled else None, 1e6, request, factor if check else None)
+                    assert hidden is not None
+                    reveal(
+                        answer,
+                        [effect],
+                        hidden[0],
+                        None if scaled else scales,
+                        [out],
+                        challenge if check else None,
+                        hidden[1],
+                    )
+                    sums[name] += LAYERS * (time.perf_counter() - started)
+        if number:
+            for name, value in sums.items():
+                times[name].append(value)
+    return times
+
+
+def wire_bytes(session: tenant_sdk.Session) -> tuple[int, int]:
+    """Bytes that the provider's connection has sent and received, as TCP counts them."""
+    sock = session._remote.channel._sock
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+    sent, received = struct.unpack_from("<QQ", info, 120)
+    return sent, received
+
+
+def measure_private_layer(work: Path, rounds: int) -> dict[str, Any]:
+    """One row of 768 -> 3072 through the whole protocol, and bytes a row for several row counts."""
+    folder = work / "model"
+    config = LlamaConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=1, num_attention_heads=12, vocab_size=64
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    result: dict[str, Any] = {"asked": [], "ahead": [], "bytes": []}
+    with (
+        executor(folder, work / "provider", "--numerics", "ring") as provider,
+        executor(folder, work / "source", "--numerics", "ring") as source,
+    ):
+        options = {"mask_sources": [source.url], "mask_source_token": source.token}
+        options |= {"mask_source_ca": source.ca, "allow_same_operator": True}
+        for name, budget in (("asked", 0), ("ahead", 256)):
+            with tenant_sdk.connect(
+                provider.url, token=provider.token, ca=provider.ca, mask_budget_mib=budget, **options
+            ) as session:
+                group = next(i for i, g in enumerate(session.manifest.groups) if len(g.members) == 2)
+
+                def layer(rows: int, session: tenant_sdk.Session = session, group: int = group) -> None:
+                    x = torch.ones(rows, 768)
+                    session._privacy.product(group, Direction.FORWARD, 1, [x])
+
+                for _ in range(20):
+                    layer(1)
+                for _ in range(rounds):
+                    result[name].append(seconds_of(lambda: layer(1), 100))
+                if name == "asked":
+                    for rows in (1, 64, 1024):
+                        before = wire_bytes(session)
+                        for _ in range(10):
+                            layer(rows)
+                        time.sleep(0.1)  # acknowledgements are counted when they arrive
+                        after = wire_bytes(session)
+                        up, down = ((b - a) / 10 / rows for a, b in zip(before, after, strict=True))
+                        result["bytes"].append(
+                            {
+                                "rows": rows,
+                                "up": up,
+                                "down": down,
+                                "least up": 4 * 768,
+                                "least down": 8 * 3072,
+                            }
+                        )
+    return result
+
+
+def show(products: list[dict[str, Any]], verification: dict[str, list[float]], layer: dict[str, Any]) -> None:
+    """Print the tables."""
+    table = Table(title="One layer forward, ms: median (range), and the ratio of the ring to each")
+    for column in ("shape", "rows", "float32", "bfloat16", "ring", "to float32", "to bfloat16"):
+        table.add_column(column)
+    for each in products:
+        middle = {name: statistics.median(each[name]) for name in ("float32", "bfloat16", "ring")}
+        table.add_row(
+            f"{each['inputs']} -> {each['outputs']}",
+            str(each["rows"]),
+            *(spread(each[name], 1e3) for name in middle),
+            f"{middle['ring'] / middle['float32']:.2f}",
+            f"{middle['ring'] / middle['bfloat16']:.2f}",
+        )
+    console.print(table)
+    extra = statistics.median(verification["with"]) - statistics.median(verification["without"])
+    console.print(
+        f"verification: hiding and revealing the rows of an iteration takes "
+        f"{spread(verification['with'])} s with the check, {spread(verification['without'])} s without: "
+        f"{extra:.2f} s an iteration",
+        highlight=False,
+    )
+    table = Table(title="Bytes a row on the wire, 768 -> 3072: measured by TCP, and what the format needs")
+    for column in ("rows", "up", "least", "ratio", "down", "least", "ratio"):
+        table.add_column(column)
+    for each in layer["bytes"]:
+        cells = [str(each["rows"])]
+        for way in ("up", "down"):
+            least = each[f"least {way}"]
+            cells += [f"{each[way]:.0f}", str(least), f"{each[way] / least:.3f}"]
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        f"one private layer, 768 -> 3072, one row, verified: {spread(layer['asked'], 1e3)} ms if the effect "
+        f"is asked for as well, {spread(layer['ahead'], 1e3)} ms if it is there",
+        highlight=False,
+    )
+    if layer["encrypted"]:
+        middle = statistics.median(layer["encrypted"])
+        console.print(
+            f"the same encrypted (concrete-ml-extensions): {spread(layer['encrypted'], 1, 1)} s: "
+            f"{middle / statistics.median(layer['asked']):,.0f} and "
+            f"{middle / statistics.median(layer['ahead']):,.0f} times as long",
+            highlight=False,
+        )
+    else:
+        console.print("concrete-ml-extensions is not installed; no comparison with encryption")
+
+
+def plot(products: list[dict[str, Any]], path: Path) -> None:
+    """The ratio of the ring's product to float32's, by rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for inputs, outputs in SHAPES:
+        some = [each for each in products if (each["inputs"], each["outputs"]) == (inputs, outputs)]
+        ratios = [statistics.median(e["ring"]) / statistics.median(e["float32"]) for e in some]
+        axis.plot([e["rows"] for e in some], ratios, marker="o", label=f"{inputs} → {outputs}")
+    axis.axhline(1, color="#888888", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ROWS, [str(rows) for rows in ROWS])
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("rows in a product")
+    axis.set_ylabel("time of two planes / time of float32")
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Run everything."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    keep_freed_memory()
+    products = measure_products(options.rounds)
+    verification = measure_verification(options.rounds)
+    with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
+        console.print("one private layer")
+        layer = measure_private_layer(Path(name), options.rounds)
+    layer["encrypted"] = []
+    for seed in range(min(options.rounds, 3)):
+        console.print("one encrypted layer; this takes half a minute")
+        measured = encrypted_product_seconds(768, 3072, seed)
+        if measured is None:
+            break
+        layer["encrypted"].append(measured[0])
+    show(products, verification, layer)
+    options.output.mkdir(parents=True, exist_ok=True)
+    data = {"products": products, "verification": verification, "layer": layer}
+    (options.output / "ring.json").write_text(json.dumps(data, indent=1))
+    plot(products, options.output / "ring.png")
+    console.print(f"wrote {options.output}/ring.json and .png")
+
+
+if __name__ == "__main__":
+    main()
