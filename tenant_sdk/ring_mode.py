@@ -41,7 +41,16 @@ class RingGroup:
             }
         except ValueError as error:
             raise ModelMismatch(f"the executor's bounds are impossible: {error}") from error
-        self.scales = list(scales.split(widths))
+        self._scales = scales.split(widths)
+        self._chosen: dict[int, torch.Tensor] = {}
+
+    def scales_of(self, members: int) -> torch.Tensor:
+        """Of some members, one behind the other."""
+        chosen = self._chosen.get(members)
+        if chosen is None:
+            chosen = torch.cat([self._scales[i] for i in member_indices(members)])
+            self._chosen[members] = chosen
+        return chosen
 
 
 class RingMode:
@@ -77,11 +86,10 @@ class RingMode:
             raise self._failed.with_traceback(None)
         kind = Kind(group, direction, members)
         ring = self._group(group)
-        chosen = [ring.scales[i] for i in member_indices(members)]
-        scales = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+        scales = ring.scales_of(members)
         forward = direction == Direction.FORWARD
         print_ = self._verifier.fingerprint(kind, self.integer_product) if self._verifier else None
-        rows = len(blocks[0])
+        rows = blocks[0].shape[0]
         started = time.perf_counter()
         pad = self._pads.take(kind, rows)
         request = pad.request()
