@@ -95,6 +95,7 @@ class BaseExecutor:
             unavailable=found.unavailable,
             files=self.checkpoint.tenant_files(),
         )
+        self._by_name = {str(group): weight for group, weight in enumerate(self._weights)}
         self._parameters = {p.name: p for p in found.parameters}
         self._files = {f.name: f for f in self.manifest.files}
 
@@ -176,10 +177,7 @@ class BaseExecutor:
 
     def _scales(self, request: Fetch) -> torch.Tensor | None:
         """A group's scales, if that is what is asked for."""
-        group = request.name
-        if request.kind != "scales" or len(group) > 8 or not (group.isascii() and group.isdecimal()):
-            return None
-        weight = self._weights[int(group)] if int(group) < len(self._weights) else None
+        weight = self._by_name.get(request.name) if request.kind == "scales" else None
         return weight.scales if isinstance(weight, RingWeight) else None
 
 

@@ -39,6 +39,7 @@ _SIGNS = -0x7F7F7F80
 # int8 products of some shapes have been seen to fall off a cliff.
 _TILE_BYTES = 8 << 20
 _TILE_ROWS = 256
+_CUDA_TILE_ROWS = 4096  # for memory
 _EXACT_COLUMNS = 1 << 14  # 2^31 * 2^7 * 2^14 = 2^52: sums of so many products are exact in float64
 
 
@@ -60,30 +61,20 @@ def digits(rows: torch.Tensor) -> torch.Tensor:
 
 def int8_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """See ``Kernel``. The four digits are stacked into one call, so that few rows fill a call too."""
-    columns = weight.shape[1]
-    tile = min(_TILE_ROWS, max(32, _TILE_BYTES // (16 * columns)))
-    if len(weight) == 1:  # whose stride says nothing, but the library believes it
+    height, columns = weight.shape
+    tile = _CUDA_TILE_ROWS if rows.is_cuda else min(_TILE_ROWS, max(32, _TILE_BYTES // (16 * columns)))
+    if height == 1:  # whose stride says nothing, but the library believes it
         weight = torch.empty_like(weight, memory_format=torch.contiguous_format).copy_(weight)
-    if rows.is_cuda:
-        return _cuda_int8_kernel(rows, weight, out)
+    if rows.is_cuda and (height % 8 or columns % 8):
+        weight = torch.nn.functional.pad(weight, (0, -columns % 8, 0, -height % 8))
     for at in range(0, len(rows), tile):
-        part = rows[at : at + tile]
-        parts = torch._int_mm(digits(part).view(-1, rows.shape[1]), weight)
-        _combine(parts.view(4, -1, columns), out[at : at + tile])
-    return None
-
-
-def _cuda_int8_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """cuBLAS wants more than 16 rows, and inner and outer sizes that are multiples of 8."""
-    stacked = digits(rows).view(-1, rows.shape[1])
-    height, inner, columns = len(stacked), rows.shape[1], weight.shape[1]
-    padded_rows = max(24, -(-height // 8) * 8) - height
-    padded_inner, padded_columns = -inner % 8, -columns % 8
-    stacked = torch.nn.functional.pad(stacked, (0, padded_inner, 0, padded_rows))
-    if padded_inner or padded_columns:
-        weight = torch.nn.functional.pad(weight, (0, padded_columns, 0, padded_inner))
-    parts = torch._int_mm(stacked, weight)[:height, :columns]
-    _combine(parts.reshape(4, -1, columns), out)
+        stacked = digits(rows[at : at + tile]).view(-1, height)
+        count = len(stacked)
+        if rows.is_cuda:  # cuBLAS wants more than 16 rows, and multiples of 8 everywhere
+            padded = max(24, -(-count // 8) * 8)
+            stacked = torch.nn.functional.pad(stacked, (0, -height % 8, 0, padded - count))
+        parts = torch._int_mm(stacked, weight)[:count, :columns]
+        _combine(parts.reshape(4, -1, columns), out[at : at + tile])
 
 
 def _combine(parts: torch.Tensor, out: torch.Tensor) -> None:

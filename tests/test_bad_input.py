@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from raw_peers import (
     CONTINUATION,
     EFFECT,
     FETCH,
+    FORWARD,
     HELLO,
     PRODUCT,
     REPLY,
@@ -64,7 +67,9 @@ REFUSED: dict[str, tuple[str, tuple[bytes, bytes]]] = {
     "unknown dtype": ("dtype", (product(1, 64, dtype=8), ROW)),
     "dtype not on the wire": ("dtype", (product(1, 32, dtype=4), ROW)),
     "bytes as a product": ("dtype", (product(1, 256, dtype=0), ROW)),
-    "unknown operation": ("operation", (product(1, 64)[:1] + b"\x08" + product(1, 64)[2:], ROW)),
+    "unknown operation": ("operation", (product(1, 64)[:1] + b"\x09" + product(1, 64)[2:], ROW)),
+    "a seed where no ring is": ("operation", (product(1, 64)[:1] + b"\x08" + product(1, 64)[2:], ROW[:32])),
+    "integers where no ring is": ("dtype", (product(1, 64, dtype=6), ROW)),
     "executor's operation": ("operation", (header(REPLY, request_id=7), b"")),
     "another executor's operation": ("operation", (header(WELCOME, request_id=7), b"")),
     "too narrow": ("width", (product(1, 63), ROW[:252])),
@@ -100,6 +105,7 @@ REFUSED: dict[str, tuple[str, tuple[bytes, bytes]]] = {
     "a very long unknown field": ("control_message", fetch(**{"\u0001" * 9_000: 1})),
     "wrong type": ("control_message", fetch(start="0")),
     "unknown kind": ("fetch", fetch(kind="weights")),
+    "scales where no ring is": ("fetch", fetch(kind="scales", name="0")),
     "a path": ("fetch", fetch(name="../config.json")),
     "an absolute path": ("fetch", fetch(name="/etc/passwd")),
     "a served weight": ("fetch", fetch(kind="parameter", name="model.layers.0.self_attn.q_proj.weight")),
@@ -166,6 +172,82 @@ def test_what_is_not_finite_is_not_sent(witness: tenant_sdk.Session, value: floa
     assert witness.stats.requests == before
 
 
+# -- on a ring -------------------------------------------------------------------------------------
+
+SEED_EFFECT, INT32 = 8, 6
+SEED = bytes(range(32))
+
+
+@pytest.fixture(scope="module")
+def ring(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Executor:
+    """The same weights as integers."""
+    return serve(checkpoint("llama"), numerics="ring")
+
+
+def seed_effect(rows: int, columns: int, operation: int = SEED_EFFECT, **fields: int) -> bytes:
+    """The header of a forward effect of a seed, of the first member of group 0."""
+    defaults = {"direction": FORWARD, "dtype": INT32, "members": 1, "request_id": 7}
+    return header(operation, **(defaults | {"rows": rows, "columns": columns} | fields))
+
+
+RING_REFUSED: dict[str, tuple[str, tuple[bytes, bytes]]] = {
+    "no seed": ("payload_length", (seed_effect(2, 64), b"")),
+    "31 bytes": ("payload_length", (seed_effect(2, 64), SEED[:31])),
+    "33 bytes": ("payload_length", (seed_effect(2, 64), SEED + b"\0")),
+    "the mask itself": ("payload_length", (seed_effect(2, 64), bytes(512))),
+    "rows beyond the limit": ("too_large", (seed_effect(65_537, 64), SEED)),
+    "as many rows as there are": ("too_large", (seed_effect(HUGE, 64), SEED)),
+    "a mask of more than 64 bits": ("width", (seed_effect(HUGE, HUGE), SEED)),
+    "an answer over the limit": ("too_large", (seed_effect(65_536, 64, group=2, members=3), SEED)),
+    "no rows": ("zero_rows", (seed_effect(0, 64), SEED)),
+    "too narrow": ("width", (seed_effect(2, 63), SEED)),
+    "two planes": ("width", (seed_effect(2, 128), SEED)),
+    "no direction": ("direction", (seed_effect(2, 64, direction=0), SEED)),
+    "no members": ("members", (seed_effect(2, 64, members=0), SEED)),
+    "unknown group": ("group", (seed_effect(2, 64, group=8), SEED)),
+    "a seed of floats": ("dtype", (seed_effect(2, 64, dtype=1), SEED)),
+    "a seed of bytes": ("dtype", (seed_effect(2, 64, dtype=0), SEED)),
+    "floats": ("dtype", (product(1, 64), ROW)),
+    "bfloat16": ("dtype", (product(1, 64, dtype=2), ROW[:128])),
+    "flags": ("reserved", (seed_effect(2, 64, flags=1), SEED)),
+    "unknown scales": ("fetch", fetch(kind="scales", name="8")),
+    "no scales": ("fetch", fetch(kind="scales", name="0", stop=0)),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_large_tensor")
+@pytest.mark.parametrize("name", RING_REFUSED)
+def test_a_bad_request_of_a_ring_fails_alone(ring: Executor, name: str) -> None:
+    code, (head, payload) = RING_REFUSED[name]
+    with open_raw(ring) as peer, counted(ring, "symbiosis_refused_total", code=code):
+        peer.hello()
+        peer.message(head, payload)
+        assert peer.receive_error() == (7, code)
+        peer.message(seed_effect(2, 64), SEED)
+        fields, body = peer.receive()
+        assert (fields.operation, fields.rows, fields.columns, fields.dtype) == (REPLY, 2, 128, INT32)
+        assert len(body) == 2 * 128 * 4
+
+
+@pytest.mark.usefixtures("no_large_tensor")
+@pytest.mark.parametrize("rows", [65_537, HUGE])
+def test_a_seed_for_gigabytes_in_fragments_costs_nothing(ring: Executor, rows: int) -> None:
+    with open_raw(ring) as peer:
+        peer.hello()
+        peer.send(peer.frame(seed_effect(rows, 64), fin=False) + peer.frame(SEED, CONTINUATION))
+        assert peer.receive_error() == (7, "too_large")
+        peer.send(peer.frame(seed_effect(1, 64) + SEED[:9], fin=False) + peer.frame(SEED[9:], CONTINUATION))
+        assert peer.receive()[0].operation == REPLY
+
+
+def test_a_seed_longer_than_32_bytes_in_fragments_ends_the_connection(ring: Executor) -> None:
+    with open_raw(ring) as peer, counted(ring, "symbiosis_refused_total", code="payload_length"):
+        peer.hello()
+        peer.send(peer.frame(seed_effect(1, 64), fin=False) + peer.frame(bytes(33), CONTINUATION))
+        assert peer.receive_error() == (0, "payload_length")
+        assert peer.receive_close() == 1002
+
+
 # -- the end of the connection ---------------------------------------------------------------------
 
 GOOD = product(1, 64) + ROW
@@ -204,10 +286,10 @@ def test_a_frame_one_byte_over_the_limit(llama: Executor) -> None:
         assert peer.receive_close() == 1009
 
 
-@pytest.mark.parametrize("operation", [PRODUCT, EFFECT, FETCH])
+@pytest.mark.parametrize("operation", [PRODUCT, EFFECT, FETCH, SEED_EFFECT])
 def test_a_request_before_hello_ends_the_connection(llama: Executor, operation: int) -> None:
     with open_raw(llama) as peer, counted(llama, "symbiosis_refused_total", code="unexpected"):
-        peer.message(header(operation, rows=1, columns=2), b"{}")
+        peer.message(header(operation, rows=1, columns=2), SEED if operation == SEED_EFFECT else b"{}")
         assert peer.receive_error() == (0, "unexpected")
         assert peer.receive_close() == 1002
 

@@ -15,7 +15,9 @@ from shared.header import (
     DTYPE_NAMES,
     DTYPES,
     HEADER_BYTES,
+    PRODUCTS,
     PROTOCOL_VERSION,
+    SEED_BYTES,
     Direction,
     Header,
     Operation,
@@ -28,7 +30,7 @@ U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 HEADERS = st.builds(
     Header,
-    operation=st.integers(1, 7),
+    operation=st.integers(1, 8),
     direction=st.integers(0, 2),
     dtype=st.integers(0, 7),
     group=U32,
@@ -65,7 +67,7 @@ def test_every_field_is_where_the_table_says() -> None:
         (0, 2, "protocol_version", True),
         (0, 255, "protocol_version", True),
         (1, 0, "operation", False),
-        (1, 8, "operation", False),
+        (1, 9, "operation", False),
         (1, 255, "operation", False),
         (2, 3, "direction", False),
         (2, 255, "direction", False),
@@ -104,6 +106,8 @@ def test_any_bytes_are_a_header_or_a_wire_error(data: bytes) -> None:
 def test_sizes_do_not_wrap_around(header: Header) -> None:
     """2^16 x 2^16 float64 would be 0 in 32 bits and (2^32-1)^2 x 8 would be small in 64."""
     itemsize = struct.calcsize({0: "B", 1: "f", 2: "e", 3: "e", 4: "d", 5: "q", 6: "i", 7: "?"}[header.dtype])
+    if header.operation == Operation.SEED_EFFECT:
+        header = header._replace(operation=Operation.EFFECT)
     assert header.payload_bytes == header.rows * header.columns * itemsize
     if header.rows and header.columns:
         assert header.payload_bytes >= max(header.rows, header.columns)
@@ -112,6 +116,22 @@ def test_sizes_do_not_wrap_around(header: Header) -> None:
 def test_the_largest_header_says_how_large_it_is() -> None:
     largest = Header(Operation.PRODUCT, 1, DTYPE_CODES[torch.float64], rows=2**32 - 1, columns=2**32 - 1)
     assert largest.payload_bytes == (2**32 - 1) ** 2 * 8 > 2**66
+
+
+@given(HEADERS)
+def test_a_seed_has_32_bytes_whatever_its_mask_has(header: Header) -> None:
+    """Rows, columns and dtype are the mask's; the other operations' are the payload's own."""
+    seed = header._replace(operation=Operation.SEED_EFFECT)
+    assert (seed.payload_shape, seed.payload_dtype) == ((1, SEED_BYTES), torch.uint8)
+    assert seed.payload_bytes == SEED_BYTES == 32
+    if header.operation != Operation.SEED_EFFECT:
+        assert header.payload_shape == (header.rows, header.columns)
+        assert header.payload_dtype == DTYPES[header.dtype]
+
+
+def test_products_are_what_names_a_group() -> None:
+    assert {Operation.PRODUCT, Operation.EFFECT, Operation.SEED_EFFECT} == PRODUCTS
+    assert sorted(Operation) == list(range(1, 9))
 
 
 @pytest.mark.parametrize("field", ["group", "request_id", "rows", "columns"])

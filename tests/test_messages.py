@@ -35,6 +35,8 @@ def strategy(kind: type[Message]) -> st.SearchStrategy[Message]:
 def _any(of: object) -> st.SearchStrategy[object]:
     if isinstance(of, type) and issubclass(of, Message):
         return strategy(of)
+    if of == tuple[int, int] | None:
+        return st.none() | st.tuples(_any(int), _any(int))
     if typing.get_origin(of) is tuple:
         return st.lists(_any(typing.get_args(of)[0]), max_size=2).map(tuple)
     return {
@@ -142,4 +144,12 @@ def test_no_tenant_file_is_a_path() -> None:
 def test_the_defaults_of_optional_fields() -> None:
     assert decode(b'{"code":"a","message":"b"}', ErrorInfo).retry_after is None
     assert decode(b'{"name":"a","outputs":1,"tensor":"b"}', Member).transposed is False
-    assert decode(b'{"inputs":1,"members":[]}', GroupInfo).head is False
+    group = decode(b'{"inputs":1,"members":[]}', GroupInfo)
+    assert (group.head, group.bounds) == (False, None)
+
+
+@pytest.mark.parametrize("bounds", ["[]", "[1]", "[1,2,3]", "1", '["1","2"]', "[1.5,2]", "[1,null]", "{}"])
+def test_bounds_are_two_integers(bounds: str) -> None:
+    assert decode(b'{"inputs":1,"members":[],"bounds":[3,4]}', GroupInfo).bounds == (3, 4)
+    with pytest.raises(WireError, match="control_message"):
+        decode(b'{"inputs":1,"members":[],"bounds":%s}' % bounds.encode(), GroupInfo)

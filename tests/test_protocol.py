@@ -17,6 +17,7 @@ from shared.messages import GroupInfo, Limits, Manifest, Member, ParameterInfo
 from shared.protocol import (
     MAX_ANSWER_CONTROL_BYTES,
     MAX_REQUEST_CONTROL_BYTES,
+    RING,
     ExecutorProtocol,
     GroupShape,
     TenantProtocol,
@@ -24,7 +25,7 @@ from shared.protocol import (
 )
 from shared.websocket import MessageReader, Opcode, frame_header
 
-FLOAT32, BFLOAT16 = DTYPE_CODES[torch.float32], DTYPE_CODES[torch.bfloat16]
+FLOAT32, BFLOAT16, INT32 = (DTYPE_CODES[d] for d in (torch.float32, torch.bfloat16, torch.int32))
 LIMITS = Limits(max_message_bytes=1 << 16, max_rows=100)
 GROUPS = (
     GroupInfo(8, (Member("q", 8, "q.weight"), Member("k", 4, "k.weight"), Member("v", 4, "v.weight"))),
@@ -46,12 +47,19 @@ MANIFEST = Manifest(
     unavailable=(),
     files=(),
 )
+RING_MANIFEST = msgspec.structs.replace(
+    MANIFEST,
+    numerics=RING,
+    wire_dtypes=("int32",),
+    groups=tuple(msgspec.structs.replace(group, bounds=(1000, 2000)) for group in GROUPS),
+)
+MANIFESTS = {"float32": MANIFEST, RING: RING_MANIFEST}
 HELLO = Header(Operation.HELLO, request_id=1, rows=1, columns=15)
 
 
-def greeted() -> ExecutorProtocol:
+def greeted(numerics: str = "float32") -> ExecutorProtocol:
     """An executor that has been said HELLO to."""
-    protocol = ExecutorProtocol(MANIFEST)
+    protocol = ExecutorProtocol(MANIFESTS[numerics])
     protocol.accept(HELLO)
     return protocol
 
@@ -71,16 +79,23 @@ def product(**fields: Any) -> Header:
     return good._replace(**fields)
 
 
+def seed(**fields: Any) -> Header:
+    """The same for a ring executor, whose rows are the mask of a seed."""
+    return product(**({"operation": Operation.SEED_EFFECT, "dtype": INT32} | fields))
+
+
 # -- the executor's side -------------------------------------------------------------------------
 
 
-def test_hello_comes_first_and_once() -> None:
-    protocol = ExecutorProtocol(MANIFEST)
-    for header in (product(), Header(Operation.FETCH, rows=1, columns=2), Header(Operation.REPLY)):
+@pytest.mark.parametrize("numerics", MANIFESTS)
+def test_hello_comes_first_and_once(numerics: str) -> None:
+    protocol = ExecutorProtocol(MANIFESTS[numerics])
+    good = product() if numerics != RING else seed()
+    for header in (product(), seed(), Header(Operation.FETCH, rows=1, columns=2), Header(Operation.REPLY)):
         assert refusal(protocol.accept, header) == ("unexpected", True)
     assert refusal(protocol.accept, HELLO) is None
     assert refusal(protocol.accept, HELLO) == ("unexpected", False)
-    assert refusal(protocol.accept, product()) is None
+    assert refusal(protocol.accept, good) is None
 
 
 @pytest.mark.parametrize(
@@ -106,6 +121,7 @@ def test_tenants_do_not_answer(operation: Operation) -> None:
         ({"direction": 0}, "direction"),
         ({"dtype": DTYPE_CODES[torch.float64]}, "dtype"),
         ({"dtype": DTYPE_CODES[torch.uint8]}, "dtype"),
+        ({"dtype": INT32}, "dtype"),
         ({"members": 0}, "members"),
         ({"members": 0b1000}, "members"),
         ({"members": 2**64 - 1}, "members"),
@@ -151,7 +167,7 @@ def test_control_messages_are_one_small_row_of_bytes(operation: Operation) -> No
 SMALL = st.integers(0, 20)
 ANY_HEADER = st.builds(
     Header,
-    operation=st.integers(1, 7),
+    operation=st.integers(1, 8),
     direction=st.integers(0, 2),
     dtype=st.integers(0, 7),
     group=SMALL | st.integers(0, 2**32 - 1),
@@ -160,24 +176,40 @@ ANY_HEADER = st.builds(
     columns=SMALL | st.sampled_from([24_000]) | st.integers(0, 2**32 - 1),
     members=SMALL | st.integers(0, 2**64 - 1),
 )
+PRODUCT_CODES = st.sampled_from([Operation.PRODUCT, Operation.EFFECT, Operation.SEED_EFFECT])
 
 
-@given(ANY_HEADER)
-def test_what_is_accepted_is_small_and_has_a_small_answer(header: Header) -> None:
-    protocol = greeted()
+@st.composite
+def good_products(draw: st.DrawFn) -> Header:
+    """Right for some executor, unless it has too many rows."""
+    group = draw(st.integers(0, 2))
+    direction, members = draw(st.integers(1, 2)), draw(st.integers(1, 7)) if group == 0 else 1
+    columns = GroupShape.of(GROUPS[group], "float32").plan(direction, members).request_columns
+    dtype, rows = draw(st.sampled_from([FLOAT32, INT32])), draw(st.integers(1, 120))
+    return Header(draw(PRODUCT_CODES), direction, dtype, group, 1, rows, columns, members)
+
+
+HEADERS = ANY_HEADER | good_products()
+
+
+@given(header=HEADERS, numerics=st.sampled_from(list(MANIFESTS)))
+def test_what_is_accepted_is_small_and_has_a_small_answer(header: Header, numerics: str) -> None:
+    protocol = greeted(numerics)
     if refusal(protocol.accept, header) is not None:
         return
     if header.operation == Operation.FETCH:
         assert header.payload_bytes <= MAX_REQUEST_CONTROL_BYTES
         return
-    assert header.operation in (Operation.PRODUCT, Operation.EFFECT)
+    ring = numerics == RING
+    assert header.operation in (Operation.PRODUCT, Operation.EFFECT, Operation.SEED_EFFECT)[: 2 + ring]
     answer = protocol.answer(header)
     assert max(header.payload_bytes, answer.payload_bytes) <= LIMITS.max_message_bytes
+    assert header.rows * header.columns * DTYPES[header.dtype].itemsize <= LIMITS.max_message_bytes
     assert 0 < header.rows <= LIMITS.max_rows
     group = GROUPS[header.group]
     outputs = sum(m.outputs for i, m in enumerate(group.members) if header.members >> i & 1)
     widths = (group.inputs, outputs) if header.direction == Direction.FORWARD else (outputs, group.inputs)
-    assert (header.columns, answer.columns) == widths
+    assert (header.columns, answer.columns) == (widths[0], widths[1] * (1 + ring))
     assert answer == header._replace(operation=Operation.REPLY, columns=answer.columns)
 
 
@@ -250,8 +282,8 @@ def test_a_header_that_asks_for_gigabytes_costs_nothing(
     assert sum(allocated) <= good.payload_bytes
 
 
-@given(header=ANY_HEADER, fin=st.booleans())
-def test_no_header_allocates_more_than_the_limit(header: Header, fin: bool) -> None:
+@given(header=HEADERS, fin=st.booleans(), numerics=st.sampled_from(list(MANIFESTS)))
+def test_no_header_allocates_more_than_the_limit(header: Header, fin: bool, numerics: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         empty, sizes = torch.empty, []
 
@@ -261,7 +293,9 @@ def test_no_header_allocates_more_than_the_limit(header: Header, fin: bool) -> N
             return empty(size, dtype=dtype)
 
         patch.setattr(torch, "empty", watched)
-        reader = MessageReader(greeted().accept, masked=False, max_message_bytes=LIMITS.max_message_bytes)
+        reader = MessageReader(
+            greeted(numerics).accept, masked=False, max_message_bytes=LIMITS.max_message_bytes
+        )
         feed(reader, frame_header(Opcode.BINARY, 32, fin=fin) + header.pack())
 
 
@@ -314,6 +348,7 @@ def asked(tenant: TenantProtocol) -> tuple[Header, Header]:
         {"operation": Operation.WELCOME},
         {"operation": Operation.PRODUCT},
         {"operation": Operation.HELLO},
+        {"operation": Operation.SEED_EFFECT},
         {"direction": Direction.BACKWARD},
         {"dtype": BFLOAT16},
         {"group": 1},

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TENANT, Executor
-from raw_peers import REPLY, SECONDS, eventually, metric, open_raw, product
+from raw_peers import REPLY, SECONDS, eventually, header, metric, open_raw, product
 
 from provider.executor import Scheduler
 from provider.metrics import AdminServer, Metrics
@@ -184,6 +184,28 @@ def test_metrics_count_what_was_served(another: Callable[..., Executor]) -> None
         assert metric(executor, "symbiosis_received_bytes_total") == 7 * 64 * 4
         assert metric(executor, "symbiosis_rows_total", operation="effect", direction="forward") == 0
     eventually(lambda: metric(executor, "symbiosis_connections") == 0)
+
+
+def test_a_seed_counts_as_the_rows_that_it_stands_for(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    executor = serve(checkpoint("llama"), numerics="ring")
+    with open_raw(executor) as peer:
+        peer.hello()
+        received = metric(executor, "symbiosis_received_bytes_total")
+        sent = metric(executor, "symbiosis_sent_bytes_total")
+        for direction, columns, answered in ((1, 64, 2 * 32), (2, 32, 2 * 64)):
+            labels = {"operation": "seed_effect", "direction": ("forward", "backward")[direction - 1]}
+            fields = {"operation": 8, "direction": direction, "dtype": 6, "members": 2, "request_id": 1}
+            peer.message(header(**fields, rows=5, columns=columns), bytes(32))
+            assert len(peer.receive()[1]) == 5 * answered * 4
+            eventually(lambda labels=labels: metric(executor, "symbiosis_rows_total", **labels) == 5)
+            eventually(
+                lambda labels=labels: metric(executor, "symbiosis_product_seconds_count", **labels) == 1
+            )
+        eventually(lambda: metric(executor, "symbiosis_received_bytes_total") - received == 2 * 32)
+        eventually(lambda: metric(executor, "symbiosis_sent_bytes_total") - sent == 5 * (64 + 128) * 4)
+        assert metric(executor, "symbiosis_rows_total", operation="effect", direction="forward") == 0
 
 
 NAMES = {

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw_peers import BINARY, CONTINUATION, PING, PONG, frame
 from test_protocol import LIMITS, asked, greeted, product
+from test_protocol import seed as seed_effect
 
 from shared.errors import WireError
-from shared.header import BYTES, DTYPES, HEADER_BYTES, Header, Operation
+from shared.header import BYTES, DTYPES, HEADER_BYTES, SEED_BYTES, Header, Operation
 from shared.protocol import TenantProtocol
 from shared.websocket import (
     CHUNK_BYTES,
@@ -57,8 +58,12 @@ def feed(into: MessageReader, data: bytes, cut: Callable[[], int] = lambda: 1 <<
 
 
 def message(random: Random, size: int, request_id: int = 1) -> tuple[Header, bytes]:
-    """A header and its payload: a tensor of any dtype and about ``size`` elements."""
+    """A header and its payload: a tensor of any dtype and about ``size`` elements, or now and then a seed."""
     dtype = random.randrange(len(DTYPES))
+    if random.random() < 0.1:  # of a mask of any size
+        rows, columns = random.getrandbits(32), random.getrandbits(32)
+        header = Header(Operation.SEED_EFFECT, 1, dtype, 0, request_id, rows, columns, 1)
+        return header, random.randbytes(SEED_BYTES)
     rows = random.randint(1, max(1, min(size, 9)))
     columns = size // rows
     header = Header(6, random.randrange(3), dtype, random.randrange(5), request_id, rows, columns, 1)
@@ -99,8 +104,11 @@ def check_events(events: list[Any], messages: list[tuple[Header, bytes]], pings:
     assert [e.header for e in got] == [header for header, _ in messages]
     for event, (header, payload) in zip(got, messages, strict=True):
         assert event.error is None
-        assert event.payload.shape == (header.rows, header.columns)
-        assert event.payload.dtype == DTYPES[header.dtype]
+        if header.operation == Operation.SEED_EFFECT:
+            assert (event.payload.shape, event.payload.dtype) == ((1, SEED_BYTES), torch.uint8)
+        else:
+            assert event.payload.shape == (header.rows, header.columns)
+            assert event.payload.dtype == DTYPES[header.dtype]
         assert event.payload.is_contiguous()
         assert event.payload.reshape(-1).view(torch.uint8).numpy().tobytes() == payload
 
@@ -131,6 +139,8 @@ def test_a_large_payload_is_read_where_it_stays(seed: int, sizes: list[int]) -> 
     messages = [message(random, size + 3 * RECORD_BYTES) for size in sizes]
     into = reader()
     for header, payload in messages:
+        if header.operation == Operation.SEED_EFFECT:
+            continue
         data = frame(header.pack() + payload)
         events = feed(into, data[:100])
         buffer = into.get_buffer()
@@ -225,6 +235,16 @@ def test_tenants_must_mask() -> None:
     assert (caught.value.code, caught.value.fatal) == ("frame", True)
 
 
+def test_a_seed_is_a_payload_of_32_bytes() -> None:
+    """In one frame or in several; whatever its mask has, which is not allocated here."""
+    head, mask = seed_effect(request_id=5, rows=100), bytes(range(SEED_BYTES))
+    data = head.pack() + mask
+    for sent in (frame(data), frame(data[:40], fin=False) + frame(data[40:], CONTINUATION)):
+        for piece in (1, 7, 1 << 20):
+            (event,) = feed(reader(greeted("ring").accept), sent, lambda piece=piece: piece)
+            check_events([event], [(head, mask)], [])
+
+
 @pytest.mark.parametrize("size", [0, 1, 95, 97, 1000, 40_000])
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 def test_a_payload_of_another_length_fails_its_request_only(size: int, piece: int) -> None:
@@ -255,7 +275,8 @@ def fuzz(data: bytes, random: Random, *, masked: bool, tenant: bool) -> None:
         asked(protocol)
         accept, limit = protocol.accept, 1 << 20
     else:
-        accept, limit = greeted().accept, LIMITS.max_message_bytes
+        numerics = random.choice(["float32", "ring"])
+        accept, limit = greeted(numerics).accept, LIMITS.max_message_bytes
     into = MessageReader(accept, masked=masked, max_message_bytes=limit)
     refused: WireError | None = None
     events: list[Any] = []
@@ -268,7 +289,10 @@ def fuzz(data: bytes, random: Random, *, masked: bool, tenant: bool) -> None:
         if isinstance(event, Control):
             assert len(event.data) <= 125
         elif event.error is None:
-            assert event.payload.shape == (event.header.rows, event.header.columns)
+            of_seed = event.header.operation == Operation.SEED_EFFECT
+            shape = (1, SEED_BYTES) if of_seed else (event.header.rows, event.header.columns)
+            assert event.payload.shape == shape
+            assert event.header.rows * event.header.columns <= limit
             assert event.header.payload_bytes <= limit
         else:
             assert event.payload is None
@@ -290,9 +314,9 @@ def test_mutated_streams(seed: int, masked: bool, tenant: bool) -> None:
     random = Random(seed)
     messages = []
     for i in range(random.randint(1, 3)):
-        head = product(request_id=i, rows=random.randint(1, 3))
+        head = random.choice([product, seed_effect])(request_id=i, rows=random.randint(1, 3))
         if tenant:  # the answer of the first is awaited
-            head = head._replace(operation=Operation.REPLY, request_id=1, rows=3, columns=16)
+            head = product(operation=Operation.REPLY, rows=3, columns=16)
         messages.append((head, random.randbytes(head.payload_bytes)))
     data = bytearray(stream(random, messages, masked=masked)[0])
     for _ in range(random.randint(1, 6)):

@@ -16,6 +16,7 @@ import torch
 from conftest import Executor
 from raw_peers import (
     BACKWARD,
+    EFFECT,
     FETCH,
     FORWARD,
     HELLO,
@@ -35,10 +36,13 @@ from websockets.sync.server import ServerConnection, serve
 from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost
 from shared.header import Direction, Operation
+from shared.masks import MaskStream
 from shared.messages import encode
 from tenant_sdk.channel import Channel
 from tenant_sdk.connect import client_context, open_connection
 from tenant_sdk.remote import RemoteExecutor
+
+SEED_EFFECT = 8
 
 # -- their client, our executor --------------------------------------------------------------------
 
@@ -118,6 +122,35 @@ def test_backward_takes_blocks_member_by_member(llama: Executor, checkpoint: Cal
         assert (fields.rows, fields.columns, fields.members) == (5, 64, 0b101)
         got = torch.frombuffer(bytearray(body), dtype=torch.float32).reshape(5, 64)
         torch.testing.assert_close(got, gradients[0] @ q + gradients[1] @ v)
+
+
+def test_their_client_gets_integers(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    """On the ring a seed's effect is that of its mask, and a product of masked rows is what is left."""
+    x = torch.arange(-160, 160, dtype=torch.int32).view(5, 64)
+    mask = MaskStream(bytes(range(32))).draw(5, 64)
+    fields = {"direction": FORWARD, "dtype": 6, "members": 0b11, "rows": 5, "columns": 64, "request_id": 7}
+    with dial(serve(checkpoint("llama"), numerics="ring")) as websocket:
+        websocket.send(control(HELLO, {"client": "websockets"}))
+        manifest = json.loads(receive(websocket)[1])
+        assert (manifest["numerics"], manifest["wire_dtypes"]) == ("ring", ["int32"])
+        assert all(len(group["bounds"]) == 2 for group in manifest["groups"])
+        answers = []
+        for operation, payload in (
+            (SEED_EFFECT, bytes(range(32))),
+            (EFFECT, mask),
+            (PRODUCT, x + mask),
+            (PRODUCT, x),
+        ):
+            sent = payload if isinstance(payload, bytes) else payload.numpy().tobytes()
+            websocket.send(header(operation, **fields) + sent)
+            head, body = receive(websocket)
+            assert head[1:] == (REPLY, FORWARD, 6, 0, 7, 5, 2 * (64 + 32), 0, 0, 0b11)
+            answers.append(torch.frombuffer(bytearray(body), dtype=torch.int32))
+        seeded, effect, masked, plain = answers
+        assert torch.equal(seeded, effect)
+        assert torch.equal(masked - effect, plain)
 
 
 @pytest.mark.parametrize("piece", [1, 33, 5000])

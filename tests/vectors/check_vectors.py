@@ -1,12 +1,13 @@
 """Check ``messages.json`` against the protocol as ``shared/PROTOCOL.md`` tells it.
 
-Written from that text and RFC 6455 with the standard library alone, so that a mistake in the
-project's code is not repeated here. ``python tests/vectors/check_vectors.py [FILE]`` prints what is
+Written from that text, RFC 6455 and FIPS 197 (AES) with the standard library alone, so that a mistake
+in the project's code is not repeated here. ``python tests/vectors/check_vectors.py [FILE]`` prints what is
 wrong and exits with 1, or prints how many vectors are right.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 import sys
@@ -16,8 +17,10 @@ VERSION = 1
 SUBPROTOCOL = "symbiosis.v1"
 HEADER = struct.Struct("<BBBBIIIIHHQ")
 NAMES = ("operation", "direction", "dtype", "group", "request_id", "rows", "columns", "members")
-HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR = range(1, 8)
+HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR, SEED_EFFECT = range(1, 9)
+REQUESTS = (HELLO, PRODUCT, EFFECT, FETCH, SEED_EFFECT)
 FORWARD = 1
+SEED = 32
 # code: name, bytes, how struct writes one element (bfloat16 is the upper half of a float32)
 DTYPES = {
     0: ("uint8", 1, "B"),
@@ -114,7 +117,7 @@ def header_of(message: bytes) -> dict[str, int]:
     if values[0] != VERSION:
         raise Refused("protocol_version", fatal=True)
     checks = {
-        "operation": 1 <= header["operation"] <= 7,
+        "operation": 1 <= header["operation"] <= 8,
         "direction": header["direction"] <= 2,
         "dtype": header["dtype"] in DTYPES,
         "reserved": values[8] == values[9] == 0,
@@ -127,7 +130,18 @@ def header_of(message: bytes) -> dict[str, int]:
 
 def payload_bytes(header: dict[str, int]) -> int:
     """Python integers do not overflow."""
+    if header["operation"] == SEED_EFFECT:
+        return SEED
     return header["rows"] * header["columns"] * DTYPES[header["dtype"]][1]
+
+
+def columns_of(group: dict, header: dict[str, int], numerics: str) -> tuple[int, int]:
+    """Of a product's request and of its answer."""
+    outputs = sum(m["outputs"] for i, m in enumerate(group["members"]) if header["members"] >> i & 1)
+    asked, answered = group["inputs"], outputs
+    if header["direction"] != FORWARD:
+        asked, answered = answered, asked
+    return asked, 2 * answered if numerics == "ring" else answered
 
 
 def accept_request(header: dict[str, int], manifest: dict, *, greeted: bool) -> None:
@@ -142,7 +156,8 @@ def accept_request(header: dict[str, int], manifest: dict, *, greeted: bool) -> 
         check(not greeted, "unexpected")
     else:
         check(greeted, "unexpected", fatal=True)
-    check(operation in (HELLO, PRODUCT, EFFECT, FETCH), "operation")
+    check(operation in REQUESTS, "operation")
+    check(operation != SEED_EFFECT or manifest["numerics"] == "ring", "operation")
     if operation in (HELLO, FETCH):
         check(header["dtype"] == 0 and header["rows"] == 1, "control_message")
         check(payload_bytes(header) <= REQUEST_CONTROL, "too_large")
@@ -152,22 +167,17 @@ def accept_request(header: dict[str, int], manifest: dict, *, greeted: bool) -> 
     check(DTYPES[header["dtype"]][0] in manifest["wire_dtypes"], "dtype")
     group = manifest["groups"][header["group"]]
     check(0 < header["members"] < 2 ** len(group["members"]), "members")
-    outputs = sum(m["outputs"] for i, m in enumerate(group["members"]) if header["members"] >> i & 1)
-    asked, answered = (
-        (group["inputs"], outputs) if header["direction"] == FORWARD else (outputs, group["inputs"])
-    )
-    check(header["columns"] == asked, "width")
+    columns = columns_of(group, header, manifest["numerics"])
+    check(header["columns"] == columns[0], "width")
     check(header["rows"] > 0, "zero_rows")
     limits, itemsize = manifest["limits"], DTYPES[header["dtype"]][1]
     check(header["rows"] <= limits["max_rows"], "too_large")
-    check(header["rows"] * max(asked, answered) * itemsize <= limits["max_message_bytes"], "too_large")
+    check(header["rows"] * max(columns) * itemsize <= limits["max_message_bytes"], "too_large")
 
 
 def accept_answer(header: dict[str, int], asked: dict[str, int], manifest: dict) -> None:
     """The checks of a tenant that waits for the answer to one product."""
-    group = manifest["groups"][asked["group"]]
-    outputs = sum(m["outputs"] for i, m in enumerate(group["members"]) if asked["members"] >> i & 1)
-    columns = outputs if asked["direction"] == FORWARD else group["inputs"]
+    columns = columns_of(manifest["groups"][asked["group"]], asked, manifest["numerics"])[1]
     if header["operation"] == ERROR:
         known = header["request_id"] in (0, asked["request_id"])
         right = known and header["dtype"] == 0 and payload_bytes(header) <= REQUEST_CONTROL
@@ -200,6 +210,132 @@ def outcome(vector: dict, manifest: dict) -> tuple[str | None, bool, int]:
     return None, False, 0
 
 
+# -- AES-256 in counter mode -----------------------------------------------------------------------
+
+
+def twice(byte: int) -> int:
+    """Multiplication by x in GF(2^8), FIPS 197 §4.2."""
+    return (byte << 1 ^ (0x11B if byte & 0x80 else 0)) & 0xFF
+
+
+def make_sbox() -> list[int]:
+    """§5.1.1: the inverse in GF(2^8), then an affine map."""
+    powers = [1]  # of 3, which are all but 0
+    while len(powers) < 255:
+        powers.append(powers[-1] ^ twice(powers[-1]))
+    box = [0x63] * 256
+    for i, power in enumerate(powers):
+        inverse = powers[-i % 255]
+        turned = (inverse << 8 | inverse) >> 4
+        box[power] = (inverse ^ turned ^ turned >> 1 ^ turned >> 2 ^ turned >> 3) & 0xFF ^ 0x63
+    return box
+
+
+SBOX = make_sbox()
+
+
+def expand_key(key: bytes) -> list[bytes]:
+    """§5.2: 15 round keys of a key of 32 bytes."""
+    words, constant = [key[at : at + 4] for at in range(0, 32, 4)], 1
+    while len(words) < 60:
+        word = words[-1]
+        if len(words) % 8 == 0:
+            word = bytes(SBOX[b] for b in word[1:] + word[:1])
+            word, constant = bytes([word[0] ^ constant]) + word[1:], twice(constant)
+        elif len(words) % 8 == 4:
+            word = bytes(SBOX[b] for b in word)
+        words.append(bytes(a ^ b for a, b in zip(word, words[-8], strict=True)))
+    return [b"".join(words[at : at + 4]) for at in range(0, 60, 4)]
+
+
+def encrypt(block: bytes, keys: list[bytes]) -> bytes:
+    """§5.1: one block of 16 bytes, column after column."""
+    state = [a ^ b for a, b in zip(block, keys[0], strict=True)]
+    for number, key in enumerate(keys[1:], 1):
+        state = [SBOX[state[at * 5 % 16]] for at in range(16)]  # and the rows are shifted
+        if number < 14:
+            mixed = []
+            for at in range(0, 16, 4):
+                a = state[at : at + 4]
+                every = a[0] ^ a[1] ^ a[2] ^ a[3]
+                mixed += [a[i] ^ every ^ twice(a[i] ^ a[(i + 1) % 4]) for i in range(4)]
+            state = mixed
+        state = [a ^ b for a, b in zip(state, key, strict=True)]
+    return bytes(state)
+
+
+def mask_bytes(seed: bytes, start: int, count: int) -> bytes:
+    """``count`` integers of a seed's mask, from the one at ``start``."""
+    first, last = start // 4, -(-(start + count) // 4)
+    keys = expand_key(seed)
+    stream = b"".join(encrypt(at.to_bytes(16, "big"), keys) for at in range(first, last))
+    return stream[4 * (start - 4 * first) :][: 4 * count]
+
+
+# -- the ring --------------------------------------------------------------------------------------
+
+
+def planes_of(weight: list[list[float]]) -> tuple[list[list[list[int]]], list[float]]:
+    """Both planes and the scales; Python's floats are binary64 and ``round`` goes to even."""
+    first, second, scales = [], [], []
+    for row in weight:
+        scale = max(abs(w) for w in row) / 127
+        (rounded,) = struct.unpack("<f", struct.pack("<f", scale))
+        ratios = [w / scale if rounded else 0.0 for w in row]
+        first.append([round(r) for r in ratios])
+        second.append([min(127, max(-128, round(256 * (r - round(r))))) for r in ratios])
+        scales.append(rounded)
+    return [first, second], scales
+
+
+def dot(a: list[int], b: list[int]) -> int:
+    """The product of two vectors."""
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def transposed(rows: list[list[int]]) -> list[list[int]]:
+    """Columns for rows."""
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def check_mask(vector: dict, _: dict) -> None:
+    """The integers of a seed."""
+    seed, start = bytes.fromhex(vector["seed"]), vector["start"]
+    if "values" in vector:
+        values = vector["values"]
+        expect(mask_bytes(seed, start, len(values)) == struct.pack(f"<{len(values)}i", *values), "values")
+    else:
+        data = mask_bytes(seed, start, vector["count"])
+        expect(hashlib.sha256(data).hexdigest() == vector["sha256"], "sha256")
+
+
+def check_planes(vector: dict, _: dict) -> None:
+    """Planes, scales and bounds of a weight."""
+    planes, scales = planes_of(vector["weight"])
+    expect(planes == vector["planes"], "planes")
+    expect(scales == vector["scales"], "scales")
+    bounds = [
+        max(dot(v, v) for plane in planes for v in plane),
+        max(dot(v, v) for plane in planes for v in transposed(plane)),
+    ]
+    expect(bounds == vector["bounds"], "bounds")
+
+
+def check_product(vector: dict, vectors: dict) -> None:
+    """An answer, modulo 2^32."""
+    chosen, at = [], 0
+    for i, outputs in enumerate(vector["outputs"]):
+        if vector["members"] >> i & 1:
+            chosen += range(at, at + outputs)
+        at += outputs
+    planes = [[plane[j] for j in chosen] for plane in vectors["planes"][vector["weight"]]["planes"]]
+    if vector["direction"] != FORWARD:
+        planes = [transposed(plane) for plane in planes]
+    answer = [[dot(row, w) for plane in planes for w in plane] for row in vector["rows"]]
+    wrapped = [[(n + 2**31) % 2**32 - 2**31 for n in row] for row in answer]
+    expect(wrapped == vector["answer"], "answer")
+
+
 # -- the vectors -----------------------------------------------------------------------------------
 
 
@@ -209,18 +345,21 @@ def element(value: float, dtype: int) -> bytes:
     return struct.pack("<" + how, value) if how else struct.pack("<f", value)[2:]
 
 
-def check_message(vector: dict, manifest: dict) -> None:
+def check_message(vector: dict, vectors: dict) -> None:
     """Its bytes, its frame and its fragments are those of its fields and values."""
+    manifest = vectors["manifests"][vector["numerics"]]
     message = bytes.fromhex(vector["message"])
     header = header_of(message)
     expect(header == vector["header"], "header")
     payload = message[32:]
     expect(len(payload) == payload_bytes(header), "length")
-    from_tenant = header["operation"] in (HELLO, PRODUCT, EFFECT, FETCH)
+    from_tenant = header["operation"] in REQUESTS
     expect(vector["sender"] == ("tenant" if from_tenant else "executor"), "sender")
     if "json" in vector:
         expect(json.loads(payload) == vector["json"], "json")
         expect((header["rows"], header["dtype"]) == (1, 0), "control message")
+    elif "seed" in vector:
+        expect(header["operation"] == SEED_EFFECT and payload.hex() == vector["seed"], "seed")
     else:
         values = b"".join(
             element(value, header["dtype"])
@@ -231,6 +370,7 @@ def check_message(vector: dict, manifest: dict) -> None:
         expect(values == payload, "values")
         expect(all(block["shape"][0] == header["rows"] for block in vector["blocks"]), "rows")
         expect(sum(block["shape"][1] for block in vector["blocks"]) == header["columns"], "columns")
+        expect(len(vector["blocks"]) == 1 or vector["numerics"] != "ring", "a ring has no blocks")
     if from_tenant:
         accept_request(header, manifest, greeted=header["operation"] != HELLO)
     expect(bool(vector["mask"]) == from_tenant, "mask")
@@ -243,7 +383,7 @@ def check_message(vector: dict, manifest: dict) -> None:
         expect(controls == ([] if whole else [(9, b"between")]), "ping")
 
 
-def check_frame(vector: dict) -> None:
+def check_frame(vector: dict, _: dict) -> None:
     """A frame header's fields, and a control frame's payload."""
     data = bytes.fromhex(vector["hex"])
     opcode, fin, reserved, length, mask, at = frame_header(data)
@@ -256,24 +396,35 @@ def check_frame(vector: dict) -> None:
     expect(at == shortest + len(mask), "length not in its shortest form")
 
 
+def check_outcome(vector: dict, vectors: dict) -> None:
+    """How a stream is refused, if it is."""
+    got = outcome(vector, vectors["manifests"][vector["numerics"]])
+    expect(got == (vector["code"], vector["fatal"], vector["request_id"]), f"gives {got}")
+
+
+CHECKS = {
+    "messages": check_message,
+    "frames": check_frame,
+    "refused_requests": check_outcome,
+    "refused_answers": check_outcome,
+    "masks": check_mask,
+    "planes": check_planes,
+    "products": check_product,
+}
+
+
 def check(vectors: dict) -> tuple[int, list[str]]:
     """How many vectors there are, and what is wrong with them."""
-    wrong, count, manifest = [], 0, vectors["manifest"]
+    wrong, count = [], 0
     if (vectors["protocol_version"], vectors["subprotocol"]) != (VERSION, SUBPROTOCOL):
         wrong.append("another version")
-    for kind in ("messages", "frames", "refused_requests", "refused_answers"):
+    for kind, check_one in CHECKS.items():
         expect(vectors[kind], f"no {kind}")
         for number, vector in enumerate(vectors[kind]):
             count += 1
             name = f"{kind}[{number}] {vector.get('name', '')}"
             try:
-                if kind == "messages":
-                    check_message(vector, manifest)
-                elif kind == "frames":
-                    check_frame(vector)
-                else:
-                    got = outcome(vector, manifest)
-                    expect(got == (vector["code"], vector["fatal"], vector["request_id"]), f"gives {got}")
+                check_one(vector, vectors)
             except (Wrong, Refused, LookupError, ValueError, struct.error) as error:
                 wrong.append(f"{name}: {error!r}")
     return count, wrong

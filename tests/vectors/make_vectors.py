@@ -14,17 +14,20 @@ from typing import Any
 
 import msgspec
 import torch
+from ring_numbers import GRADIENTS, INTEGERS, PLANES, SEED, masks, planes, product, products
 
 from shared.errors import WireError
 from shared.header import (
     DTYPE_CODES,
     DTYPE_NAMES,
+    HEADER_BYTES,
     PROTOCOL_VERSION,
     SUBPROTOCOL,
     Direction,
     Header,
     Operation,
 )
+from shared.masks import MaskStream
 from shared.messages import (
     ErrorInfo,
     Fetch,
@@ -38,7 +41,8 @@ from shared.messages import (
     ParameterInfo,
     encode,
 )
-from shared.protocol import ExecutorProtocol, GroupShape, TenantProtocol
+from shared.protocol import RING, ExecutorProtocol, GroupShape, TenantProtocol
+from shared.ring import bounds
 from shared.websocket import (
     Incoming,
     MessageReader,
@@ -51,7 +55,7 @@ from shared.websocket import (
 
 FILE = Path(__file__).with_name("messages.json")
 MASK = bytes.fromhex("37fa213d")  # of RFC 6455 §5.7; a real one is random
-FLOAT32 = DTYPE_CODES[torch.float32]
+FLOAT32, INT32 = DTYPE_CODES[torch.float32], DTYPE_CODES[torch.int32]
 
 MANIFEST = Manifest(
     server="symbiosis/1",
@@ -73,6 +77,23 @@ MANIFEST = Manifest(
     unavailable=(),
     files=(FileInfo("config.json", 120, "ab" * 32),),
 )
+
+MANIFESTS = {
+    "float32": MANIFEST,
+    RING: msgspec.structs.replace(
+        MANIFEST,
+        numerics=RING,
+        wire_dtypes=("int32",),
+        groups=tuple(
+            msgspec.structs.replace(group, bounds=given)
+            for group, given in zip(
+                MANIFEST.groups,
+                (tuple(bounds(PLANES.planes)), (3 << 14, 4 << 14), (20_000, 10_000 << 13)),
+                strict=True,
+            )
+        ),
+    ),
+}
 
 
 def fields(header: Header) -> dict[str, int]:
@@ -99,22 +120,28 @@ def fragmented(data: bytes, at: list[int], *, mask: bytes) -> bytes:
     return out
 
 
-def message(name: str, header: Header, payload: list[torch.Tensor] | Message) -> dict[str, Any]:
+def message(
+    name: str, header: Header, payload: list[torch.Tensor] | Message | bytes, numerics: str = "float32"
+) -> dict[str, Any]:
     """One message on the wire, as its sender must send it and the same without mask."""
-    from_tenant = header.operation in (Operation.HELLO, Operation.PRODUCT, Operation.EFFECT, Operation.FETCH)
+    from_tenant = header.operation not in (Operation.WELCOME, Operation.REPLY, Operation.ERROR)
     mask = MASK if from_tenant else b""
     content: dict[str, Any]
     if isinstance(payload, Message):
         blocks: list[torch.Tensor] | bytes = encode(payload)
         header = header._replace(rows=1, columns=len(blocks))
         content = {"json": msgspec.to_builtins(payload)}
+    elif isinstance(payload, bytes):
+        blocks = payload
+        content = {"seed": payload.hex()}
     else:
         blocks = payload
         content = {"blocks": [{"shape": list(block.shape), "values": block.tolist()} for block in payload]}
     plain = joined(encode_message(header, blocks))
-    whole = plain[len(frame_header(Opcode.BINARY, 32 + header.payload_bytes)) :]
+    whole = plain[len(frame_header(Opcode.BINARY, HEADER_BYTES + header.payload_bytes)) :]
     return {
         "name": name,
+        "numerics": numerics,
         "sender": "tenant" if from_tenant else "executor",
         "header": fields(header),
         **content,
@@ -186,6 +213,28 @@ def messages() -> list[dict[str, Any]]:
         block = torch.tensor([[0, 1, 2], [100, 50, 1]]).to(dtype)
         header = Header(Operation.REPLY, dtype=DTYPE_CODES[dtype], request_id=8, rows=2, columns=3)
         made.append(message(f"a parameter in {dtype_name}", header, [block]))
+    return made + ring_messages()
+
+
+def ring_messages() -> list[dict[str, Any]]:
+    """What differs from floats: every request of products, the manifest, scales."""
+    made = [message("ring: welcome", Header(Operation.WELCOME, request_id=1), MANIFESTS[RING], RING)]
+    for name, operation, direction, members, rows in (
+        ("forward of two members", Operation.PRODUCT, Direction.FORWARD, 0b11, INTEGERS),
+        ("backward of two members", Operation.PRODUCT, Direction.BACKWARD, 0b11, GRADIENTS),
+        ("backward of the second", Operation.EFFECT, Direction.BACKWARD, 0b10, GRADIENTS[:, 3:].contiguous()),
+        ("effect of a seed", Operation.SEED_EFFECT, Direction.FORWARD, 0b11, MaskStream(SEED).draw(2, 4)),
+    ):
+        ask = Header(operation, direction, INT32, 0, 2, *rows.shape, members)
+        answer = product(PLANES, [3, 2], direction, members, rows)
+        payload = SEED if operation == Operation.SEED_EFFECT else [rows]
+        reply = ask._replace(operation=Operation.REPLY, columns=answer.shape[1])
+        made.append(message(f"ring: {name}", ask, payload, RING))
+        made.append(message("ring: its answer, plane beside plane", reply, [answer], RING))
+    fetch = Fetch("scales", "0", 1, 4)
+    reply = Header(Operation.REPLY, dtype=FLOAT32, request_id=3, rows=3, columns=1)
+    made.append(message("ring: fetch scales", Header(Operation.FETCH, request_id=3), fetch, RING))
+    made.append(message("ring: scales", reply, [PLANES.scales[1:4].view(3, 1)], RING))
     return made
 
 
@@ -273,7 +322,8 @@ def refused_requests() -> list[dict[str, Any]]:
         "version 0": framed(changed(pack, 0, 0) + row, MASK),
         "version 2": framed(changed(pack, 0, 2) + row, MASK),
         "operation 0": framed(changed(pack, 1, 0) + row, MASK),
-        "operation 8": framed(changed(pack, 1, 8) + row, MASK),
+        "operation 9": framed(changed(pack, 1, 9) + row, MASK),
+        "a seed for floats": framed(changed(pack, 1, 8) + row, MASK),
         "operation of executors": framed(changed(pack, 1, 6) + row, MASK),
         "direction 3": framed(changed(pack, 2, 3) + row, MASK),
         "dtype 8": framed(changed(pack, 3, 8) + row, MASK),
@@ -306,27 +356,73 @@ def refused_requests() -> list[dict[str, Any]]:
         "before hello": framed(pack + row, MASK),
     }
     made = []
-    for greeted, some in ((True, cases), (False, first)):
+    for numerics, greeted, some in (
+        ("float32", True, cases),
+        ("float32", False, first),
+        (RING, True, refused_by_a_ring()),
+        (RING, False, {"a seed before hello": framed(SEED_EFFECT.pack() + SEED, MASK)}),
+    ):
         for name, data in some.items():
-            protocol = ExecutorProtocol(MANIFEST)
+            protocol = ExecutorProtocol(MANIFESTS[numerics])
             if greeted:
                 protocol.accept(Header(Operation.HELLO, rows=1))
             result = outcome(protocol.accept, data, masked=True)
-            made.append({"name": name, "greeted": greeted, "hex": data.hex(), **result})
+            made.append({"name": name, "numerics": numerics, "greeted": greeted, "hex": data.hex(), **result})
     return made
+
+
+SEED_EFFECT = Header(Operation.SEED_EFFECT, Direction.FORWARD, INT32, 0, 9, 2, 4, 0b11)
+
+
+def refused_by_a_ring() -> dict[str, bytes]:
+    """What differs from floats."""
+    rows = SEED_EFFECT._replace(operation=Operation.PRODUCT)
+    wide = SEED_EFFECT._replace(group=2, columns=2, members=1)
+
+    def seeded(length: int = 32, **change: int) -> bytes:
+        return framed(SEED_EFFECT._replace(**change).pack() + bytes(length), MASK)
+
+    return {
+        "integers: not refused": framed(rows.pack() + bytes(32), MASK),
+        "a seed: not refused": seeded(),
+        "a seed for the most rows: not refused": seeded(rows=10),
+        "floats on a ring": framed(rows._replace(dtype=FLOAT32).pack() + bytes(32), MASK),
+        "a seed for floats on a ring": seeded(dtype=FLOAT32),
+        "a seed for bytes": seeded(dtype=0),
+        "a seed of 31 bytes": seeded(31),
+        "a seed of 33 bytes": seeded(33),
+        "no seed": seeded(0),
+        "a mask for a seed": framed(SEED_EFFECT._replace(rows=3).pack() + bytes(48), MASK),
+        "a seed in two frames": several(SEED_EFFECT.pack() + SEED[:5], SEED[5:]),
+        "a seed of 31 bytes in two frames": several(SEED_EFFECT.pack(), bytes(31)),
+        "a seed of 33 bytes in two frames": several(SEED_EFFECT.pack(), bytes(33)),
+        "a seed without rows": seeded(rows=0),
+        "a seed for too many rows": seeded(rows=11),
+        "a seed for 2^32 - 1 rows": seeded(rows=2**32 - 1),
+        "a seed for 2^66 bytes": seeded(rows=2**32 - 1, columns=2**32 - 1),
+        "a seed for a mask over the limit": seeded(group=2, direction=2, columns=10_000, members=1),
+        "a seed without direction": seeded(direction=0),
+        "a seed for no members": seeded(members=0),
+        "a seed for a third member of two": seeded(members=4),
+        "a seed for an unknown group": seeded(group=3),
+        "a seed for too wide a mask": seeded(columns=8),
+        "two planes of one row are over the limit": framed(
+            wide._replace(operation=Operation.PRODUCT, rows=1).pack() + bytes(8), MASK
+        ),
+        "two planes of a seed's row are over the limit": framed(wide._replace(rows=1).pack() + SEED, MASK),
+    }
 
 
 def refused_answers() -> list[dict[str, Any]]:
     """What a tenant that waits for one answer refuses; all of it ends the connection."""
-    shape = GroupShape.of(MANIFEST.groups[0], MANIFEST.numerics)
 
-    def waiting() -> tuple[TenantProtocol, Header]:
+    def waiting(operation: Operation, numerics: str) -> tuple[TenantProtocol, Header]:
         protocol = TenantProtocol()
-        return protocol, protocol.product(
-            Operation.PRODUCT, 0, shape, Direction.FORWARD, 0b11, 2, torch.float32
-        )
+        shape = GroupShape.of(MANIFESTS[numerics].groups[0], numerics)
+        dtype = DTYPE_NAMES[MANIFESTS[numerics].wire_dtypes[0]]
+        return protocol, protocol.product(operation, 0, shape, Direction.FORWARD, 0b11, 2, dtype)
 
-    asked = waiting()[1]
+    asked = waiting(Operation.PRODUCT, "float32")[1]
     good = asked._replace(operation=Operation.REPLY, columns=5)
     body = bytes(40)
     error = encode(ErrorInfo("group", "no"))
@@ -350,10 +446,25 @@ def refused_answers() -> list[dict[str, Any]]:
         "a welcome": framed(good._replace(operation=2).pack() + body, b""),
         "a request": framed(good._replace(operation=3).pack() + body, b""),
     }
+    ring = asked._replace(operation=Operation.REPLY, dtype=INT32, columns=10)
+    ring_cases: dict[str, bytes] = {
+        "the answer of a ring: not refused": framed(ring.pack() + bytes(80), b""),
+        "the product with one plane": framed(ring._replace(columns=5).pack() + body, b""),
+        "floats of a ring": framed(ring._replace(dtype=FLOAT32).pack() + bytes(80), b""),
+        "a seed from an executor": framed(ring._replace(operation=8).pack() + SEED, b""),
+    }
     made = []
-    for name, data in cases.items():
-        result = outcome(waiting()[0].accept, data, masked=False)
-        made.append({"name": name, "asked": fields(asked), "hex": data.hex(), **result})
+    for operation, numerics, some in (
+        (Operation.PRODUCT, "float32", cases),
+        (Operation.PRODUCT, RING, ring_cases),
+        (Operation.SEED_EFFECT, RING, ring_cases),
+    ):
+        for name, data in some.items():
+            protocol, asked = waiting(operation, numerics)
+            result = outcome(protocol.accept, data, masked=False)
+            made.append(
+                {"name": name, "numerics": numerics, "asked": fields(asked), "hex": data.hex(), **result}
+            )
     return made
 
 
@@ -362,11 +473,14 @@ def make() -> str:
     vectors = {
         "protocol_version": PROTOCOL_VERSION,
         "subprotocol": SUBPROTOCOL,
-        "manifest": msgspec.to_builtins(MANIFEST),
+        "manifests": msgspec.to_builtins(MANIFESTS),
         "messages": messages(),
         "frames": frames(),
         "refused_requests": refused_requests(),
         "refused_answers": refused_answers(),
+        "masks": masks(),
+        "planes": planes(),
+        "products": products(),
     }
     return json.dumps(vectors, indent=1, sort_keys=True) + "\n"
 

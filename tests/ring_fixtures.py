@@ -1,0 +1,44 @@
+"""Fixtures of the tests of ring executors.
+
+A test module takes them with ``pytest_plugins = ("ring_fixtures",)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from conftest import Executor
+from middleman import Middleman, between
+from ring_sessions import Trio
+
+
+@pytest.fixture(scope="session")
+def trio(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Callable[[str], Trio]:
+    """A provider and two mask sources of a tiny model: ``trio("llama")``; made once."""
+    made: dict[str, Trio] = {}
+
+    def get(architecture: str) -> Trio:
+        if architecture not in made:
+            folder = checkpoint(architecture)
+            made[architecture] = tuple(serve(folder, numerics="ring") for _ in range(3))  # type: ignore[assignment]
+        return made[architecture]
+
+    return get
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """More threads than any test here uses."""
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture
+def proxy(tls_dir: Path) -> Iterator[Callable[[Executor], Middleman]]:
+    """A middleman before an executor: ``proxy(executor)``."""
+    with ExitStack() as stack:
+        yield lambda behind: stack.enter_context(between(behind, tls_dir))
