@@ -1,9 +1,11 @@
 """The whole product in a few minutes: a tenant fine-tunes on private notes through a provider's executor.
 
-An executor serves ``examples/base_model`` in a process of its own, behind TLS 1.3. In this process a
-tenant fine-tunes a LoRA adapter on ``examples/data`` with the Trainer of transformers, masking what
-it sends (``noise-bank``). The same training then runs without the executor, and the two are
-compared. Run it with ``make demo``; results are in ``out/demo``.
+Two executors serve ``examples/base_model``, each in a process of its own behind TLS 1.3, with
+certificates and tokens of its own: the *provider* and the *mask source*. In this process a tenant
+fine-tunes a LoRA adapter on ``examples/data`` with the Trainer of transformers. What it sends to the
+provider is masked, every row with a mask of its own (``one-time``); the mask source multiplies the masks
+and never sees a row; every answer is checked. The same training then runs without executors, and the two
+are compared. Run it with ``make demo``; results are in ``out/demo``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import argparse
 import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -22,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +38,7 @@ from demo_report import Display, draw_losses, print_table
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 import tenant_sdk
+from shared.header import SEED_BYTES
 from tenant_sdk.finetuning import Blocks, pack, perplexity, read_tokens
 
 HERE = Path(__file__).resolve().parent
@@ -84,7 +88,7 @@ def parse_arguments() -> Options:
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--privacy", default="noise-bank")
+    parser.add_argument("--privacy", default="one-time")
     return Options(**vars(parser.parse_args()))
 
 
@@ -174,37 +178,95 @@ def run_one(
     return model, Result(losses, before, after, text_before, text_after, train_seconds, generate_seconds)
 
 
+@dataclass(frozen=True)
+class Operator:
+    """Somebody who runs an executor, and what a tenant needs to reach it."""
+
+    name: str
+    url: str
+    token: str
+    ca: Path
+
+
+def start_executor(name: str, model: Path, folder: Path, output: Path) -> subprocess.Popen[bytes]:
+    """One operator's certificates, token for the tenant, and executor process."""
+    folder.mkdir()
+    tls, tokens, token = folder / "tls", folder / "tokens.json", folder / "token"
+    command = [sys.executable, "-m", "provider.cli"]
+    with log_of(output, name).open("wb") as log:
+        subprocess.run([*command, "certs", tls], check=True, stdout=log, stderr=log)
+        add = [*command, "token", "add", "clinic", "--token-file", tokens]
+        token.write_bytes(subprocess.run(add, check=True, stdout=subprocess.PIPE, stderr=log).stdout)
+        serve = [*command, "serve", model, "--numerics", "ring", "--tls-dir", tls, "--token-file", tokens]
+        return subprocess.Popen(
+            [*serve, "--port", "0", "--ready-file", folder / "ready.json"], stdout=log, stderr=log
+        )
+
+
+def await_executor(name: str, folder: Path, process: subprocess.Popen[bytes]) -> Operator:
+    """The operator once its executor listens."""
+    ready = folder / "ready.json"
+    deadline = time.monotonic() + 120
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the executor of the {name} did not start")
+        time.sleep(0.05)
+    url, token = json.loads(ready.read_text())["url"], (folder / "token").read_text().strip()
+    return Operator(name, url, token, folder / "tls" / "ca.pem")
+
+
+def log_of(output: Path, name: str) -> Path:
+    """Where an executor writes."""
+    return output / f"{name.replace(' ', '_')}.log"
+
+
 @contextmanager
-def executor(model: Path, log: Path, display: Display) -> Iterator[tuple[str, str, Path]]:
-    """An executor process behind TLS: URL, token and authority. It must end well when told to."""
-    provider = [sys.executable, "-m", "provider.cli"]
-    with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as folder, log.open("wb") as output:
-        tls, tokens, ready = Path(folder) / "tls", Path(folder) / "tokens.json", Path(folder) / "ready.json"
-        with display.stage("provider: development certificate authority, token for the tenant"):
-            subprocess.run([*provider, "certs", str(tls)], check=True, stdout=output, stderr=output)
-            add = [*provider, "token", "add", "clinic", "--token-file", str(tokens)]
-            token = subprocess.run(add, check=True, stdout=subprocess.PIPE, stderr=output, text=True)
-        with display.stage(f"provider: executor process serving {model.name} over TLS 1.3"):
-            serve = [*provider, "serve", str(model), "--tls-dir", str(tls), "--token-file", str(tokens)]
-            process = subprocess.Popen(
-                [*serve, "--port", "0", "--ready-file", str(ready)], stdout=output, stderr=output
-            )
-            deadline = time.monotonic() + 120
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    process.kill()
-                    raise RuntimeError("the executor did not start")
-                time.sleep(0.05)
-            url = json.loads(ready.read_text())["url"]
+def executors(names: Sequence[str], options: Options, display: Display) -> Iterator[list[Operator]]:
+    """Executor processes behind TLS. They must end well when told to."""
+    operators: list[Operator] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
         try:
-            yield url, token.stdout.strip(), tls / "ca.pem"
-            with display.stage("provider: executor stopped by SIGTERM"):
-                process.send_signal(signal.SIGTERM)
-                if (status := process.wait(30)) != 0:
-                    raise RuntimeError(f"the executor ended with status {status} after SIGTERM")
+            with display.stage(
+                f"{' and '.join(names)}: certificates, token, process serving {options.base_model.name} "
+                "in ring numerics over TLS 1.3"
+            ):
+                for name in names:
+                    folder = Path(temporary) / name
+                    processes.append(start_executor(name, options.base_model, folder, options.output))
+                for name, process in zip(names, processes, strict=True):
+                    operators.append(await_executor(name, Path(temporary) / name, process))
+            yield operators
+            with display.stage("executors stopped by SIGTERM"):
+                for process in processes:
+                    process.send_signal(signal.SIGTERM)
+                for process in processes:
+                    if (status := process.wait(30)) != 0:
+                        raise RuntimeError(f"an executor ended with status {status} after SIGTERM")
         finally:
-            process.kill()
-            process.wait()
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def operators_of(options: Options) -> list[str]:
+    """Who runs an executor: only one-time masks need a mask source."""
+    return ["provider", "mask source"] if options.privacy == "one-time" else ["provider"]
+
+
+def masking(stats: tenant_sdk.Stats, privacy: str) -> dict[str, Any]:
+    """What was masked, who saw what, what was checked."""
+    seeds = stats.effect_requests * SEED_BYTES if privacy == "one-time" else 0
+    rows = {"rows": stats.rows, "bytes": stats.bytes_sent - seeds}
+    if privacy != "one-time":
+        return {"provider_saw": rows | {"masked": privacy}, "checked_rows": stats.verified_rows}
+    return {
+        "provider_saw": rows | {"masked": "every row by a mask of its own, uniform modulo 2^32"},
+        "mask_source_saw": {"seeds": stats.effect_requests, "bytes": seeds, "rows": 0},
+        "checked_rows": stats.verified_rows,
+        "rows_for_fingerprints": stats.rows - stats.verified_rows,
+        "same_machine": True,
+    }
 
 
 def run(options: Options, display: Display) -> dict[str, Any]:
@@ -212,20 +274,28 @@ def run(options: Options, display: Display) -> dict[str, Any]:
     adapter = options.output / "adapter"
     shutil.rmtree(adapter, ignore_errors=True)
     started = time.perf_counter()
-    log = options.output / "executor.log"
-    # The session, the inner of the two, ends before the executor is told to stop.
+    # The session, the inner of the two, ends before the executors are told to stop.
     with (
-        executor(options.base_model, log, display) as (url, token, ca),
-        tenant_sdk.connect(url, token=token, ca=ca, privacy=options.privacy) as session,
+        executors(operators_of(options), options, display) as (provider, *sources),
+        tenant_sdk.connect(
+            provider.url,
+            token=provider.token,
+            ca=provider.ca,
+            privacy=options.privacy,
+            mask_sources=[source.url for source in sources],
+            mask_source_token=[source.token for source in sources],
+            mask_source_ca=[source.ca for source in sources],
+            allow_same_operator=True,  # one machine plays both; in earnest they must not collude
+        ) as session,
     ):
-        with display.stage("tenant: model skeleton and tokenizer from the executor"):
+        with display.stage("tenant: model skeleton and tokenizer from the provider"):
             model: Any = session.load_model(progress=False)
             tokenizer = session.load_tokenizer()
             blocks, held_out = (
                 pack(read_tokens(DATA / name, tokenizer), options.sequence_length, keep_tail=tail)
                 for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
             )
-        model, remote = run_one(model, tokenizer, blocks, held_out, options, display, "through the executor")
+        model, remote = run_one(model, tokenizer, blocks, held_out, options, display, "through the executors")
         model.save_pretrained(str(adapter))
         stats, manifest = session.stats, session.manifest
 
@@ -241,6 +311,7 @@ def run(options: Options, display: Display) -> dict[str, Any]:
         "model": manifest.model,
         "digest": manifest.digest,
         "privacy": options.privacy,
+        "numerics": manifest.numerics,
         "steps": options.steps,
         "tokens_per_step": options.batch_size * options.sequence_length,
         "executor": asdict(remote),
@@ -253,6 +324,7 @@ def run(options: Options, display: Display) -> dict[str, Any]:
         "text_executor": tokenizer.decode(remote.text_after),
         "text_local": tokenizer.decode(local.text_after),
         "traffic": asdict(stats),
+        "masking": masking(stats, options.privacy),
         "seconds": time.perf_counter() - started,
         "versions": {
             "torch": torch.__version__,
@@ -266,16 +338,18 @@ def run(options: Options, display: Display) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the demo and show what came out; if it fails, show the executor's last words."""
+    """Run the demo and show what came out; if it fails, show the executors' last words."""
     warnings.simplefilter("ignore", FutureWarning)  # between transformers and peft
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # That the masks protect nothing on one machine stands in the summary.
+    logging.getLogger("tenant_sdk").setLevel(logging.ERROR)
     options, display = parse_arguments(), Display()
     options.output.mkdir(parents=True, exist_ok=True)
     try:
         summary = run(options, display)
     except BaseException:
-        display.show_log(options.output / "executor.log")
+        display.show_logs([log_of(options.output, name) for name in operators_of(options)])
         raise
     print_table(display.console, summary, options.output)
 

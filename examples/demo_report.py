@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,12 +48,12 @@ class Display:
         seconds = time.perf_counter() - started
         self.console.print(f"[green]✓[/] {escape(what)}  [dim]{seconds:.1f} s[/]", soft_wrap=True)
 
-    def show_log(self, log: Path, lines: int = 30) -> None:
-        """The end of the executor's log."""
-        if log.exists():
-            tail = log.read_text(errors="replace").splitlines()[-lines:]
-            self.console.print(f"[bold red]the demo failed; the executor's last lines ({log}):[/]")
-            self.console.print(escape("\n".join(tail)))
+    def show_logs(self, logs: list[Path], lines: int = 30) -> None:
+        """The ends of the executors' logs."""
+        self.console.print("[bold red]the demo failed; the executors' last lines:[/]")
+        for log in filter(Path.exists, logs):
+            self.console.print(f"[bold]{escape(str(log))}[/]", soft_wrap=True)
+            self.console.print(escape("\n".join(log.read_text(errors="replace").splitlines()[-lines:])))
 
 
 def draw_losses(remote: list[float], local: list[float], privacy: str, path: Path) -> None:
@@ -62,14 +63,16 @@ def draw_losses(remote: list[float], local: list[float], privacy: str, path: Pat
         2, 1, sharex=True, figsize=(7.2, 5.4), height_ratios=(3, 1.3), layout="constrained"
     )
     above.plot(steps, local, color="#f4a259", linewidth=5, solid_capstyle="round", label="all local")
-    above.plot(steps, remote, color="#1d3557", linewidth=1.4, label=f"through the executor, {privacy}")
+    above.plot(steps, remote, color="#1d3557", linewidth=1.4, label=f"through the executors, {privacy}")
     above.set_ylabel("training loss (nats per token)")
     above.set_title("Fine-tuning on private notes: the same training in two places")
     above.legend(frameon=False)
-    difference = [(a - b) * 1e6 for a, b in zip(remote, local, strict=True)]
+    difference = [a - b for a, b in zip(remote, local, strict=True)]
+    power = math.floor(math.log10(max(map(abs, difference)) or 1))
+    superscript = str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     below.axhline(0, color="#999999", linewidth=0.8)
-    below.plot(steps, difference, color="#b23a48", linewidth=1.2)
-    below.set_ylabel("difference (10⁻⁶ nats)")
+    below.plot(steps, [each / 10**power for each in difference], color="#b23a48", linewidth=1.2)
+    below.set_ylabel(f"difference (10{superscript} nats)")
     below.set_xlabel("optimizer step")
     below.set_xlim(0.5, len(remote) + 0.5)
     for axes in (above, below):
@@ -88,7 +91,7 @@ def print_table(console: Console, summary: dict[str, Any], output: Path) -> None
         title=f"{summary['steps']} steps of {summary['tokens_per_step']} tokens, LoRA, {summary['privacy']}"
     )
     table.add_column("")
-    table.add_column("through the executor", justify="right")
+    table.add_column("through the executors", justify="right")
     table.add_column("all local", justify="right")
     rows = [
         ("held-out perplexity before", "perplexity_before", ".1f"),
@@ -105,7 +108,9 @@ def print_table(console: Console, summary: dict[str, Any], output: Path) -> None
     same = summary["saved_adapter_gives_same_tokens"]
     table.add_row("saved adapter, plain PEFT: same tokens", "yes" if same else "no", "")
     table.add_row(
-        "round trips of the session", f"{traffic['requests']:,} + {traffic['effect_requests']} for masks", "0"
+        "round trips of the session",
+        f"{traffic['requests']:,} + {traffic['effect_requests']:,} for masks",
+        "0",
     )
     sent, received = traffic["bytes_sent"] / 1e6, traffic["bytes_received"] / 1e6
     table.add_row("sent / received in the session", f"{sent:,.0f} MB / {received:,.0f} MB", "0")
@@ -114,8 +119,37 @@ def print_table(console: Console, summary: dict[str, Any], output: Path) -> None
     for label, key in (("base model", "text_base_model"), ("with the adapter", "text_executor")):
         text = " ".join(summary[key].split())
         console.print(f"[bold]{label:<16}[/] {escape(text)}", soft_wrap=True)
+    console.print()
+    for label, text in privacy_lines(summary["masking"]):
+        console.print(f"[bold]{label:<16}[/] {escape(text)}", soft_wrap=True)
     console.print(
-        f"\nadapter, summary.json, loss.png and executor.log are in {escape(str(output))}; "
+        f"\nadapter, summary.json, loss.png and the executors' logs are in {escape(str(output))}; "
         f"{summary['seconds']:.0f} s in all",
         soft_wrap=True,
     )
+
+
+def privacy_lines(masking: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was masked, who saw what, what was checked, in words."""
+    saw = masking["provider_saw"]
+    rows = f"{saw['rows']:,} rows of activations and gradients, {saw['bytes'] / 1e6:,.0f} MB"
+    source = masking.get("mask_source_saw")
+    if source is None:
+        return [
+            ("provider saw", f"{rows}; masks: {saw['masked']}, worth little or nothing (docs/privacy.md)")
+        ]
+    return [
+        ("masked", f"{rows}: {saw['masked']}"),
+        ("provider saw", "those masked rows, which are uniform random integers to it, and when they came"),
+        ("mask source saw", f"{source['seeds']:,} random seeds, {source['bytes'] / 1e3:,.0f} kB, and no row"),
+        (
+            "checked",
+            f"{masking['checked_rows']:,} rows of answers, all of them right; the other "
+            f"{masking['rows_for_fingerprints']:,} rows were for the fingerprints",
+        ),
+        (
+            "promise",
+            "this one machine ran both executors, so it could subtract the masks (allow_same_operator); with "
+            "two operators that do not collude, neither learns anything but sizes and times",
+        ),
+    ]

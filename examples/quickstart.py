@@ -1,4 +1,4 @@
-"""Fine-tune on private notes through an executor, generate, save a standard adapter."""
+"""Fine-tune on private notes under one-time masks, generate, save a standard adapter."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,10 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 import tenant_sdk
 
 with tenant_sdk.connect(
-    os.environ["SYMBIOSIS_URL"], token=os.environ["SYMBIOSIS_TOKEN"], ca=os.environ["SYMBIOSIS_CA"]
+    os.environ["SYMBIOSIS_URL"],
+    token=os.environ["SYMBIOSIS_TOKEN"],
+    ca=os.environ["SYMBIOSIS_CA"],
+    mask_sources=[os.environ["SYMBIOSIS_MASK_SOURCE"]],  # of another operator; or local:FOLDER
 ) as session:
     tokenizer = session.load_tokenizer()
     lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")

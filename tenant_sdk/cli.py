@@ -1,9 +1,9 @@
-"""``symbiosis-tenant``: fine-tune, generate, and find out what is wrong with a connection."""
+"""``symbiosis-tenant``: fine-tune, generate, fingerprint a checkpoint, find out what is wrong."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import os
 import sys
 import tempfile
 import warnings
@@ -14,9 +14,15 @@ from typing import Annotated, Any, Optional
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
-from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout, SymbiosisError
+from shared.errors import (
+    ConfigurationError,
+    ConnectionLost,
+    RequestTimeout,
+    SymbiosisError,
+    VerificationError,
+)
 from tenant_sdk import cli_options as options
 from tenant_sdk.session import Session
 
@@ -54,26 +60,34 @@ def _load(session: Session, tokenizer: Path | None) -> tuple[Any, Any]:
     return (model.to("cuda") if torch.cuda.is_available() else model), words
 
 
-def _print_stats(session: Session) -> None:
+def _print_stats(session: Session, connection: options.Connection, to: Console) -> None:
     stats = session.stats
-    _results.print(
-        f"session: {stats.requests} requests and {stats.effect_requests} for masks, {stats.rows} rows, "
-        f"{stats.bytes_sent / 1e6:.1f} MB sent, {stats.bytes_received / 1e6:.1f} MB received, "
-        f"{stats.seconds_waiting:.1f} s waiting, {stats.seconds_masking:.1f} s masking"
+    waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
+    sources = len(connection.mask_source or ())
+    masked = {
+        "one-time": f"every row, each under a mask of its own ({sources} mask source{'s'[: sources != 1]}; "
+        f"effects of {stats.effect_rows:,} rows fetched)",
+        "noise-bank": "with banks of masks that serve many rows each",
+        "plain": "nothing; the executor saw every activation",
+    }[connection.privacy]
+    checked = f"{stats.verified_rows:,} of {stats.rows:,} rows" if stats.verified_rows else "nothing"
+    if 0 < stats.verified_rows < stats.rows and connection.verify in (None, "always"):
+        checked += "; the others made the fingerprints"
+    to.print(
+        f"session: {stats.requests:,} requests, {stats.rows:,} rows, {stats.bytes_sent / 1e6:.1f} MB sent, "
+        f"{stats.bytes_received / 1e6:.1f} MB received, {waiting:.1f} s waiting, "
+        f"{stats.seconds_masking:.1f} s masking and checking"
     )
+    to.print(f"masked: {masked}")
+    to.print(f"checked: {checked}")
 
 
 @app.command()
+@options.takes(options.Connection)
 def finetune(
-    provider: options.Provider,
-    token_env: options.TokenEnv,
+    connection: options.Connection,
     data: Annotated[Path, typer.Option(help="Plain text file (UTF-8) to learn from.")],
     output: Annotated[Path, typer.Option(help="Folder to make for the adapter, in PEFT's format.")],
-    ca: options.Ca = None,
-    mask_source: options.MaskSource = None,
-    mask_source_ca: options.MaskSourceCa = None,
-    mask_source_token_env: options.MaskSourceTokenEnv = None,
-    privacy: options.PrivacyMode = options.PRIVACY,
     method: Annotated[
         str,
         typer.Option(help="lora, rslora, adalora, ia3, vera, loha, lokr, prefix, prompt or p-tuning."),
@@ -102,11 +116,6 @@ def finetune(
     save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
     tokenizer: options.Tokenizer = None,
-    wire_dtype: options.WireDtype = options.WIRE_DTYPE,
-    digest: options.Digest = None,
-    client_certificate: options.ClientCertificate = None,
-    client_key: options.ClientKey = None,
-    timeout: options.Timeout = options.TIMEOUT,
 ) -> None:
     """Train an adapter on a text file; the text, the adapter and its gradients stay on this machine."""
     from tenant_sdk.adapters import find_method
@@ -133,7 +142,6 @@ def finetune(
         save_steps=save_steps,
         resume=resume,
     )
-    client = options.client_certificate(client_certificate, client_key)
     columns = (
         TextColumn("training"),
         BarColumn(),
@@ -141,19 +149,7 @@ def finetune(
         TextColumn("loss {task.fields[loss]}"),
     )
     with (
-        options.open_session(
-            provider,
-            ca=ca,
-            token_env=token_env,
-            mask_source=mask_source,
-            mask_source_ca=mask_source_ca,
-            mask_source_token_env=mask_source_token_env,
-            privacy=privacy,
-            wire_dtype=wire_dtype,
-            digest=digest,
-            client=client,
-            timeout=timeout,
-        ) as session,
+        connection.open() as session,
         Progress(*columns, TimeRemainingColumn(), console=_status) as bar,
     ):
         model, words = _load(session, tokenizer)
@@ -174,7 +170,7 @@ def finetune(
                 show=show,
                 say=lambda line: _status.print(escape(line)),
             )
-        except (ConnectionLost, RequestTimeout) as error:
+        except (ConnectionLost, RequestTimeout, VerificationError) as error:
             raise type(error)(f"{error.message}; to resume, add --resume to the same command") from error
         except KeyboardInterrupt:
             _status.print("interrupted; to go on, add --resume to the same command")
@@ -187,95 +183,82 @@ def finetune(
         _results.print(
             f"held-out perplexity: {report.perplexity_before:.2f} before, {report.perplexity_after:.2f} after"
         )
-    _print_stats(session)
+    _print_stats(session, connection, _results)
     _results.print(f"adapter: {escape(str(output))}")
 
 
 @app.command()
+@options.takes(options.Connection)
 def generate(
-    provider: options.Provider,
-    token_env: options.TokenEnv,
+    connection: options.Connection,
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
     adapter: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Folder of an adapter, as finetune writes it."),
     ] = None,
-    ca: options.Ca = None,
-    mask_source: options.MaskSource = None,
-    mask_source_ca: options.MaskSourceCa = None,
-    mask_source_token_env: options.MaskSourceTokenEnv = None,
-    privacy: options.PrivacyMode = options.PRIVACY,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens at the latest.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this share.")] = 1.0,
     seed: options.Seed = 0,
     tokenizer: options.Tokenizer = None,
-    wire_dtype: options.WireDtype = options.WIRE_DTYPE,
-    digest: options.Digest = None,
-    client_certificate: options.ClientCertificate = None,
-    client_key: options.ClientKey = None,
-    timeout: options.Timeout = options.TIMEOUT,
 ) -> None:
     """Continue a prompt, with or without an adapter; the text and the adapter stay on this machine."""
     from tenant_sdk.adapters import load_adapter
     from tenant_sdk.generation import Sampling, stream
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    client = options.client_certificate(client_certificate, client_key)
-    with options.open_session(
-        provider,
-        ca=ca,
-        token_env=token_env,
-        mask_source=mask_source,
-        mask_source_ca=mask_source_ca,
-        mask_source_token_env=mask_source_token_env,
-        privacy=privacy,
-        wire_dtype=wire_dtype,
-        digest=digest,
-        client=client,
-        timeout=timeout,
-    ) as session:
+    with connection.open() as session:
         model, words = _load(session, tokenizer)
         if adapter is not None:
             model = load_adapter(model, adapter)
         tokens, seconds = stream(model, words, prompt, sampling)
     _status.print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s")
+    _print_stats(session, connection, _status)
 
 
 @app.command()
-def doctor(
-    provider: options.Provider,
-    token_env: Annotated[
+def fingerprint(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder that you trust.")],
+    output: Annotated[Path, typer.Option(help="File to write; an existing one is replaced.")],
+    key_env: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="VAR", help="Environment variable that holds the token, to check all steps."),
+        typer.Option(
+            metavar="VAR", help="Variable with the key to write it under. Not given or set: a new key."
+        ),
     ] = None,
-    ca: options.Ca = None,
-    mask_source: options.MaskSource = None,
-    mask_source_ca: options.MaskSourceCa = None,
-    mask_source_token_env: options.MaskSourceTokenEnv = None,
-    wire_dtype: options.WireDtype = options.WIRE_DTYPE,
-    digest: options.Digest = None,
-    client_certificate: options.ClientCertificate = None,
-    client_key: options.ClientKey = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that each step may take.")] = 10.0,
 ) -> None:
-    """Check an executor step by step; at the first failure, say what is wrong and what to do."""
-    from tenant_sdk.doctor import Target, examine
+    """Make a file with which sessions check answers against your own checkpoint's weights.
 
-    client = options.client_certificate(client_certificate, client_key)
+    A new key is printed once: with it answers can be forged, so keep it apart from the file.
+    """
+    from tenant_sdk.fingerprints import write_fingerprints
+
+    def progress(layers: Any, what: str) -> Any:
+        return track(layers, what, console=_status, transient=True)
+
+    given = os.environ.get(key_env or "") or None
+    key = write_fingerprints(checkpoint, output, key=given, progress=progress)
+    if given is None:
+        print(key)
+    variable = key_env or "FINGERPRINT_KEY"
+    _status.print(
+        f"wrote {escape(str(output))}; use it with --fingerprints {escape(str(output))} "
+        f"--fingerprint-key-env {variable}"
+        + (f" after `export {variable}=...`: the key is shown only now" if given is None else "")
+    )
+
+
+@app.command()
+@options.takes(options.Reach)
+def doctor(reach: options.Reach) -> None:
+    """Check executors step by step; at the first failure, say what is wrong and what to do."""
+    from tenant_sdk.doctor import consult
+
     failed = False
-    own = Target(provider, ca, client, token_env, wire_dtype, digest, timeout)
-    targets = [own] + [
-        dataclasses.replace(
-            own, url=url, ca=mask_source_ca or ca, token_env=mask_source_token_env or token_env
-        )
-        for url in mask_source or ()
-        if not url.startswith("local:")
-    ]
-    for target in targets:
-        if len(targets) > 1:
-            _results.print(f"[bold]{escape(target.url)}[/]")
-        for finding in examine(target):
+    for title, findings in consult(reach):
+        if title:
+            _results.print(f"[bold]{escape(title)}[/]")
+        for finding in findings:
             mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[finding.ok]
             _results.print(f"{mark} {finding.step:<12}{escape(finding.detail)}")
             if finding.cure:

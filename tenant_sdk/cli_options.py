@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, TypeVar, get_type_hints
 
 import typer
 
 from shared.errors import ConfigurationError
-from tenant_sdk.opening import PRIVACY_MODES, connect
+from tenant_sdk.opening import PRIVACY_MODES, VERIFY_MODES, connect
 from tenant_sdk.session import Session
+
+T = TypeVar("T")
 
 
 def _default(name: str) -> Any:
@@ -19,41 +25,155 @@ def _default(name: str) -> Any:
     return inspect.signature(connect).parameters[name].default
 
 
-PRIVACY: str = _default("privacy")
-WIRE_DTYPE: str = _default("wire_dtype")
-TIMEOUT: float = _default("timeout")
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
-# Typer reads these at run time, where it wants Optional.
-Provider = Annotated[str, typer.Option(help="URL of the executor, wss://host:port.")]
-Ca = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(help="The provider's ca.pem. Default: the authorities of the operating system."),
-]
-TokenEnv = Annotated[str, typer.Option(metavar="VAR", help="Environment variable that holds the token.")]
-MaskSource = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option(help="Who computes masks' effects: wss:// URL or local:FOLDER. Default: the provider."),
-]
-MaskSourceCa = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(help="The mask source's ca.pem. Default: as --ca."),
-]
-MaskSourceTokenEnv = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(metavar="VAR", help="Variable that holds the mask source's token. Default: as --token-env."),
-]
-PrivacyMode = Annotated[str, typer.Option(metavar="MODE", help=" or ".join(PRIVACY_MODES) + ".")]
-WireDtype = Annotated[str, typer.Option(help="float32, or bfloat16 for half the bytes and fewer digits.")]
-Digest = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="Refuse an executor that serves other weights than these."),
-]
-ClientCertificate = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(help="PEM file, for executors that ask for a certificate."),
-]
-ClientKey = Annotated[Optional[Path], typer.Option(help="Its key.")]  # noqa: UP045
-Timeout = Annotated[float, typer.Option(help="Seconds without progress after which to give up.")]
+
+_REACH, _PRIVACY, _CHECKS = "Executors", "Privacy", "Verification"
+
+
+# Typer reads the annotations at run time, where it wants Optional.
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Which executors, and how to reach them."""
+
+    provider: Annotated[str, _option(_REACH, "URL of the executor, wss://host:port.")]
+    token_env: Annotated[
+        Optional[str],  # noqa: UP045
+        _option(_REACH, "Environment variable that holds the token.", metavar="VAR"),
+    ] = None
+    ca: Annotated[
+        Optional[Path],  # noqa: UP045
+        _option(_REACH, "The provider's ca.pem. Default: the authorities of the operating system."),
+    ] = None
+    mask_source: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        _option(
+            _REACH,
+            "Who computes masks' effects: an executor of another operator (wss:// URL), or local:FOLDER "
+            "with the checkpoint. Repeat for several: one that does not collude is enough.",
+        ),
+    ] = None
+    mask_source_ca: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        _option(_REACH, "A mask source's ca.pem, one for all or one for each. Default: as --ca."),
+    ] = None
+    mask_source_token_env: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        _option(
+            _REACH,
+            "Variable that holds a mask source's token, one for all or one for each. Default: as "
+            "--token-env, which all operators then know.",
+            metavar="VAR",
+        ),
+    ] = None
+    client_certificate: Annotated[
+        Optional[Path],  # noqa: UP045
+        _option(_REACH, "PEM file, for executors that ask for a certificate."),
+    ] = None
+    client_key: Annotated[Optional[Path], _option(_REACH, "Its key.")] = None  # noqa: UP045
+    wire_dtype: Annotated[
+        str,
+        _option(_REACH, "float32, or bfloat16 for half the bytes and fewer digits; not with ring numerics."),
+    ] = _default("wire_dtype")
+    digest: Annotated[
+        Optional[str],  # noqa: UP045
+        _option(_REACH, "Refuse executors that do not claim to serve these weights."),
+    ] = None
+    timeout: Annotated[float, _option(_REACH, "Seconds that each step may take.")] = 10.0
+
+    def client(self) -> tuple[Path, Path] | None:
+        """Certificate and key: both files or neither."""
+        if (self.client_certificate is None) != (self.client_key is None):
+            raise ConfigurationError("--client-certificate and --client-key go together")
+        return (
+            (self.client_certificate, self.client_key)
+            if self.client_certificate and self.client_key
+            else None
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection(Reach):
+    """A session: which executors, what they may see, and what is checked."""
+
+    # field(): no default, not the one above.
+    token_env: Annotated[
+        str, _option(_REACH, "Environment variable that holds the token.", metavar="VAR")
+    ] = field()
+    timeout: Annotated[float, _option(_REACH, "Seconds without progress after which to give up.")] = _default(
+        "timeout"
+    )
+    privacy: Annotated[str, _option(_PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE")] = _default(
+        "privacy"
+    )
+    allow_same_operator: Annotated[
+        bool,
+        _option(
+            _PRIVACY,
+            "Let provider and mask sources be one machine, although masks then hide nothing: to try it out.",
+            "--allow-same-operator",
+        ),
+    ] = False
+    mask_budget_mib: Annotated[
+        float, _option(_PRIVACY, "Memory for masks' effects that are fetched ahead, in MiB.")
+    ] = _default("mask_budget_mib")
+    verify: Annotated[
+        Optional[str],  # noqa: UP045
+        _option(
+            _CHECKS,
+            f"Check answers: {' or '.join(VERIFY_MODES)}. Default: always with one-time masks or "
+            "--fingerprints, else off.",
+            metavar="WHEN",
+        ),
+    ] = None
+    verify_rate: Annotated[
+        float, _option(_CHECKS, "With --verify sampled: the fraction of requests that is checked.")
+    ] = _default("verify_rate")
+    fingerprints: Annotated[
+        Optional[Path],  # noqa: UP045
+        _option(_CHECKS, "File of the command fingerprint: check against weights that you trust."),
+    ] = None
+    fingerprint_key_env: Annotated[
+        Optional[str],  # noqa: UP045
+        _option(_CHECKS, "Environment variable that holds the file's key.", metavar="VAR"),
+    ] = None
+
+    def open(self) -> Session:
+        """``tenant_sdk.connect`` with what the options say.
+
+        Raises:
+            ConfigurationError: a variable is not set; else see ``connect``.
+        """
+        if self.fingerprints is not None and self.fingerprint_key_env is None:
+            raise ConfigurationError(
+                "--fingerprints needs --fingerprint-key-env VAR: the variable with the key that "
+                "`symbiosis-tenant fingerprint` printed"
+            )
+        return connect(
+            self.provider,
+            token=secret(self.token_env, "the token that the provider gave you"),
+            ca=self.ca,
+            client_certificate=self.client(),
+            privacy=self.privacy,
+            mask_sources=self.mask_source or (),
+            mask_source_token=one_or_each(
+                [secret(name, "the mask source's token") for name in self.mask_source_token_env or ()]
+            ),
+            mask_source_ca=one_or_each(self.mask_source_ca or ()),
+            allow_same_operator=self.allow_same_operator,
+            mask_budget_mib=self.mask_budget_mib,
+            verify=self.verify,
+            verify_rate=self.verify_rate,
+            fingerprints=self.fingerprints,
+            fingerprint_key=self.fingerprint_key_env
+            and secret(self.fingerprint_key_env, "the fingerprints' key"),
+            wire_dtype=self.wire_dtype,
+            digest=self.digest,
+            timeout=self.timeout,
+        )
+
+
 Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(help="Folder of a tokenizer, for executors that serve none."),
@@ -61,52 +181,46 @@ Tokenizer = Annotated[
 Seed = Annotated[int, typer.Option(help="Of everything random except masks.")]
 
 
-def client_certificate(certificate: Path | None, key: Path | None) -> tuple[Path, Path] | None:
-    """Both files or neither."""
-    if (certificate is None) != (key is None):
-        raise ConfigurationError("--client-certificate and --client-key go together")
-    return (certificate, key) if certificate and key else None
-
-
-def _token(variable: str) -> str:
-    token = os.environ.get(variable, "")
-    if not token:
-        raise ConfigurationError(
-            f"the environment variable {variable} is not set: put the token that the provider gave you "
-            f"there (`export {variable}=...`)"
-        )
-    return token
-
-
-def open_session(
-    provider: str,
-    *,
-    ca: Path | None,
-    token_env: str,
-    mask_source: list[str] | None,
-    mask_source_ca: Path | None,
-    mask_source_token_env: str | None,
-    privacy: str,
-    wire_dtype: str,
-    digest: str | None,
-    client: tuple[Path, Path] | None,
-    timeout: float,
-) -> Session:
-    """``tenant_sdk.connect`` with what the options say.
+def secret(variable: str, what: str) -> str:
+    """The value of an environment variable: command lines are visible to others, environments are not.
 
     Raises:
-        ConfigurationError: a token's variable is not set; else see ``connect``.
+        ConfigurationError: it is not set.
     """
-    return connect(
-        provider,
-        token=_token(token_env),
-        ca=ca,
-        client_certificate=client,
-        privacy=privacy,
-        mask_sources=mask_source or (),
-        mask_source_token=_token(mask_source_token_env) if mask_source_token_env else None,
-        mask_source_ca=mask_source_ca,
-        wire_dtype=wire_dtype,
-        digest=digest,
-        timeout=timeout,
-    )
+    value = os.environ.get(variable, "")
+    if not value:
+        raise ConfigurationError(
+            f"the environment variable {variable} is not set: put {what} there (`export {variable}=...`)"
+        )
+    return value
+
+
+def one_or_each(given: Sequence[T]) -> T | Sequence[T] | None:
+    """As ``connect`` takes it: None, one for all, or one for each."""
+    return given[0] if len(given) == 1 else given or None
+
+
+def takes(options: type[Reach]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose first argument is a dataclass of options gets those on its command line."""
+    hints = get_type_hints(options, include_extras=True)
+
+    def parameter(option: dataclasses.Field[Any]) -> inspect.Parameter:
+        default = inspect.Parameter.empty if option.default is dataclasses.MISSING else option.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(option.name, kind, default=default, annotation=hints[option.name])
+
+    fields = dataclasses.fields(options)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            chosen = options(**{option.name: given.pop(option.name) for option in fields})
+            command(chosen, **given)
+
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        with_options.__signature__ = inspect.Signature(own + [parameter(option) for option in fields])  # type: ignore[attr-defined]
+        with_options.__annotations__ = {}
+        return with_options
+
+    return decorate

@@ -9,7 +9,7 @@ import ssl
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +18,13 @@ from cryptography import x509
 from shared.errors import AuthenticationError, ConfigurationError, ProtocolVersionError, SymbiosisError
 from shared.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
 from shared.messages import Manifest
+from shared.protocol import RING
 from tenant_sdk.channel import Channel
+from tenant_sdk.cli_options import Reach, one_or_each
 from tenant_sdk.connect import client_context, open_tcp, split_url, start_tls, upgrade
+from tenant_sdk.mask_sources import open_checkpoint
+from tenant_sdk.opening import LOCAL, check_same_weights, for_each
+from tenant_sdk.operators import Operators
 from tenant_sdk.remote import RemoteExecutor
 
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
@@ -51,8 +56,73 @@ class Target:
     timeout: float = 10.0
 
 
-def examine(target: Target) -> Iterator[Finding]:
+class Met:
+    """What has been learned of several executors, for comparing them."""
+
+    def __init__(self) -> None:
+        self.operators = Operators(allow_same=True)
+        self.manifests: dict[str, Manifest] = {}
+
+
+def consult(reach: Reach) -> Iterator[tuple[str, Iterator[Finding]]]:
+    """Every executor's findings, and whether they fit each other, each under a title."""
+    sources = reach.mask_source or []
+    client = reach.client()
+    met = Met()
+    own = Target(
+        reach.provider, reach.ca, client, reach.token_env, reach.wire_dtype, reach.digest, reach.timeout
+    )
+    variables, authorities = (
+        for_each(one_or_each(given or ()) or default, sources, option)
+        for given, default, option in (
+            (reach.mask_source_token_env, own.token_env, "--mask-source-token-env"),
+            (reach.mask_source_ca, own.ca, "--mask-source-ca"),
+        )
+    )
+    yield own.url if sources else "", examine(own, met)
+    for url, variable, ca in zip(sources, variables, authorities, strict=True):
+        if not url.startswith(LOCAL):
+            yield url, examine(replace(own, url=url, ca=ca, token_env=variable), met)
+    if own.url in met.manifests:
+        yield "one-time masks" if sources else "", _together(met, met.manifests[own.url], sources)
+
+
+def _together(met: Met, manifest: Manifest, sources: list[str]) -> Iterator[Finding]:
+    """Whether one-time masks would work with these executors, and be worth something."""
+    ring = manifest.numerics == RING
+    yield Finding(
+        "numerics",
+        ring or None,
+        f"{manifest.numerics}: " + ("exact integers" if ring else "no one-time masks, nothing to verify"),
+        "" if ring else "ask for an executor with `serve --numerics ring`, or choose a weaker --privacy",
+    )
+    if not sources:
+        cure = "give --mask-source wss://... of another operator, or local:FOLDER with the checkpoint"
+        yield Finding("mask source", None, "none given; one-time masks, the default, need one", cure)
+    for url in sources:
+        try:
+            if url.startswith(LOCAL):
+                open_checkpoint(url.removeprefix(LOCAL), manifest)
+                yield Finding("weights", True, f"{url} holds what the provider claims to serve")
+            elif url in met.manifests:  # else its own findings say why
+                check_same_weights(url, met.manifests[url], manifest)
+                yield Finding("weights", True, f"{url} claims to serve what the provider claims")
+        except ConfigurationError as error:
+            yield Finding(
+                "weights", False, error.message, "use mask sources of the provider's very checkpoint"
+            )
+    if met.operators.same:
+        yield Finding(
+            "operators",
+            None,
+            f"{met.operators.same}: whoever runs both subtracts every mask",
+            "use executors of operators that do not collude; --allow-same-operator is for trying it out",
+        )
+
+
+def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
     """Findings in order; the first with ``ok`` False is the last."""
+    met = met or Met()
     step = "url"
     sock: socket.socket | None = None
     channel: Channel | None = None
@@ -77,6 +147,7 @@ def examine(target: Target) -> Iterator[Finding]:
         step = "tls"
         tls = sock = start_tls(sock, host, context)
         yield from _tls_findings(tls)
+        met.operators.meet(target.url, tls, object())
 
         step = "token"
         token = os.environ.get(target.token_env, "") if target.token_env else ""
@@ -94,6 +165,7 @@ def examine(target: Target) -> Iterator[Finding]:
         step = "manifest"
         channel = Channel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
         remote = RemoteExecutor(lambda: channel, DTYPE_NAMES[target.wire_dtype])
+        met.manifests[target.url] = remote.manifest
         yield from _manifest_findings(remote.manifest)
 
         step = "digest"

@@ -7,10 +7,11 @@ file is encrypted and authenticated (Fernet) under a key that is shown once and 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -67,8 +68,14 @@ class StoredFingerprints:
                 f"{path} was not written under this key, or is truncated or was changed since; make it again "
                 "with `symbiosis-tenant fingerprint` from the checkpoint"
             ) from error
+        if _format(data) != _FORMAT:
+            raise ConfigurationError(
+                f"{path} holds no fingerprints, or those of another version; make it again with "
+                "`symbiosis-tenant fingerprint` from the checkpoint"
+            )
         self._path = path
         self._groups: tuple[GroupInfo, ...] = ()
+        self._made: dict[Kind, Fingerprint] = {}
 
     def fit(self, manifest: Manifest) -> None:
         """Use them for an executor.
@@ -86,11 +93,11 @@ class StoredFingerprints:
         self._groups = manifest.groups
 
     def _check(self, group: GroupInfo, member: Member) -> None:
-        scales = self._tensors.get(f"{member.tensor}/scales")
-        factor = self._tensors.get(f"{member.tensor}/forward")
+        scales = self._tensors.get(f"{member.name}/scales")
+        factor = self._tensors.get(f"{member.name}/forward")
         if scales is None or factor is None:
             raise ModelMismatch(
-                f"the fingerprints {self._path} do not have {member.tensor}, which the executor serves: they "
+                f"the fingerprints {self._path} do not have {member.name}, which the executor serves: they "
                 "are of another model"
             )
         if scales.shape != (member.outputs,) or factor.shape != (group.inputs,):
@@ -99,11 +106,12 @@ class StoredFingerprints:
     def _mismatch(self, member: Member) -> ModelMismatch:
         return ModelMismatch(
             f"the fingerprints {self._path} are of other weights than the executor claims for "
-            f"{member.tensor}: of another model, or the executor does not serve the model that it should"
+            f"{member.name}: of another model, or the executor does not serve the model that it should"
         )
 
     def _of(self, member: Member, what: str) -> torch.Tensor:
-        return self._tensors[f"{member.tensor}/{what}"]
+        # By the layer's name, not by its tensor's: which tensor a layer has is not for executors to say.
+        return self._tensors[f"{member.name}/{what}"]
 
     def scales(self, group: int) -> torch.Tensor:
         """Of all members of a group: float32 [O]."""
@@ -111,6 +119,12 @@ class StoredFingerprints:
 
     def get(self, kind: Kind, product: IntegerProduct) -> Fingerprint:
         """See ``tenant_sdk.verification.Fingerprints``."""
+        made = self._made.get(kind)
+        if made is None:
+            made = self._made[kind] = self._make(kind)
+        return made
+
+    def _make(self, kind: Kind) -> Fingerprint:
         info = self._groups[kind.group]
         members = [info.members[i] for i in member_indices(kind.members)]
         if kind.direction == Direction.FORWARD:
@@ -152,8 +166,8 @@ def write_fingerprints(
     cipher = Fernet(_fernet(key).encode())
     checkpoint = Checkpoint(folder)
     tensors: dict[str, torch.Tensor] = {}
-    for tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
-        _add(tensors, tensor, checkpoint.member_weight(Member(tensor, 0, tensor, is_transposed)))
+    for name, tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
+        _add(tensors, name, checkpoint.member_weight(Member(name, 0, tensor, is_transposed)))
     data = cipher.encrypt(save(tensors, {"format": _FORMAT}))
     temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
     try:
@@ -197,8 +211,22 @@ def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> N
     }
 
 
-def checkpoint_layers(checkpoint: Checkpoint) -> list[tuple[str, bool]]:
-    """Names of the linear layers' weights in a checkpoint, and whether they are stored as [D, O].
+def _format(data: bytes) -> str:
+    """What a safetensors file says it is."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return str(header.get("__metadata__", {}).get("format", ""))
+
+
+class Layer(NamedTuple):
+    """A linear layer of a checkpoint."""
+
+    name: str  # below the base model, as manifests name it
+    tensor: str  # that holds its weight
+    transposed: bool  # stored as [D, O]
+
+
+def checkpoint_layers(checkpoint: Checkpoint) -> list[Layer]:
+    """The linear layers whose weights a checkpoint holds; the head too, also if it is tied to the embeddings.
 
     Raises:
         CheckpointError: transformers does not know the model, or it has no linear layers.
@@ -211,12 +239,17 @@ def checkpoint_layers(checkpoint: Checkpoint) -> list[tuple[str, bool]]:
     except Exception as error:
         # Every architecture fails in a way of its own on a configuration that makes no sense.
         raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error!r}") from error
+    same: dict[int, list[str]] = {}  # a tied tensor has several names, and is stored under one of them
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        same.setdefault(id(tensor), []).append(key)
+    prefix = f"{model.base_model_prefix}."
     found = []
     for name, layer in linear_layers(model).items():
-        names = (f"{name}.weight", f"{model.base_model_prefix}.{name}.weight")
-        tensor = next((each for each in names if each in checkpoint), None)
-        if tensor is not None:
-            found.append((tensor, isinstance(layer, Conv1D)))
+        names = [f"{name}.weight", *same[id(layer.weight)]]
+        names = [each for one in names for each in (one, prefix + one, one.removeprefix(prefix))]
+        stored = next((each for each in names if each in checkpoint), None)
+        if stored is not None:
+            found.append(Layer(name, stored, isinstance(layer, Conv1D)))
     if not found:
         raise CheckpointError(
             f"{checkpoint.folder} holds the weights of no linear layer of {model_class.__name__}"

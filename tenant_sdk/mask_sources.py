@@ -12,8 +12,9 @@ from shared.checkpoint import Checkpoint
 from shared.errors import ModelMismatch
 from shared.header import DTYPE_NAMES, Direction, Operation, member_indices
 from shared.masks import MaskStream
-from shared.messages import Manifest
+from shared.messages import Manifest, Member
 from shared.protocol import RING, GroupShape
+from shared.ring import bounds
 from shared.ring_product import PlaneProducts, group_planes
 from tenant_sdk.remote import RemoteExecutor
 
@@ -97,7 +98,23 @@ def open_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
             f"the checkpoint {folder} does not hold the weights that the executor serves "
             f"({manifest.model}, digest {manifest.digest[:16]})"
         )
+    for member in (member for group in manifest.groups for member in group.members):
+        _check_tensor(checkpoint, member)
     return checkpoint
+
+
+def _check_tensor(checkpoint: Checkpoint, member: Member) -> None:
+    """Refuse a layer that is said to have another layer's weight, of which the digest shows nothing."""
+
+    def belongs(tensor: str) -> bool:
+        return f".{tensor}".endswith(f".{member.name}.weight")
+
+    # A tied weight may be stored under another name, but then its own is not there.
+    if not belongs(member.tensor) and any(belongs(name) for name in checkpoint.names()):
+        raise ModelMismatch(
+            f"the executor says that {member.name} has the weight {member.tensor}, which is another layer's "
+            f"in {checkpoint.folder}"
+        )
 
 
 class LocalSource:
@@ -175,6 +192,11 @@ class LocalRing:
             if group not in self._made:
                 info = self._groups[group]
                 planes, scales = group_planes(self._checkpoint, info)
+                if bounds(planes) != info.bounds:
+                    raise ModelMismatch(
+                        f"the executor claims other bounds for group {group} ({info.members[0].name}) than "
+                        "its weights have, so that products overflow or lose digits"
+                    )
                 self._made[group] = PlaneProducts(planes, [m.outputs for m in info.members]), scales
             return self._made[group]
 

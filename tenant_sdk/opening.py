@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_LOCAL = "local:"
+LOCAL = "local:"
 _CHOICES = (
     "Name one that another operator runs (mask_sources=['wss://...'], `--mask-source`), or the checkpoint "
     "itself (mask_sources=['local:FOLDER']), which computes the masks' effects here. Weaker modes must be "
@@ -81,7 +82,7 @@ def connect(
             certificate, although ``one-time`` is then worth nothing: for trying it out.
         mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
         verify: ``always``, ``sampled`` or ``off``: check that answers are the right products (ring
-            numerics). Default: ``always`` with ``one-time``, else ``off``.
+            numerics). Default: ``always`` with ``one-time`` or ``fingerprints``, else ``off``.
         verify_rate: with ``sampled``, the fraction of requests that is checked, drawn secretly.
         fingerprints: file made by ``symbiosis-tenant fingerprint`` from a checkpoint that you trust.
             Default: made from a ``local:`` mask source, or else through the executors, under masks,
@@ -113,17 +114,19 @@ def connect(
         raise ConfigurationError(f"privacy='one-time' needs a mask source. {_CHOICES}")
     if len(set(mask_sources)) < len(mask_sources):
         raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
-    if timeout <= 0:
+    if not 0 < timeout < math.inf:
         raise ConfigurationError("timeout is in seconds and more than 0")
-    if mask_budget_mib < 0:
+    if not 0 <= mask_budget_mib < math.inf:
         raise ConfigurationError("mask_budget_mib is in MiB and not negative")
-    verify = verify or ("always" if privacy == "one-time" else "off")
+    if fingerprint_key and fingerprints is None:
+        raise ConfigurationError("fingerprint_key is of no use without fingerprints=FILE (`--fingerprints`)")
+    verify = verify or ("always" if privacy == "one-time" or fingerprints is not None else "off")
     if verify not in VERIFY_MODES:
         raise ConfigurationError(f"verify is one of {', '.join(VERIFY_MODES)}, not {verify!r}")
     if not 0 < verify_rate <= 1:
         raise ConfigurationError("verify_rate is more than 0 and at most 1")
-    tokens = _for_each(mask_source_token or token, mask_sources, "mask_source_token")
-    authorities = _for_each(mask_source_ca or ca, mask_sources, "mask_source_ca")
+    tokens = for_each(mask_source_token or token, mask_sources, "mask_source_token")
+    authorities = for_each(mask_source_ca or ca, mask_sources, "mask_source_ca")
     stored = None
     if fingerprints is not None:
         stored = StoredFingerprints(fingerprints, fingerprint_key)
@@ -131,11 +134,12 @@ def connect(
 
     def open_remote(url: str, token: str, ca: str | Path | None) -> RemoteExecutor:
         context = client_context(ca, client_certificate)
+        party = object()  # so that a mask source with the provider's own URL is noticed
 
         def open_channel() -> Channel:
             sock = open_connection(url, token, context, timeout)
             try:
-                operators.meet(url, sock)
+                operators.meet(url, sock, party)
                 return Channel(sock, url, timeout=timeout, entropy=os.urandom)
             except BaseException:
                 sock.close()
@@ -148,11 +152,11 @@ def connect(
         manifest = remotes[0].manifest
         _check_fit(provider, manifest, privacy, verify, digest)
         for url, source_token, source_ca in zip(mask_sources, tokens, authorities, strict=True):
-            if not url.startswith(_LOCAL):
+            if not url.startswith(LOCAL):
                 remotes.append(open_remote(url, source_token, source_ca))
-                _check_same_weights(url, remotes[-1].manifest, manifest)
+                check_same_weights(url, remotes[-1].manifest, manifest)
         executors = iter(remotes[1:])
-        folders = [url.removeprefix(_LOCAL) if url.startswith(_LOCAL) else None for url in mask_sources]
+        folders = [url.removeprefix(LOCAL) if url.startswith(LOCAL) else None for url in mask_sources]
         sources: list[ExecutorSource | LocalRing | LocalSource] = [
             ExecutorSource(next(executors), owned=True)
             if folder is None
@@ -198,7 +202,12 @@ def connect(
         raise
 
 
-def _for_each(given: Any, sources: Sequence[str], option: str) -> list[Any]:
+def for_each(given: Any, sources: Sequence[str], option: str) -> list[Any]:
+    """One value for each mask source, from one for all or one for each.
+
+    Raises:
+        ConfigurationError: neither.
+    """
     if given is None or isinstance(given, (str, Path)):
         return [given] * len(sources)
     if len(given) != len(sources):
@@ -220,11 +229,16 @@ def _check_fit(provider: str, manifest: Manifest, privacy: str, verify: str, dig
     if verify != "off":
         raise ConfigurationError(
             f"{provider} computes in {manifest.numerics}, whose rounding leaves nothing to verify; "
-            "verification needs an executor with `serve --numerics ring`"
+            "verification, and fingerprints, need an executor with `serve --numerics ring`"
         )
 
 
-def _check_same_weights(url: str, source: Manifest, provider: Manifest) -> None:
+def check_same_weights(url: str, source: Manifest, provider: Manifest) -> None:
+    """Whether a mask source claims what the provider claims.
+
+    Raises:
+        ModelMismatch: it does not.
+    """
     for field in ("digest", "numerics", "groups"):
         if getattr(source, field) != getattr(provider, field):
             raise ModelMismatch(
@@ -272,8 +286,8 @@ def _live_fingerprints(
     if privacy != "one-time":
         raise ConfigurationError(
             f"verification with privacy={privacy!r} needs fingerprints of the weights: make a file with "
-            "`symbiosis-tenant fingerprint CHECKPOINT` and give fingerprints=FILE. Only one-time masks can "
-            "make them through the executors, because others would show them to the provider"
+            "`symbiosis-tenant fingerprint CHECKPOINT` and give fingerprints=FILE (`--fingerprints`). Only "
+            "one-time masks can make them through the executors: others would show them to the provider"
         )
     return LiveFingerprints(shapes, os.urandom)
 

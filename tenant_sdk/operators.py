@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import threading
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from cryptography import x509
@@ -33,12 +34,18 @@ class Operators:
 
     def __init__(self, *, allow_same: bool) -> None:
         self._allow_same = allow_same
-        self._known: dict[str, Identity] = {}
+        self._known: dict[Hashable, tuple[str, Identity]] = {}
         self._lock = threading.Lock()
         self.same = ""  # what was found, in words
 
-    def meet(self, url: str, sock: ssl.SSLSocket) -> None:
-        """Compare a new connection with those under other URLs; at every connection, also a later one.
+    def meet(self, url: str, sock: ssl.SSLSocket, party: Hashable = None) -> None:
+        """Compare a new connection with those of other parties; at every connection, also a later one.
+
+        Args:
+            url: under which it was reached.
+            sock: the connection, after TLS.
+            party: which provider or mask source it is; default: what the URL says, so that two under
+                one URL are one.
 
         Raises:
             ConfigurationError: the same host, address or key as another, unless that is allowed.
@@ -47,10 +54,10 @@ class Operators:
         key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         mine = Identity(split_url(url)[0], sock.getpeername()[0], key)
         with self._lock:
-            for other, theirs in self._known.items():
+            for known, (other, theirs) in self._known.items():
                 what = ("host", "address", "certificate key")
                 equal = [w for w, a, b in zip(what, mine, theirs, strict=True) if a == b]
-                if other == url or not equal:
+                if known == (party or url) or not equal:
                     continue
                 self.same = f"{url} and {other} have the same {', '.join(equal)}"
                 if not self._allow_same:
@@ -60,4 +67,4 @@ class Operators:
                         "operators; to try it out on one machine, allow_same_operator=True "
                         "(`--allow-same-operator`)"
                     )
-            self._known[url] = mine
+            self._known[party or url] = url, mine

@@ -145,6 +145,7 @@ class _Batch:
         self.streams = streams
         self.effects = effects
         self.used = 0
+        self.drawing = False  # how far the streams have gone is not known if that was interrupted
 
     @property
     def left(self) -> int:
@@ -152,7 +153,9 @@ class _Batch:
 
     @property
     def failed(self) -> bool:
-        return any(e.done() and (e.cancelled() or e.exception() is not None) for e in self.effects)
+        return self.drawing or any(
+            e.done() and (e.cancelled() or e.exception() is not None) for e in self.effects
+        )
 
     def draw(self, rows: int, columns: int) -> torch.Tensor:
         """The sum of the sources' masks of the next rows. The streams cannot be turned back."""
@@ -267,9 +270,11 @@ class OneTimePads:
                     self._order(kind, min(missing, self._max_rows(kind)))
                 batch = batches[0]
                 count = min(missing, batch.left)
+                batch.drawing = True
                 masks.append(batch.draw(count, columns))
                 parts.append((count, batch.used, batch.effects))
                 batch.used += count
+                batch.drawing = False
                 if batch.left == 0:
                     batches.popleft()  # or its effects would stay in memory until the kind is asked for again
                 self._forget(kind, count)

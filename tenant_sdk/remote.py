@@ -129,6 +129,8 @@ class RemoteExecutor:
                     log.info("connected again to %s", self.url)
                     self._channel.close()
                     self._channel = channel
+                    if self._closed:  # meanwhile: whoever closed may have seen only the old channel
+                        channel.close()
         return self._channel
 
     def product(

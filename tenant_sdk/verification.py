@@ -112,7 +112,7 @@ class Verifier:
     Args:
         fingerprints: of the executors' weights.
         groups: for messages.
-        rate: of requests, from 0 to 1; which ones is drawn secretly.
+        rate: of requests, more than 0 and at most 1; which ones is drawn secretly.
         entropy: secret random bytes.
         parties: who may have been wrong, for messages.
     """
@@ -127,14 +127,18 @@ class Verifier:
         parties: str,
     ) -> None:
         self._fingerprints, self._groups = fingerprints, groups
-        self._threshold = round(rate * 2**32)
+        self._threshold = max(1, round(rate * 2**32))
         self._entropy, self._parties = entropy, parties
 
     def fingerprint(self, kind: Kind, product: IntegerProduct) -> Fingerprint | None:
-        """What to check the next request of a kind with, or None if it is not drawn."""
+        """What to check the next request of a kind with, or None if it is not drawn.
+
+        The fingerprint is made either way: executors see when one is, and what comes next.
+        """
+        made = self._fingerprints.get(kind, product)
         if self._threshold < 1 << 32 and int.from_bytes(self._entropy(4)) >= self._threshold:
             return None
-        return self._fingerprints.get(kind, product)
+        return made
 
     def error(self, kind: Kind) -> VerificationError:
         """A wrong answer to a request of this kind, in words."""
@@ -146,4 +150,3 @@ class Verifier:
             "session asks for nothing more. Go on from your last checkpoint in a new session, with other "
             "executors if you can, and tell the operators"
         )
-

@@ -18,7 +18,13 @@ import pytest
 from conftest import Executor
 from typer.testing import CliRunner
 
-from shared.errors import ConfigurationError
+from shared.errors import (
+    ConfigurationError,
+    ConnectionLost,
+    RequestTimeout,
+    SymbiosisError,
+    VerificationError,
+)
 from tenant_sdk.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +36,13 @@ SECONDS = 300
 
 
 def start(
-    module: str, *arguments: object, token: str | None = None, **options: object
+    module: str,
+    *arguments: object,
+    token: str | None = None,
+    secrets: dict[str, str] | None = None,
+    **options: object,
 ) -> subprocess.Popen[str]:
-    environment = ENVIRONMENT if token is None else {**ENVIRONMENT, "TENANT_TOKEN": token}
+    environment = {**ENVIRONMENT, **(secrets or {})} | ({} if token is None else {"TENANT_TOKEN": token})
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -73,6 +83,7 @@ def tenant(command: str, executor: Executor, *more: object, **options: object) -
 def test_from_certificates_to_a_generated_text(
     tmp_path: Path, serve_process: Callable[..., Executor]
 ) -> None:
+    """Two executors with authorities and tokens of their own, one-time masks, a fingerprint file."""
     tls, tokens = tmp_path / "tls", tmp_path / "tokens.json"
     out, _ = ok(start("provider.cli", "certs", tls, "--host", "localhost"))
     assert "ca.pem" in out
@@ -84,31 +95,54 @@ def test_from_certificates_to_a_generated_text(
     assert len(token) == 43
     assert token not in tokens.read_text()
 
-    served = serve_process(BASE_MODEL, "--tls-dir", str(tls), "--token-file", str(tokens))
+    ring = ("--numerics", "ring")
+    served = serve_process(BASE_MODEL, "--tls-dir", str(tls), "--token-file", str(tokens), *ring)
     executor = Executor(served.url.replace("127.0.0.1", "localhost"), token, tls / "ca.pem")
+    other = serve_process(BASE_MODEL, *ring)
+
+    prints = tmp_path / "prints"
+    out, err = ok(start("tenant_sdk.cli", "fingerprint", BASE_MODEL, "--output", prints))
+    assert f"--fingerprints {prints} --fingerprint-key-env FINGERPRINT_KEY" in err
+    secrets = {"SOURCE_TOKEN": other.token, "FINGERPRINT_KEY": out.strip()}
+    source = ("--mask-source", other.url, "--mask-source-ca", other.ca)
+    source += ("--mask-source-token-env", "SOURCE_TOKEN")
+    checked = ("--fingerprints", prints, "--fingerprint-key-env", "FINGERPRINT_KEY")
 
     adapter = tmp_path / "new" / "adapter"
-    options = ("--steps", 8, "--batch-size", 4, "--sequence-length", 32, "--learning-rate", 5e-3)
-    out, err = ok(
-        tenant("finetune", executor, "--data", TRAIN, "--held-out", HELD_OUT, "--output", adapter, *options)
-    )
+    learn = ("finetune", executor, "--data", TRAIN, "--held-out", HELD_OUT, "--output", adapter)
+    learn += ("--steps", 8, "--batch-size", 4, "--sequence-length", 32, "--learning-rate", 5e-3)
+    status, _, err = finish(tenant(*learn, *source, secrets=secrets))
+    assert status == 1
+    assert "have the same address: provider and mask sources must be run by operators" in err
+    assert "--allow-same-operator" in err
+    out, err = ok(tenant(*learn, *source, "--allow-same-operator", secrets=secrets))
+    assert "these masks hide nothing from such an operator" in err
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
     assert 1 < after < before
     assert "8 steps" in out
     assert "MB sent" in out
+    assert "masked: every row, each under a mask of its own (1 mask source; effects of" in out
+    rows, of = re.search(r"checked: ([\d,]+) of ([\d,]+) rows; the others made the finger", out).groups()  # type: ignore[union-attr]
+    assert 0 < int(rows.replace(",", "")) < int(of.replace(",", ""))
     assert "step 1 of 8: loss" in err
     assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] == "LORA"
     assert (adapter / "adapter_model.safetensors").stat().st_size > 0
     assert [path.name for path in adapter.parent.iterdir()] == ["adapter"]
 
-    prompt = ("--prompt", "Mon 6 January.", "--max-new-tokens", 12)
-    runs = [tenant("generate", executor, *prompt, *more) for more in ((), ("--adapter", adapter))]
+    prompt = ("generate", executor, "--prompt", "Mon 6 January.", "--max-new-tokens", 12)
+    local = ("--mask-source", f"local:{BASE_MODEL}")
     sampling = ("--temperature", 0.9, "--top-p", 0.9, "--seed", 3)
-    runs.append(tenant("generate", executor, *prompt, *sampling, "--mask-source", f"local:{BASE_MODEL}"))
+    runs = [
+        tenant(*prompt, *local, *checked, secrets=secrets),
+        tenant(*prompt, *source, "--allow-same-operator", "--adapter", adapter, secrets=secrets),
+        tenant(*prompt, *local, *sampling, "--verify", "off"),
+    ]
+    said = (r"checked: (\d+) of \1 rows\n", "the others made the fingerprints", "checked: nothing")
     texts = []
-    for run in runs:
+    for run, expected in zip(runs, said, strict=True):
         out, err = ok(run)
         assert "12 tokens" in err
+        assert re.search(expected, err)
         texts.append(out)
     assert all(text.strip() for text in texts)
     assert len(set(texts)) == 3
@@ -130,6 +164,7 @@ def test_a_disk_that_takes_no_large_file(tmp_path: Path, serve: Callable[..., Ex
             "finetune",
             serve(BASE_MODEL),
             *("--data", TRAIN, "--output", output, "--steps", 1, "--sequence-length", 16),
+            *("--privacy", "plain"),
             preexec_fn=limit,
         )
     )
@@ -139,6 +174,26 @@ def test_a_disk_that_takes_no_large_file(tmp_path: Path, serve: Callable[..., Ex
     assert "--resume" in err
     assert "Traceback" not in err
     assert not output.exists()
+
+
+@pytest.mark.parametrize("error", [ConnectionLost, RequestTimeout, VerificationError])
+def test_a_training_that_stops_says_how_to_go_on(
+    error: type[SymbiosisError],
+    tmp_path: Path,
+    serve: Callable[..., Executor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise error("so it was")
+
+    executor = serve(BASE_MODEL)
+    monkeypatch.setenv("TENANT_TOKEN", executor.token)
+    monkeypatch.setattr("tenant_sdk.finetuning.finetune", stop)
+    where = ["--provider", executor.url, "--ca", str(executor.ca), "--token-env", "TENANT_TOKEN"]
+    files = ["--data", str(TRAIN), "--output", str(tmp_path / "adapter"), "--privacy", "plain"]
+    result = CliRunner().invoke(app, ["finetune", *where, *files])
+    assert isinstance(result.exception, error)
+    assert str(result.exception) == "so it was; to resume, add --resume to the same command"
 
 
 def free_port() -> int:
@@ -207,17 +262,58 @@ def test_doctor_says_what_is_wrong_and_what_to_do(
     assert out.count("✗") == 1
 
 
-def test_doctor_examines_mask_sources_too(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENANT_TOKEN", llama.token)
+@pytest.fixture(scope="module")
+def ring(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Executor:
+    return serve(checkpoint("llama"), numerics="ring")
+
+
+def doctor_says(status: int, *arguments: object) -> str:
+    result = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_doctor_examines_mask_sources_too(
+    llama: Executor, ring: Executor, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENANT_TOKEN", ring.token)
     monkeypatch.setenv("SOURCE_TOKEN", "x" * 43)
-    where = ["--provider", llama.url, "--ca", str(llama.ca), "--token-env", "TENANT_TOKEN"]
-    source = ["--mask-source", llama.url.replace("127.0.0.1", "localhost"), "--mask-source", "local:folder"]
-    result = CliRunner().invoke(app, ["doctor", *where, *source])
-    assert result.exit_code == 0, result.output
-    assert result.output.count("✓ manifest") == 2
-    result = CliRunner().invoke(app, ["doctor", *where, *source, "--mask-source-token-env", "SOURCE_TOKEN"])
-    assert result.exit_code == 1
-    assert result.output.count("✓ manifest") == result.output.count("✗ token") == 1
+    where = ("--provider", ring.url, "--ca", ring.ca, "--token-env", "TENANT_TOKEN")
+    other = ring.url.replace("127.0.0.1", "localhost")
+    source = ("--mask-source", other, "--mask-source", f"local:{checkpoint('llama')}")
+
+    said = doctor_says(0, *where)
+    assert "✓ numerics    ring" in said
+    assert "! mask source none given; one-time masks, the default, need one" in said
+    said = doctor_says(0, *where, *source)
+    assert said.count("✓ download") == 2
+    assert f"{other} claims to serve what the provider claims" in said
+    assert f"local:{checkpoint('llama')} holds what the provider claims" in said
+    assert "have the same address, certificate key" in said
+    assert "operators that do not collude" in said
+
+    token = ("--mask-source-token-env", "SOURCE_TOKEN")
+    said = doctor_says(1, *where, *source, *token)
+    assert said.count("✓ manifest") == said.count("✗ token") == 1
+    said = doctor_says(0, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *token)  # for each
+    assert "✗" not in said
+    result = CliRunner().invoke(app, [*map(str, ("doctor", *where, *source)), *token * 3])
+    assert "--mask-source-token-env: give one for all mask sources, or one for each" in str(result.exception)
+
+
+def test_doctor_says_that_one_time_masks_will_not_work(
+    llama: Executor, ring: Executor, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENANT_TOKEN", ring.token)
+    common = ("--ca", ring.ca, "--token-env", "TENANT_TOKEN", "--mask-source")
+    said = doctor_says(1, "--provider", llama.url, *common, ring.url)
+    assert "! numerics    float32: no one-time masks, nothing to verify" in said
+    assert "serve --numerics ring" in said
+    assert "✗ weights" in said
+    assert "it has another numerics" in said
+    for folder, message in (("nowhere", "not a checkpoint folder"), (checkpoint("gpt2"), "does not hold")):
+        said = doctor_says(1, "--provider", ring.url, *common, f"local:{folder}")
+        assert re.search(f"✗ weights .*{message}", said)
 
 
 def test_one_line_and_status_1_for_an_error(tmp_path: Path) -> None:
@@ -243,16 +339,30 @@ COMMON = ("--provider", "wss://localhost:1", "--token-env", "TENANT_TOKEN")
 FINETUNE = ("finetune", *COMMON, "--data", str(TRAIN), "--output")
 
 
+SOURCE = ("--mask-source", "wss://m")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--privacy", "rot13"), "unknown privacy mode 'rot13'; choose from plain"),
+        (("--privacy", "rot13"), "unknown privacy mode 'rot13'; choose from one-time"),
+        ((), "(mask_sources=['wss://...'], `--mask-source`), or the checkpoint itself"),
+        (SOURCE * 2, "named twice"),
         (("--wire-dtype", "float8"), "float8"),
         (("--method", "dora"), "which reads the base weights"),
         (("--method", "magic"), "choose from lora"),
         (("--client-key", "k.pem"), "go together"),
-        (("--privacy", "plain", "--mask-source", "wss://m"), "uses no masks"),
-        (("--ca", "missing.pem"), "missing.pem"),
+        (("--privacy", "plain", *SOURCE), "uses no masks"),
+        (("--privacy", "noise-bank", *SOURCE, "--mask-source", "local:x"), "takes one mask source"),
+        (("--ca", "missing.pem", *SOURCE), "missing.pem"),
+        ((*SOURCE, "--mask-source-ca", "a", "--mask-source-ca", "b"), "one for all mask sources, or one for"),
+        ((*SOURCE, "--mask-source-token-env", "NOT_SET"), "put the mask source's token there"),
+        ((*SOURCE, "--verify", "often"), "verify is one of always, sampled, off"),
+        ((*SOURCE, "--verify", "sampled", "--verify-rate", "2"), "verify_rate is more than 0"),
+        ((*SOURCE, "--mask-budget-mib", "-1"), "not negative"),
+        ((*SOURCE, "--fingerprints", "f"), "needs --fingerprint-key-env VAR"),
+        ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "NOT_SET"), "put the fingerprints' key"),
+        ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "TENANT_TOKEN"), "the fingerprint key is"),
     ],
 )
 def test_wrong_options(
@@ -263,6 +373,97 @@ def test_wrong_options(
     assert result.exit_code == 1
     assert isinstance(result.exception, ConfigurationError)
     assert message in str(result.exception)
+
+
+def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared options, from the command line to ``connect``."""
+    for name in ("TENANT_TOKEN", "A_TOKEN", "B_TOKEN", "KEY"):
+        monkeypatch.setenv(name, name.lower())
+    given: dict[str, object] = {}
+
+    def connect(provider: str, **options: object) -> None:
+        given.update(options, provider=provider)
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr("tenant_sdk.cli_options.connect", connect)
+    where = ["generate", *COMMON, "--prompt", "x", "--ca", "ca", "--digest", "d", "--timeout", "3"]
+    sources = ["--mask-source", "wss://a", "--mask-source", "wss://b", "--mask-source-ca", "a.pem"]
+    sources += ["--mask-source-token-env", "A_TOKEN", "--mask-source-token-env", "B_TOKEN"]
+    privacy = ["--privacy", "one-time", "--allow-same-operator", "--mask-budget-mib", "7"]
+    checks = ["--verify", "sampled", "--verify-rate", "0.5", "--fingerprints", "f"]
+    client = ["--client-certificate", "c", "--client-key", "k", "--wire-dtype", "bfloat16"]
+    CliRunner().invoke(app, where + sources + privacy + checks + client + ["--fingerprint-key-env", "KEY"])
+    assert given == {
+        "provider": "wss://localhost:1",
+        "token": "tenant_token",
+        "ca": Path("ca"),
+        "client_certificate": (Path("c"), Path("k")),
+        "privacy": "one-time",
+        "mask_sources": ["wss://a", "wss://b"],
+        "mask_source_token": ["a_token", "b_token"],
+        "mask_source_ca": Path("a.pem"),
+        "allow_same_operator": True,
+        "mask_budget_mib": 7.0,
+        "verify": "sampled",
+        "verify_rate": 0.5,
+        "fingerprints": Path("f"),
+        "fingerprint_key": "key",
+        "wire_dtype": "bfloat16",
+        "digest": "d",
+        "timeout": 3.0,
+    }
+
+
+def test_fingerprints_are_made_under_a_key(
+    tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "new" / "prints"
+    make = ["fingerprint", str(checkpoint("llama")), "--output", str(output)]
+    made = CliRunner().invoke(app, make)
+    assert made.exit_code == 0, made.output
+    key = made.stdout.strip()
+    assert len(key) == 44
+    assert "the key is shown only now" in made.stderr
+    assert key not in made.stderr
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
+    assert list(output.parent.iterdir()) == [output]
+
+    monkeypatch.setenv("KEY", key)
+    again = CliRunner().invoke(app, [*make, "--key-env", "KEY"])
+    assert (again.exit_code, again.stdout) == (0, "")
+    assert "--fingerprint-key-env KEY" in again.stderr
+    monkeypatch.delenv("KEY")
+    unset = CliRunner().invoke(app, [*make, "--key-env", "KEY"])
+    assert len(unset.stdout.strip()) == 44
+    assert "export KEY=" in unset.stderr
+
+
+@pytest.mark.parametrize(
+    ("folder", "output", "key", "message"),
+    [
+        ("llama", "prints", "not a key", "the fingerprint key is not one: it has 44 characters"),
+        ("nowhere", "prints", "", "nowhere is not a checkpoint folder"),
+        ("llama", ".", "", "cannot be a file"),
+        ("llama", "file/prints", "", "cannot be a file"),
+    ],
+)
+def test_fingerprints_that_cannot_be_made(
+    folder: str,
+    output: str,
+    key: str,
+    message: str,
+    tmp_path: Path,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KEY", key)
+    (tmp_path / "file").touch()
+    where = checkpoint(folder) if folder == "llama" else tmp_path / folder
+    make = ["fingerprint", str(where), "--output", str(tmp_path / output), "--key-env", "KEY"]
+    result = CliRunner().invoke(app, make)
+    assert isinstance(result.exception, ConfigurationError)
+    assert message in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_output_that_exists_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

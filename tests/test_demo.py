@@ -28,24 +28,38 @@ def test_the_demo_and_its_failure(tmp_path: Path) -> None:
 
     out, _ = fails.communicate(timeout=300)
     assert fails.returncode == 1
-    assert "the demo failed; the executor's last lines" in out
+    assert "the demo failed; the executors' last lines" in out
     assert "error: " in out
     assert "no-model" in out
 
     out, _ = well.communicate(timeout=300)
     assert well.returncode == 0, out
-    assert "executor stopped by SIGTERM" in out
+    assert "executors stopped by SIGTERM" in out
+    for promise in (
+        "every row by a mask of its own",
+        "random seeds",
+        "all of them right",
+        "allow_same_operator",
+    ):
+        assert promise in out
     files = {path.name for path in (tmp_path / "well").iterdir()}
-    assert files == {"adapter", "executor.log", "loss.png", "summary.json"}
+    assert files == {"adapter", "provider.log", "mask_source.log", "loss.png", "summary.json"}
     summary = json.loads((tmp_path / "well" / "summary.json").read_text())
     remote, local = summary["executor"], summary["local"]
     assert len(remote["losses"]) == len(local["losses"]) == 3
-    # float32 against float32, masks as large as the activations; three steps of AdamW.
+    # Fixed point of some 15 bits against float32; three steps of AdamW.
     assert summary["largest_loss_difference"] < 1e-3
     assert remote["perplexity_after"] < remote["perplexity_before"]
     assert summary["same_tokens"]
     assert summary["saved_adapter_gives_same_tokens"]
     assert len(remote["text_after"]) == 8
-    assert summary["traffic"]["requests"] > 3 * 2 * 24
+    assert summary["numerics"] == "ring"
+    traffic, masking = summary["traffic"], summary["masking"]
+    assert traffic["requests"] > 3 * 2 * 24
+    saw, source = masking["provider_saw"], masking["mask_source_saw"]
+    assert saw["rows"] == traffic["rows"] == masking["checked_rows"] + masking["rows_for_fingerprints"]
+    assert masking["checked_rows"] > 3 * 2 * 24 * 64
+    assert source["bytes"] == 32 * source["seeds"] == traffic["bytes_sent"] - saw["bytes"]
+    assert traffic["effect_rows"] >= traffic["rows"]
     assert (tmp_path / "well" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "well" / "adapter" / "adapter_model.safetensors").is_file()

@@ -55,6 +55,12 @@ def test_all_is_well(llama: Executor) -> None:
     assert "tokens/s" in found["round trip"].detail
 
 
+def test_a_ring_executor(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> None:
+    found = look(serve(checkpoint("llama"), numerics="ring"))
+    assert list(found) == [*ALL, *SPEED]
+    assert "ring, takes int32 on the wire" in found["manifest"].detail
+
+
 def test_a_digest_is_pinned(llama: Executor) -> None:
     with llama.connect() as session:
         digest = session.manifest.digest

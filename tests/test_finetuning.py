@@ -104,6 +104,20 @@ def test_a_training(session: tenant_sdk.Session, text: Path) -> None:
         train(session, training)
 
 
+def test_one_time_masks_train_the_same_adapter(
+    session: tenant_sdk.Session, serve: Callable[..., Executor], checkpoint: Callable[[str], Path], text: Path
+) -> None:
+    one, other = (serve(checkpoint("llama"), numerics="ring") for _ in range(2))
+    plain, _ = train(session, options(text, "plain"))
+    masks: dict[str, Any] = {"mask_sources": [other.url], "allow_same_operator": True}
+    with one.connect(privacy="one-time", **masks) as hidden:
+        report, _ = train(hidden, options(text, "hidden"))
+        stats = hidden.stats
+    # Fixed point against float32, four steps of AdamW.
+    assert report.last_loss == pytest.approx(plain.last_loss, abs=1e-3)
+    assert stats.effect_rows >= stats.rows > stats.verified_rows > 0
+
+
 def test_epochs_become_steps(session: tenant_sdk.Session, text: Path) -> None:
     report, _ = train(session, options(text, "adapter", steps=None, epochs=0.5, batch_size=8))
     assert report.steps == 2  # half of 23 blocks, 8 at a time

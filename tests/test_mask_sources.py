@@ -15,6 +15,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.header import Direction, Operation
 from tenant_sdk import NoiseBankOptions
+from tenant_sdk.channel import Channel
 from tenant_sdk.mask_sources import ExecutorSource, LocalSource
 from tenant_sdk.remote import RemoteExecutor
 
@@ -132,6 +133,7 @@ def test_rows_on_the_wire_are_masked_in_both_directions(
 
         def watched(
             self: RemoteExecutor,
+            channel: Channel,
             operation: Operation,
             group: int,
             direction: Direction,
@@ -141,7 +143,7 @@ def test_rows_on_the_wire_are_masked_in_both_directions(
         ) -> Any:
             if operation == Operation.PRODUCT:
                 log.append((direction, torch.cat(blocks, 1)))
-            return submit(self, operation, group, direction, members, blocks)
+            return submit(self, channel, operation, group, direction, members, blocks)
 
         monkeypatch.setattr(RemoteExecutor, "_submit", watched)
         with llama.connect(privacy=privacy) as session:
@@ -154,11 +156,9 @@ def test_rows_on_the_wire_are_masked_in_both_directions(
         assert float((noise.norm(dim=1) / clear.norm(dim=1)).min()) > 0.4
 
 
-def test_noise_bank_is_the_default_and_its_options_arrive(llama: Executor) -> None:
-    import tenant_sdk
-
+def test_options_of_the_noise_bank_arrive(llama: Executor) -> None:
     options = NoiseBankOptions(masks=4)
-    with tenant_sdk.connect(llama.url, token=llama.token, ca=llama.ca, noise_bank=options) as session:
+    with llama.connect(privacy="noise-bank", noise_bank=options) as session:
         fixed_result(session.load_model(progress=False), token_ids())
         banks = session._privacy._banks
         assert len(banks) == 8

@@ -21,6 +21,7 @@ from shared.header import Direction, Operation, member_indices
 from shared.protocol import GroupShape
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.noise_bank import NoiseBank
+from tenant_sdk.remote import Stats
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 INPUTS, WIDTHS = 48, (32, 16)
@@ -54,6 +55,7 @@ class MemoryExecutor:
         self.gate = threading.Event()  # effects wait for it
         self.gate.set()
         self.refuse_effects = False
+        self.stats = Stats()
 
     def true_product(
         self, direction: Direction, members: int, blocks: list[torch.Tensor]
@@ -85,9 +87,6 @@ class MemoryExecutor:
             raise RequestRefused("busy", "come back later")
         self.effects += 1
         return self.true_product(direction, members, masks)
-
-    def count_masking(self, seconds: float) -> None:
-        assert seconds >= 0
 
     def close(self) -> None:
         """Nothing to do."""

@@ -132,7 +132,7 @@ def test_a_killed_executor_is_an_error_in_time_and_training_resumes(
         with pytest.raises((tenant_sdk.ConnectionLost, tenant_sdk.RequestTimeout)):
             run.train()
         assert time.monotonic() - killer.killed_at < 20.0
-        with pytest.raises(tenant_sdk.ConnectionLost):  # and it stays an error, not a hang
+        with pytest.raises(tenant_sdk.ConnectError):  # and it stays an error, not a hang
             run.model(input_ids=Rows(1, 1).ids)
 
     executor = serve_process(checkpoint("llama"))

@@ -1,0 +1,115 @@
+"""Mask sources in memory: honest products of what seeds expand to, with gates, faults and a memory."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from shared.errors import ConnectionLost
+from shared.header import Direction
+from shared.masks import MaskStream
+from shared.protocol import GroupShape
+from shared.ring_product import PlaneProducts
+from tenant_sdk.forecast import Kind
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+SHAPES = [GroupShape(8, (4,), ring=True), GroupShape(6, (8, 5), ring=True)]
+KINDS = [
+    Kind(0, FORWARD, 1),
+    Kind(0, BACKWARD, 1),
+    Kind(1, FORWARD, 0b11),
+    Kind(1, BACKWARD, 0b11),
+    Kind(1, FORWARD, 0b10),
+    Kind(1, BACKWARD, 0b01),
+]
+_GENERATOR = torch.Generator().manual_seed(0)
+PRODUCTS = [
+    PlaneProducts(
+        torch.randint(
+            -128, 128, (2, sum(shape.outputs), shape.inputs), generator=_GENERATOR, dtype=torch.int8
+        ),
+        list(shape.outputs),
+    )
+    for shape in SHAPES
+]
+
+
+def columns(kind: Kind) -> int:
+    """Of a request."""
+    return SHAPES[kind.group].plan(kind.direction, kind.members).request_columns
+
+
+def product(kind: Kind, rows: torch.Tensor) -> torch.Tensor:
+    """What an honest executor answers: int32 [T, C] to [T, 2 N]."""
+    plan = SHAPES[kind.group].plan(kind.direction, kind.members)
+    out = torch.empty((len(rows), plan.answer_columns), dtype=torch.int32)
+    PRODUCTS[kind.group].product(kind.direction, kind.members, rows, out)
+    return out
+
+
+class Entropy:
+    """Bytes that look random; safe to share between threads."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random, self._lock = random.Random(seed), threading.Lock()
+
+    def __call__(self, count: int) -> bytes:
+        with self._lock:
+            return self._random.randbytes(count)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a source was asked for."""
+
+    kind: Kind
+    rows: int
+    seed: bytes
+
+
+class MemorySource:
+    """A SeedSource.
+
+    Args:
+        limit: ``max_rows`` of every kind.
+
+    Attributes:
+        orders: in the order in which they came.
+        gate: effects wait while it is closed.
+        error: raised instead of an effect, if set.
+        closed: whether ``close`` was called; what waits at the gate then fails.
+    """
+
+    def __init__(self, limit: int = 1 << 16) -> None:
+        self.orders: list[Order] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.closed = False
+        self._limit = limit
+
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """See SeedSource."""
+        kind = Kind(group, direction, members)
+        self.orders.append(Order(kind, rows, seed))
+        assert self.gate.wait(60)
+        if self.closed:
+            raise ConnectionLost("the source is closed")
+        if self.error is not None:
+            raise self.error
+        assert 0 < rows <= self._limit
+        return product(kind, MaskStream(seed).draw(rows, columns(kind)))
+
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """See SeedSource."""
+        return self._limit
+
+    def close(self) -> None:
+        """See SeedSource."""
+        self.closed = True
+        self.gate.set()

@@ -1,0 +1,165 @@
+"""A proxy between a tenant and a real executor that reads, keeps, withholds and changes messages.
+
+It ends TLS on both sides and speaks websocket with the library alone, so nothing of the project's
+framing is used; headers are read with ``raw_peers``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conftest import Executor
+from raw_peers import FETCH, PRODUCT, REPLY, SUBPROTOCOL, WELCOME, Fields
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+from websockets.sync.server import ServerConnection, serve
+
+from shared.messages import encode
+
+SEED_EFFECT = 8
+PRODUCTS = (PRODUCT, SEED_EFFECT)
+_LAYOUT = "<BBBBIIIIHHQ"
+
+
+class Message(NamedTuple):
+    """A header and the bytes behind it."""
+
+    fields: Fields
+    body: bytes
+
+
+def parse(data: bytes | str) -> Message:
+    """A whole message."""
+    assert isinstance(data, bytes)
+    return Message(Fields(*struct.unpack_from(_LAYOUT, data)), data[32:])
+
+
+# A request and its answer's body to the body that the tenant gets.
+Change = Callable[[Message, bytes], bytes]
+
+
+class Middleman:
+    """Sits at an address of its own; ``executor`` is what a tenant connects to.
+
+    Attributes:
+        behind: the executor; another one for connections to come.
+        changes: applied to answers of products (and effects), one after the other.
+        scales: makes of a fetch and its answer, which holds scales, what the tenant gets.
+        manifest: applied to the manifest, decoded.
+        keep: whether to keep requests.
+        requests: of products, as they came, if kept.
+        answers: bodies, as the executor gave them, if kept.
+        gate: answers of products wait while it is closed.
+        asked: set by the next request of a product, for who waits for one.
+    """
+
+    def __init__(self, behind: Executor, tls_dir: Path) -> None:
+        self.behind = behind
+        self._connections: set[ServerConnection] = set()
+        self._trust = ssl.create_default_context(cafile=str(behind.ca))
+        self.changes: list[Change] = []
+        self.scales: Callable[[dict[str, Any], bytes], bytes] = lambda _, body: body
+        self.manifest: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
+        self.keep = False
+        self.requests: list[Message] = []
+        self.answers: list[bytes] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked = threading.Event()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls_dir / "server.pem", tls_dir / "server.key")
+        self._server = serve(
+            self._relay,
+            "127.0.0.1",
+            0,
+            ssl=context,
+            subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]
+            compression=None,
+            max_size=None,
+        )
+        port = self._server.socket.getsockname()[1]
+        self.executor = Executor(f"wss://127.0.0.1:{port}", behind.token, behind.ca)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def _relay(self, tenant: ServerConnection) -> None:
+        assert tenant.request is not None
+        self._connections.add(tenant)
+        authorization = {"Authorization": tenant.request.headers["Authorization"]}
+        with (
+            contextlib.suppress(ConnectionClosed),
+            connect(
+                self.behind.url,
+                ssl=self._trust,
+                subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]
+                additional_headers=authorization,
+                compression=None,
+                max_size=None,
+            ) as executor,
+        ):
+            # Executors answer in order, so one after the other loses nothing.
+            for data in tenant:
+                request = parse(data)
+                executor.send(data)
+                if request.fields.operation in PRODUCTS:
+                    if self.keep:
+                        self.requests.append(request)
+                    self.asked.set()
+                tenant.send(self._changed(request, executor.recv()))
+
+    def _changed(self, request: Message, data: bytes | str) -> bytes:
+        fields, body = parse(data)
+        operation = request.fields.operation
+        if fields.operation == WELCOME:
+            body = json.dumps(self.manifest(json.loads(body))).encode()
+            fields = fields._replace(columns=len(body))
+        elif operation == FETCH:
+            fetch = json.loads(request.body)
+            if fetch["kind"] == "scales":
+                body = self.scales(fetch, body)
+        elif operation in PRODUCTS and fields.operation == REPLY:
+            if self.keep:
+                self.answers.append(body)
+            for change in self.changes:
+                body = change(request, body)
+            self.gate.wait()
+        return struct.pack(_LAYOUT, *fields) + body
+
+    def cut(self) -> None:
+        """End all connections without a word; new ones are welcome."""
+        while self._connections:
+            self._connections.pop().socket.shutdown(socket.SHUT_RDWR)
+
+    def claim(self, other: Executor) -> None:
+        """Have the executor claim another one's weights: its digest, bounds and scales."""
+        with other.connect() as session:
+            theirs = [session._remote.scales(group) for group in range(len(session.manifest.groups))]
+            manifest = json.loads(encode(session.manifest))
+        self.manifest = lambda _: manifest
+        self.scales = lambda fetch, _: (
+            theirs[int(fetch["name"])][fetch["start"] : fetch["stop"]].numpy().tobytes()
+        )
+
+    def close(self) -> None:
+        """End; connections are dropped."""
+        self.gate.set()
+        self._server.shutdown()
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def between(behind: Executor, tls_dir: Path) -> Iterator[Middleman]:
+    """A middleman for as long as the block lasts."""
+    middleman = Middleman(behind, tls_dir)
+    try:
+        yield middleman
+    finally:
+        middleman.close()

@@ -1,0 +1,78 @@
+"""Sessions with ring executors in every privacy mode, and what leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import Executor
+
+import tenant_sdk
+from shared.header import Operation
+from shared.websocket import tensor_bytes
+from tenant_sdk.channel import Channel, Pending
+
+Trio = tuple[Executor, Executor, Executor]  # a provider and two mask sources of the same weights
+WAYS = ("plain", "noise-bank", "one source", "two sources", "local")
+
+
+def one_time(provider: Executor, *sources: Executor | Path, **options: Any) -> tenant_sdk.Session:
+    """A session with one-time masks. Everything runs on one machine, so its operators are the same."""
+    urls = [s.url if isinstance(s, Executor) else f"local:{s}" for s in sources]
+    return provider.connect(
+        **({"privacy": "one-time", "mask_sources": urls, "allow_same_operator": True} | options)
+    )
+
+
+def session_in(way: str, trio: Trio, folder: Path, **options: Any) -> tenant_sdk.Session:
+    """A session in one of WAYS."""
+    provider, first, second = trio
+    sources: dict[str, tuple[Executor | Path, ...]] = {
+        "one source": (first,),
+        "two sources": (first, second),
+        "local": (folder,),
+    }
+    if way in sources:
+        return one_time(provider, *sources[way], **options)
+    return provider.connect(privacy=way, **options)
+
+
+class Sent(NamedTuple):
+    """A request as it left."""
+
+    url: str
+    operation: int
+    direction: int
+    body: bytes
+
+
+@contextmanager
+def taken_down() -> Iterator[list[Sent]]:
+    """Every message of every channel while the block lasts, before TLS."""
+    sent: list[Sent] = []
+    submit = Channel.submit
+
+    def watched(self: Channel, header_of: Callable[..., Any], blocks: list[torch.Tensor] | bytes) -> Pending:
+        def noted(protocol: Any) -> Any:
+            header = header_of(protocol)
+            body = blocks if isinstance(blocks, bytes) else b"".join(bytes(tensor_bytes(b)) for b in blocks)
+            sent.append(Sent(self.peer, header.operation, header.direction, body))
+            return header
+
+        return submit(self, noted, blocks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "submit", watched)
+        yield sent
+
+
+def products(sent: list[Sent]) -> list[bytes]:
+    return [message.body for message in sent if message.operation == Operation.PRODUCT]
+
+
+def seeds(sent: list[Sent]) -> list[bytes]:
+    return [message.body for message in sent if message.operation == Operation.SEED_EFFECT]

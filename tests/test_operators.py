@@ -1,0 +1,231 @@
+"""Provider and mask sources must be different operators, as far as a tenant can see."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Executor
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+from parity import fixed_result, load_local, token_ids
+from ring_sessions import Trio
+
+import tenant_sdk
+from provider.certificates import write_certificates
+from provider.executor import BaseExecutor
+from provider.metrics import Metrics
+from provider.scheduler import OneByOne
+from provider.server import Server, server_context
+from provider.tokens import TokenFile
+from shared.errors import ConfigurationError
+from tenant_sdk.operators import Operators
+
+pytest_plugins = ("ring_fixtures",)
+
+
+class Socket:
+    """What is known of a connection's other end."""
+
+    def __init__(self, address: str, certificate: bytes) -> None:
+        self._address, self._certificate = address, certificate
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._address, 1
+
+    def getpeercert(self, binary_form: bool) -> bytes:
+        assert binary_form
+        return self._certificate
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Of two keys."""
+    made = []
+    for name in ("one", "other"):
+        folder = tmp_path_factory.mktemp(name)
+        write_certificates(folder, now=datetime.datetime.now(datetime.UTC))
+        pem = (folder / "server.pem").read_bytes()
+        made.append(x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER))
+    return made
+
+
+def meet(operators: Operators, url: str, address: str, certificate: bytes, party: Any = None) -> None:
+    operators.meet(url, Socket(address, certificate), party)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "key", "what"),
+    [
+        ("wss://a.example:1", "10.0.0.2", 1, "host"),
+        ("wss://A.Example:2/", "10.0.0.2", 1, "host"),
+        ("wss://b.example:1", "10.0.0.1", 1, "address"),
+        ("wss://b.example:1", "10.0.0.2", 0, "certificate key"),
+        ("wss://a.example:2", "10.0.0.1", 0, "host, address, certificate key"),
+    ],
+)
+def test_each_sign_alone_is_enough(
+    url: str, address: str, key: int, what: str, certificates: list[bytes]
+) -> None:
+    operators = Operators(allow_same=False)
+    meet(operators, "wss://a.example:9", "10.0.0.1", certificates[0])
+    with pytest.raises(ConfigurationError, match=f"have the same {what}: provider and mask sources"):
+        meet(operators, url, address, certificates[key])
+    noted = Operators(allow_same=True)
+    meet(noted, "wss://a.example:9", "10.0.0.1", certificates[0])
+    meet(noted, url, address, certificates[key])
+    assert noted.same == f"{url} and wss://a.example:9 have the same {what}"
+
+
+def test_others_are_accepted_and_may_come_back(certificates: list[bytes]) -> None:
+    operators = Operators(allow_same=False)
+    for _ in range(2):  # the second time after a connection broke, perhaps at another address
+        meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0])
+        meet(operators, "wss://b.example:1", "10.0.0.2", certificates[1])
+    meet(operators, "wss://a.example:1", "10.0.0.3", certificates[0])
+    assert not operators.same
+
+
+def test_one_who_comes_back_as_another_is_refused(certificates: list[bytes]) -> None:
+    """A name that now leads to the provider's machine."""
+    operators = Operators(allow_same=False)
+    meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0])
+    meet(operators, "wss://b.example:1", "10.0.0.2", certificates[1])
+    with pytest.raises(ConfigurationError, match="same address"):
+        meet(operators, "wss://b.example:1", "10.0.0.1", certificates[1])
+
+
+def test_two_parties_under_one_url(certificates: list[bytes]) -> None:
+    operators = Operators(allow_same=False)
+    provider, source = object(), object()
+    for _ in range(2):
+        meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0], provider)
+    with pytest.raises(ConfigurationError, match="have the same host, address, certificate key"):
+        meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0], source)
+
+
+# -- sessions -------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """A second operator: another address, key, authority and token."""
+
+    def __init__(self, folder: Path, at: Path) -> None:
+        write_certificates(at, ["127.0.0.2"], now=datetime.datetime.now(datetime.UTC))
+        self.ca, tokens = at / "ca.pem", TokenFile(at / "tokens.json")
+        self.token = tokens.add("alice")
+        base = BaseExecutor(folder, numerics="ring")
+        self.server = Server(
+            base,
+            OneByOne(base),
+            context=server_context(at),
+            tokens=tokens,
+            metrics=Metrics(),
+            host="127.0.0.2",
+            port=0,
+        )
+
+
+@pytest.fixture(scope="module")
+def elsewhere(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Elsewhere]:
+    made = Elsewhere(checkpoint("llama"), tmp_path_factory.mktemp("elsewhere"))
+    yield made
+    made.server.drain(1.0)
+
+
+def connect(provider: Executor, *sources: str, **options: Any) -> tenant_sdk.Session:
+    """With all defaults: one-time masks from other operators, and every answer checked."""
+    return tenant_sdk.connect(
+        provider.url, token=provider.token, ca=provider.ca, mask_sources=sources, **options
+    )
+
+
+def test_another_operator_with_its_own_token_and_authority(
+    trio: Callable[[str], Trio], elsewhere: Elsewhere, checkpoint: Callable[[str], Path], caplog: Any
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING),
+        connect(
+            trio("llama")[0],
+            elsewhere.server.url,
+            mask_source_token=elsewhere.token,
+            mask_source_ca=elsewhere.ca,
+        ) as session,
+    ):
+        got = fixed_result(session.load_model(progress=False), token_ids())
+        assert session.stats.verified_rows > 0
+    assert not [r for r in caplog.records if r.name.startswith("tenant_sdk")]
+    expected = fixed_result(load_local(checkpoint("llama")), token_ids())
+    assert float((got - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_lists_of_tokens_and_authorities(
+    trio: Callable[[str], Trio], elsewhere: Elsewhere, checkpoint: Callable[[str], Path]
+) -> None:
+    """One for each source, also for those that need none."""
+    with connect(
+        trio("llama")[0],
+        elsewhere.server.url,
+        f"local:{checkpoint('llama')}",
+        mask_source_token=[elsewhere.token, ""],
+        mask_source_ca=[elsewhere.ca, ""],
+    ) as session:
+        fixed_result(session.load_model(progress=False), token_ids())
+
+
+@pytest.mark.parametrize("option", ["mask_source_token", "mask_source_ca"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_lists_of_the_wrong_length(option: str, count: int, trio: Callable[[str], Trio]) -> None:
+    provider, *others = trio("llama")
+    with pytest.raises(ConfigurationError, match=f"{option}: give one for all"):
+        connect(provider, *[other.url for other in others], **{option: ["x"] * count})
+
+
+def test_the_same_machine_is_refused(trio: Callable[[str], Trio]) -> None:
+    provider, other, _ = trio("llama")
+    with pytest.raises(ConfigurationError, match="--allow-same-operator"):
+        connect(provider, other.url)
+
+
+@pytest.mark.parametrize("spelling", ["{}", "{}/", "wss://localhost:{port}"])
+def test_the_provider_itself_is_refused(spelling: str, trio: Callable[[str], Trio]) -> None:
+    provider = trio("llama")[0]
+    url = spelling.format(provider.url, port=provider.url.rpartition(":")[2])
+    with pytest.raises(ConfigurationError, match="operators that do not collude"):
+        connect(provider, url)
+
+
+def test_two_sources_of_one_operator_are_refused(trio: Callable[[str], Trio], elsewhere: Elsewhere) -> None:
+    """They add nothing to each other, which whoever names two does not expect."""
+    url = elsewhere.server.url
+    with pytest.raises(ConfigurationError, match="operators that do not collude"):
+        connect(
+            trio("llama")[0], url, f"{url}/", mask_source_token=elsewhere.token, mask_source_ca=elsewhere.ca
+        )
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_allowing_it_says_what_it_is_worth(
+    same: bool, trio: Callable[[str], Trio], caplog: pytest.LogCaptureFixture
+) -> None:
+    provider, other, _ = trio("llama")
+    with caplog.at_level(logging.WARNING):
+        connect(provider, (provider if same else other).url, allow_same_operator=True).close()
+    assert "these masks hide nothing" in caplog.text
+
+
+def test_a_bank_from_the_provider_itself_says_so(
+    trio: Callable[[str], Trio], caplog: pytest.LogCaptureFixture
+) -> None:
+    provider = trio("llama")[0]
+    for sources in ((), (provider.url,)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            connect(provider, *sources, privacy="noise-bank").close()
+        assert "multiplies the masks itself" in caplog.text
