@@ -52,11 +52,15 @@ class Operators:
         """
         certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
         key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-        mine = Identity(split_url(url)[0], sock.getpeername()[0], key)
+        try:
+            address = sock.getpeername()[0]
+        except OSError:  # it has ended already, and will say so to whoever reads from it
+            address = ""
+        mine = Identity(split_url(url)[0], address, key)
         with self._lock:
             for known, (other, theirs) in self._known.items():
                 what = ("host", "address", "certificate key")
-                equal = [w for w, a, b in zip(what, mine, theirs, strict=True) if a == b]
+                equal = [w for w, a, b in zip(what, mine, theirs, strict=True) if a and a == b]
                 if known == (party or url) or not equal:
                     continue
                 self.same = f"{url} and {other} have the same {', '.join(equal)}"

@@ -56,7 +56,6 @@ class Middleman:
         manifest: applied to the manifest, decoded.
         keep: whether to keep requests.
         requests: of products, as they came, if kept.
-        answers: bodies, as the executor gave them, if kept.
         gate: answers of products wait while it is closed.
         asked: set by the next request of a product, for who waits for one.
     """
@@ -70,7 +69,6 @@ class Middleman:
         self.manifest: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
         self.keep = False
         self.requests: list[Message] = []
-        self.answers: list[bytes] = []
         self.gate = threading.Event()
         self.gate.set()
         self.asked = threading.Event()
@@ -126,8 +124,6 @@ class Middleman:
             if fetch["kind"] == "scales":
                 body = self.scales(fetch, body)
         elif operation in PRODUCTS and fields.operation == REPLY:
-            if self.keep:
-                self.answers.append(body)
             for change in self.changes:
                 body = change(request, body)
             self.gate.wait()

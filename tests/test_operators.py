@@ -35,6 +35,8 @@ class Socket:
         self._address, self._certificate = address, certificate
 
     def getpeername(self) -> tuple[str, int]:
+        if not self._address:
+            raise OSError("not connected")
         return self._address, 1
 
     def getpeercert(self, binary_form: bool) -> bytes:
@@ -97,6 +99,15 @@ def test_one_who_comes_back_as_another_is_refused(certificates: list[bytes]) -> 
     meet(operators, "wss://b.example:1", "10.0.0.2", certificates[1])
     with pytest.raises(ConfigurationError, match="same address"):
         meet(operators, "wss://b.example:1", "10.0.0.1", certificates[1])
+
+
+def test_connections_that_have_ended_already(certificates: list[bytes]) -> None:
+    """They have no address any more, and are of no use to anybody; what ended them is said by others."""
+    operators = Operators(allow_same=False)
+    meet(operators, "wss://a.example:1", "", certificates[0])
+    meet(operators, "wss://b.example:1", "", certificates[1])
+    with pytest.raises(ConfigurationError, match="same certificate key"):
+        meet(operators, "wss://c.example:1", "", certificates[1])
 
 
 def test_two_parties_under_one_url(certificates: list[bytes]) -> None:
