@@ -95,6 +95,7 @@ def test_a_mask_exists_nowhere_once_rows_were_added() -> None:
         mask = pad.request()
         kept = mask.clone()
         mask += 1
+        at_rest(pads)  # the source has multiplied its own copy, and let go of it
         gc.collect()
         everywhere = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.int32]
         assert not any(o is not kept and o.shape == kept.shape and torch.equal(o, kept) for o in everywhere)
