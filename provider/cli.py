@@ -94,6 +94,10 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM waits for requests.")] = 10.0,
     device: Annotated[str, typer.Option(help="Where products run: cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of one product; 0: one a core.")] = 0,
+    transcript: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Record what tenants send into this folder, for an audit; tenants are told."),
+    ] = None,
 ) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
     logging.basicConfig(
@@ -107,6 +111,7 @@ def serve(
     from provider.metrics import AdminServer, Metrics
     from provider.scheduler import OneByOne
     from provider.server import Server, server_context
+    from provider.transcript import Transcript
 
     keep_freed_memory()
     if threads:
@@ -119,12 +124,24 @@ def serve(
         return tqdm(items, desc=what, unit="group", file=sys.stderr)
 
     executor = BaseExecutor(
-        model_dir, numerics=numerics, device=device, serve_head=serve_head, progress=progress
+        model_dir,
+        numerics=numerics,
+        device=device,
+        serve_head=serve_head,
+        recorded=transcript is not None,
+        progress=progress,
     )
     # What is loaded stays: the garbage collector need not walk it again in the middle of requests.
     gc.collect()
     gc.freeze()
     metrics = Metrics()
+    recording = None
+    if transcript is not None:
+        recording = Transcript(transcript, executor.manifest)
+        _errors.print(
+            f"[bold red]RECORDING[/] everything that tenants send into {recording.path}; tenants are told, "
+            "and refuse unless they allow it"
+        )
     server = Server(
         executor,
         OneByOne(executor),
@@ -134,6 +151,7 @@ def serve(
         host=host,
         port=port,
         max_connections=max_connections,
+        transcript=recording,
     )
     admin = AdminServer(metrics, admin_port, healthy=lambda: not server.draining)
     _errors.print(
@@ -152,6 +170,8 @@ def serve(
     _errors.print("draining")
     clean = server.drain(drain_seconds)
     admin.close()
+    if recording is not None:
+        recording.close()
     _errors.print("stopped" if clean else "stopped; some requests were cut off")
 
 

@@ -21,6 +21,7 @@ from websockets.server import ServerProtocol
 from provider.executor import BaseExecutor, Scheduler
 from provider.metrics import Metrics
 from provider.tokens import TokenFile
+from provider.transcript import Transcript
 from shared.errors import SymbiosisError, WireError
 from shared.header import PRODUCTS, SUBPROTOCOL, Header, Operation
 from shared.messages import ErrorInfo, Fetch, Hello, decode, encode
@@ -122,6 +123,7 @@ class Connection:
     Args:
         sock: encrypted and authenticated.
         tenant: for the log.
+        transcript: records what the tenant sends.
     """
 
     def __init__(
@@ -131,12 +133,15 @@ class Connection:
         executor: BaseExecutor,
         scheduler: Scheduler,
         metrics: Metrics,
+        transcript: Transcript | None = None,
     ) -> None:
         self._sock = sock
         self._tenant = tenant
         self._executor = executor
         self._scheduler = scheduler
         self._metrics = metrics
+        self._transcript = transcript
+        self._session = transcript.opened(tenant) if transcript else 0
         self._protocol = ExecutorProtocol(executor.manifest)
         self._reader = MessageReader(
             self._protocol.accept,
@@ -173,6 +178,8 @@ class Connection:
         except (OSError, EOFError) as error:
             log.info("tenant %s: connection ended: %s", self._tenant, type(error).__name__)
         finally:
+            if self._transcript:
+                self._transcript.closed(self._session)
             for each in (self._sock, self._wake, self._woken):
                 each.close()
 
@@ -212,7 +219,7 @@ class Connection:
                 out = self._scheduler.run(header, message.payload, answer)
                 seconds = time.perf_counter() - started
                 self._send(answer, [out])
-                self._after(header, answer, seconds)
+                self._after(message, answer, seconds)
                 return
             data = message.payload.numpy().data.cast("B") if message.payload.numel() else b""
             if header.operation == Operation.HELLO:
@@ -236,11 +243,13 @@ class Connection:
                 header.request_id, WireError("internal", "the executor failed on this request; report it")
             )
 
-    def _after(self, header: Header, answer: Header, seconds: float) -> None:
+    def _after(self, message: Incoming, answer: Header, seconds: float) -> None:
         """What is done while the tenant goes on. A failure here is no second answer."""
         try:
-            self._metrics.product(header, answer, seconds)
-            self._scheduler.answered(header, self._something_to_do)
+            self._metrics.product(message.header, answer, seconds)
+            if self._transcript and message.payload is not None:
+                self._transcript.request(self._session, message.header, message.payload, seconds)
+            self._scheduler.answered(message.header, self._something_to_do)
         except Exception:
             log.exception("after a request of tenant %s", self._tenant)
 

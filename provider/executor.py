@@ -50,6 +50,7 @@ class BaseExecutor:
         device: of weights and products, such as ``cpu`` or ``cuda:0``.
         limits: what one message may hold.
         serve_head: also serve the output head.
+        recorded: tell tenants that what they send is kept.
         progress: wraps an iterable to show how far loading is, as ``tqdm`` does.
 
     Raises:
@@ -65,6 +66,7 @@ class BaseExecutor:
         device: str = "cpu",
         limits: Limits | None = None,
         serve_head: bool = False,
+        recorded: bool = False,
         progress: Progress = _silent,  # type: ignore[type-arg]
     ) -> None:
         if numerics not in NUMERICS:
@@ -94,6 +96,7 @@ class BaseExecutor:
             parameters=found.parameters,
             unavailable=found.unavailable,
             files=self.checkpoint.tenant_files(),
+            recorded=recorded,
         )
         self._by_name = {str(group): weight for group, weight in enumerate(self._weights)}
         self._parameters = {p.name: p for p in found.parameters}

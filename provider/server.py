@@ -16,6 +16,7 @@ from provider.connection import HANDSHAKE_ERRORS, Connection, Refused, handshake
 from provider.executor import BaseExecutor, Scheduler
 from provider.metrics import Metrics
 from provider.tokens import TokenFile
+from provider.transcript import Transcript
 from shared.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Server:
 
     Args:
         max_connections: further ones are closed at once; each costs a thread.
+        transcript: records what tenants send; the manifest must say so.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 8765,
         max_connections: int = 256,
+        transcript: Transcript | None = None,
     ) -> None:
         self._executor, self._scheduler = executor, scheduler
         self._context, self._tokens, self._metrics = context, tokens, metrics
         self._max_connections = max_connections
+        self._transcript = transcript
         self._threads: set[threading.Thread] = set()
         self._sessions: set[Connection] = set()
         self._lock = threading.Lock()
@@ -156,7 +160,9 @@ class Server:
                 self._metrics.handshakes_failed.labels(reason).inc()
                 log.info("no session: %s (%s)", reason, type(error).__name__)
                 return
-            session = Connection(sock, tenant, self._executor, self._scheduler, self._metrics)
+            session = Connection(
+                sock, tenant, self._executor, self._scheduler, self._metrics, self._transcript
+            )
             with self._lock:
                 self._sessions.add(session)
             self._metrics.connections.inc()

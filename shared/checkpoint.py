@@ -108,12 +108,9 @@ class Checkpoint:
         Whoever has the checkpoint gets the same digest, whatever numerics an executor serves it in.
         """
         total = hashlib.sha256()
-        members = sorted(
-            (m for g in groups if not g.head for m in g.members), key=lambda member: member.tensor
-        )
-        for member in members:
-            weight = self.read(member.tensor).contiguous()
-            total.update(f"{member.tensor}|{weight.dtype}|{tuple(weight.shape)}|".encode())
+        for tensor in sorted({member.tensor for g in groups if not g.head for member in g.members}):
+            weight = self.read(tensor).contiguous()
+            total.update(f"{tensor}|{weight.dtype}|{tuple(weight.shape)}|".encode())
             total.update(weight.reshape(-1).view(torch.uint8).numpy().data)
         return total.hexdigest()
 

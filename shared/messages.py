@@ -95,6 +95,7 @@ class Manifest(Message, frozen=True):
     parameters: tuple[ParameterInfo, ...]
     unavailable: tuple[str, ...]  # tenant-side parameters that this executor cannot supply
     files: tuple[FileInfo, ...]
+    recorded: bool = False  # what tenants send is written to a transcript, for an audit
 
 
 class Fetch(Message, frozen=True):

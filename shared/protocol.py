@@ -179,6 +179,11 @@ def validate_manifest(manifest: Manifest) -> None:
     limits = manifest.limits
     if limits.max_rows < 1 or limits.max_message_bytes < 1 << 16:
         raise WireError("manifest", "the executor's limits leave no room for a request")
+    names = [member.name for group in manifest.groups for member in group.members]
+    if len(set(names)) < len(names):
+        raise WireError("manifest", "the executor's manifest names a layer twice")
+    if manifest.numerics == RING and manifest.wire_dtypes != ("int32",):
+        raise WireError("manifest", "an executor of the ring that sends anything but int32")
     if not set(manifest.wire_dtypes) <= set(DTYPE_NAMES):
         raise WireError("manifest", "the executor offers unknown dtypes")
 

@@ -8,11 +8,15 @@ on other processors, the same integers are computed with torch (``shared.ring_pr
 from __future__ import annotations
 
 import ctypes
+import logging
 from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from importlib.util import find_spec
 
 import torch
 
+log = logging.getLogger(__name__)
+
+VERSION = 1  # of the functions' arguments; the same number stands in ring_native.c
 PARALLEL_ELEMENTS = 1 << 15  # below, waking a second thread costs more than it saves
 
 
@@ -23,7 +27,18 @@ def _load() -> ctypes.CDLL | None:
     spec = find_spec("shared._ring_native")
     if spec is None or spec.origin is None:
         return None
-    library = ctypes.CDLL(spec.origin)
+    try:
+        library = ctypes.CDLL(spec.origin)
+        version = library.ring_version()
+    except (OSError, AttributeError) as error:
+        log.warning("the native code %s cannot be used, products are slower: %s", spec.origin, error)
+        return None
+    if version != VERSION:
+        log.warning(
+            "the native code %s is of another version, products are slower; install the package again",
+            spec.origin,
+        )
+        return None
     pointers = POINTER(c_void_p)
     library.ring_can_multiply.argtypes = []
     library.ring_can_multiply.restype = c_int

@@ -13,6 +13,14 @@ from shared.ring import MARGIN, PLANES, dequantize, exponents, quantize_rows
 CHUNK_ELEMENTS = 1 << 17  # at once, which then stay in the processor's cache
 
 
+def _check(tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Native code goes where sizes lead it, and some of them come from peers."""
+    if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous()):
+        raise ValueError(
+            f"a contiguous {dtype} of shape {shape} is wanted, not {tensor.dtype} {tensor.shape}"
+        )
+
+
 def hide(
     blocks: list[torch.Tensor],
     scales: torch.Tensor | None,
@@ -32,7 +40,18 @@ def hide(
     Returns:
         The rows' exponents e, int32 [T]; and ``sum round(x / 2^e) * factor`` modulo 2^64, int64 [T],
         if there is a factor. None if a row's norm is not finite.
+
+    Raises:
+        ValueError: tensors of other dtypes or shapes.
     """
+    rows, columns = requests.shape
+    _check(requests, torch.int32, (rows, columns))
+    for block in blocks:
+        _check(block, torch.float32, (rows, block.shape[1]))
+    if sum(block.shape[1] for block in blocks) != columns:
+        raise ValueError("the blocks are not as wide as the request")
+    _check(scales, torch.float32, (columns,))
+    _check(factor, torch.int64, (columns,))
     found = torch.empty(len(requests), dtype=torch.int32)
     expected = None if factor is None else torch.empty(len(requests), dtype=torch.int64)
     if ring_native.LIBRARY is not None:
@@ -77,7 +96,21 @@ def reveal(
 
     Returns:
         How many rows fail ``sum u * challenge == expected`` modulo 2^64.
+
+    Raises:
+        ValueError: tensors of other dtypes or shapes.
     """
+    rows, columns = answers.shape
+    for each in (answers, *effects):
+        _check(each, torch.int32, (rows, columns))
+    for block in blocks:
+        _check(block, torch.float32, (rows, block.shape[1]))
+    if PLANES * sum(block.shape[1] for block in blocks) != columns:
+        raise ValueError("the blocks are not as wide as a plane of the answers")
+    _check(exponents, torch.int32, (rows,))
+    _check(scales, torch.float32, (columns // PLANES,))
+    _check(challenge, torch.int32, (columns,))
+    _check(expected, torch.int64, (rows,))
     if ring_native.LIBRARY is not None:
         return ring_native.reveal(answers, effects, exponents, scales, blocks, challenge, expected)
     wrong = 0

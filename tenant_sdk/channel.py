@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import select
 import socket
 import ssl
@@ -77,6 +78,7 @@ class Channel:
         self._protocol = TenantProtocol()
         self._reader = MessageReader(self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES)
         self._lock = threading.Lock()  # guards all below
+        self._process = os.getpid()
         self._leading = False
         self._pending: dict[int, Pending] = {}
         self._pongs: deque[Pending] = deque()
@@ -105,10 +107,11 @@ class Channel:
         Raises:
             SymbiosisError: what broke the channel earlier.
         """
+        self._check_process()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
-                raise _again(self._broken)
+                raise again(self._broken)
             header = header_of(self._protocol)
             self._pending[header.request_id] = pending
             self._outbox.append(encode_message(header, blocks, self._entropy(4)))
@@ -163,10 +166,11 @@ class Channel:
 
     def ping(self) -> None:
         """Round trip of a websocket ping."""
+        self._check_process()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
-                raise _again(self._broken)
+                raise again(self._broken)
             self._pongs.append(pending)
             self._outbox.append(iter([encode_control(Opcode.PING, b"", self._entropy(4))]))
             self._wake_leader()
@@ -174,6 +178,8 @@ class Channel:
 
     def close(self) -> None:
         """End the session; later requests, and those under way, raise ConnectionLost."""
+        if os.getpid() != self._process:
+            return  # it is the parent's, who goes on with it
         with self._lock:
             ours = not self._leading  # else the leader shuts the socket: nobody else may touch it
             self._leading = True  # and from now on nobody starts to lead
@@ -189,6 +195,11 @@ class Channel:
             self._break(ConnectionLost("the session is closed"))
             if ours:
                 self._shut()
+
+    def _check_process(self) -> None:
+        """A forked child has the parent's TLS keys and counters: what it sent would reuse its key stream."""
+        if os.getpid() != self._process:
+            raise ConnectionLost("a session stays in the process that opened it; open one in this process")
 
     # -- leading ---------------------------------------------------------------------------------
 
@@ -335,7 +346,7 @@ class Channel:
             self._pongs.clear()
             self._outbox.clear()
         for pending in waiting:
-            pending.finish(None, _again(self._broken))
+            pending.finish(None, again(self._broken))
         self._wake_write.close()  # wakes a leader that is asleep in poll()
 
     def _shut(self) -> None:
@@ -357,7 +368,7 @@ class Channel:
                     log.info("keep-alive: %s", error)
 
 
-def _again(error: SymbiosisError) -> SymbiosisError:
+def again(error: SymbiosisError) -> SymbiosisError:
     """A copy to raise: one object raised many times would keep every caller's frames alive."""
     return copy.copy(error).with_traceback(None)
 

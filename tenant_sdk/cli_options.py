@@ -115,9 +115,24 @@ class Connection(Reach):
             "--allow-same-operator",
         ),
     ] = False
+    allow_transcript: Annotated[
+        bool,
+        _option(
+            _PRIVACY,
+            "Use executors that announce that they record what tenants send, as for an audit.",
+            "--allow-transcript",
+        ),
+    ] = False
     mask_budget_mib: Annotated[
         float, _option(_PRIVACY, "Memory for masks' effects that are fetched ahead, in MiB.")
     ] = _default("mask_budget_mib")
+    pad_rows: Annotated[
+        int,
+        _option(
+            _PRIVACY,
+            "Hide how many rows a request has: round up to a power of two, at least this. 0: do not.",
+        ),
+    ] = _default("pad_rows")
     verify: Annotated[
         Optional[str],  # noqa: UP045
         _option(
@@ -162,7 +177,9 @@ class Connection(Reach):
             ),
             mask_source_ca=one_or_each(self.mask_source_ca or ()),
             allow_same_operator=self.allow_same_operator,
+            allow_transcript=self.allow_transcript,
             mask_budget_mib=self.mask_budget_mib,
+            pad_rows=self.pad_rows,
             verify=self.verify,
             verify_rate=self.verify_rate,
             fingerprints=self.fingerprints,

@@ -280,6 +280,13 @@ def _manifest_findings(manifest: Manifest) -> Iterator[Finding]:
         f"{manifest.model} ({manifest.architecture}): {layers} layers in {len(manifest.groups)} groups, "
         f"{manifest.numerics}, takes {' or '.join(manifest.wire_dtypes)} on the wire",
     )
+    if manifest.recorded:
+        yield Finding(
+            "transcript",
+            None,
+            "it records what tenants send",
+            "ask the provider why; sessions refuse it unless --allow-transcript is given",
+        )
     if manifest.unavailable:
         yield Finding(
             "parameters",

@@ -59,7 +59,7 @@ class StoredFingerprints:
                 "fingerprint` printed it"
             )
         try:
-            data = Fernet(_fernet(key).encode()).decrypt(Path(path).read_bytes())
+            data = _fernet(key).decrypt(Path(path).read_bytes())
             self._tensors = load(data)
         except OSError as error:
             raise ConfigurationError(f"cannot read the fingerprints {path}: {error.strerror}") from error
@@ -163,7 +163,7 @@ def write_fingerprints(
     if output.is_dir() or not (output.parent.is_dir() or not output.parent.exists()):
         raise ConfigurationError(f"{output} cannot be a file; name one, in a folder, for the fingerprints")
     key = key or Fernet.generate_key().decode()
-    cipher = Fernet(_fernet(key).encode())
+    cipher = _fernet(key)
     checkpoint = Checkpoint(folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
@@ -257,17 +257,16 @@ def checkpoint_layers(checkpoint: Checkpoint) -> list[Layer]:
     return found
 
 
-def _fernet(key: str) -> str:
-    """The key itself.
+def _fernet(key: str) -> Fernet:
+    """The cipher of a key.
 
     Raises:
         ConfigurationError: it is none.
     """
     try:
-        Fernet(key.encode())
+        return Fernet(key.encode())
     except ValueError as error:
         raise ConfigurationError(
             "the fingerprint key is not one: it has 44 characters, as `symbiosis-tenant fingerprint` "
             "printed it"
         ) from error
-    return key

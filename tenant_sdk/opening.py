@@ -21,7 +21,7 @@ from tenant_sdk.mask_sources import ExecutorSource, LocalRing, LocalSource, Mask
 from tenant_sdk.noise_bank import NoiseBank, NoiseBankOptions
 from tenant_sdk.operators import Operators
 from tenant_sdk.pads import BankPads, NoPads, OneTimePads, Pads
-from tenant_sdk.privacy import Plain, Privacy
+from tenant_sdk.privacy import Plain, Privacy, padded
 from tenant_sdk.remote import RemoteExecutor, Stats
 from tenant_sdk.ring_mode import RingMode
 from tenant_sdk.session import Session
@@ -51,7 +51,9 @@ def connect(
     mask_source_token: str | Sequence[str] | None = None,
     mask_source_ca: str | Path | Sequence[str | Path] | None = None,
     allow_same_operator: bool = False,
+    allow_transcript: bool = False,
     mask_budget_mib: float = 256.0,
+    pad_rows: int = 0,
     verify: str | None = None,
     verify_rate: float = 0.05,
     fingerprints: str | Path | None = None,
@@ -80,7 +82,10 @@ def connect(
         mask_source_ca: PEM files of their authorities, one for all or one for each; default: ``ca``.
         allow_same_operator: let provider and mask sources be the same host or hold the same
             certificate, although ``one-time`` is then worth nothing: for trying it out.
+        allow_transcript: use executors that announce that they record what tenants send.
         mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
+        pad_rows: hide how many rows a request has: round it up to a power of two that is at least this;
+            0 rounds nothing. The rows added are zeros, masked like others, and cost what others cost.
         verify: ``always``, ``sampled`` or ``off``: check that answers are the right products (ring
             numerics). Default: ``always`` with ``one-time`` or ``fingerprints``, else ``off``.
         verify_rate: with ``sampled``, the fraction of requests that is checked, drawn secretly.
@@ -118,6 +123,8 @@ def connect(
         raise ConfigurationError("timeout is in seconds and more than 0")
     if not 0 <= mask_budget_mib < math.inf:
         raise ConfigurationError("mask_budget_mib is in MiB and not negative")
+    if not 0 <= pad_rows <= 1 << 16:
+        raise ConfigurationError("pad_rows is a number of rows from 0 to 65536")
     if fingerprint_key and fingerprints is None:
         raise ConfigurationError("fingerprint_key is of no use without fingerprints=FILE (`--fingerprints`)")
     verify = verify or ("always" if privacy == "one-time" or fingerprints is not None else "off")
@@ -155,6 +162,8 @@ def connect(
             if not url.startswith(LOCAL):
                 remotes.append(open_remote(url, source_token, source_ca))
                 check_same_weights(url, remotes[-1].manifest, manifest)
+        if not allow_transcript:
+            _check_not_recorded(remotes)
         executors = iter(remotes[1:])
         folders = [url.removeprefix(LOCAL) if url.startswith(LOCAL) else None for url in mask_sources]
         sources: list[ExecutorSource | LocalRing | LocalSource] = [
@@ -168,7 +177,7 @@ def connect(
         bank = noise_bank or NoiseBankOptions()
         _warn(provider, privacy, operators, remotes)
         if not remotes[0].ring:
-            return Session(remotes[0], _float_privacy(remotes[0], privacy, sources, bank))
+            return Session(remotes[0], padded(_float_privacy(remotes[0], privacy, sources, bank), pad_rows))
         if stored is not None:
             stored.fit(manifest)
         shapes = remotes[0].shapes
@@ -195,7 +204,7 @@ def connect(
             )
         local = next((source for source in sources if isinstance(source, LocalRing)), None)
         scales = _agreed_scales(remotes, stored.scales if stored else local.scales if local else None)
-        return Session(remotes[0], RingMode(remotes[0], pads, verifier, scales))
+        return Session(remotes[0], padded(RingMode(remotes[0], pads, verifier, scales), pad_rows))
     except BaseException:
         for remote in remotes:
             remote.close()
@@ -231,6 +240,15 @@ def _check_fit(provider: str, manifest: Manifest, privacy: str, verify: str, dig
             f"{provider} computes in {manifest.numerics}, whose rounding leaves nothing to verify; "
             "verification, and fingerprints, need an executor with `serve --numerics ring`"
         )
+
+
+def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:
+    for remote in remotes:
+        if remote.manifest.recorded:
+            raise ConfigurationError(
+                f"{remote.url} records what tenants send into a transcript. If that is intended, as for an "
+                "audit: allow_transcript=True (`--allow-transcript`)"
+            )
 
 
 def check_same_weights(url: str, source: Manifest, provider: Manifest) -> None:

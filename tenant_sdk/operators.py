@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 import threading
 from collections.abc import Hashable
@@ -56,7 +57,7 @@ class Operators:
             address = sock.getpeername()[0]
         except OSError:  # it has ended already, and will say so to whoever reads from it
             address = ""
-        mine = Identity(split_url(url)[0], address, key)
+        mine = Identity(split_url(url)[0].rstrip("."), _plain_address(address), key)
         with self._lock:
             for known, (other, theirs) in self._known.items():
                 what = ("host", "address", "certificate key")
@@ -72,3 +73,13 @@ class Operators:
                         "(`--allow-same-operator`)"
                     )
             self._known[party or url] = url, mine
+
+
+def _plain_address(address: str) -> str:
+    """An IPv4 address in IPv6 clothes is the same machine's."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Protocol
 
@@ -86,31 +87,49 @@ class _NoPad:
         yield slice(0, len(self.zeros)), []
 
 
+@dataclass
+class _Bank:
+    masks: torch.Tensor = field(repr=False)
+    effects: torch.Tensor = field(repr=False)
+    made: float
+    used: int = 0
+
+
 class BankPads:
     """Privacy mode ``noise-bank`` on the ring: K uniform masks for each kind, one picked secretly a row.
 
     The same weakness as with floats: a mask that serves twice shows the difference of two rows, and
-    whoever computed the effects knows every mask (``tenant_sdk.noise_bank``).
+    whoever computed the effects knows every mask (``tenant_sdk.noise_bank``). The options' ``scale`` has
+    no meaning here: a uniform mask has no size.
     """
 
     def __init__(
-        self, shapes: list[GroupShape], source: MaskSource, options: NoiseBankOptions, entropy: Entropy
+        self,
+        shapes: list[GroupShape],
+        source: MaskSource,
+        options: NoiseBankOptions,
+        entropy: Entropy,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shapes, self._source = shapes, source
-        self._options, self._entropy = options, entropy
-        self._banks: dict[Kind, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._options, self._entropy, self._clock = options, entropy, clock
+        self._banks: dict[Kind, _Bank] = {}
         self._lock = Condition()
 
     def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
         """See Pads."""
         with self._lock:
-            masks, effects, used = self._banks.get(kind) or (*self._make(kind), 0)
-            self._banks[kind] = masks, effects, used + rows
-            if used + rows > self._options.rotate_rows:
-                del self._banks[kind]
+            bank, now = self._banks.get(kind), self._clock()
+            if (
+                bank is None
+                or bank.used > self._options.rotate_rows
+                or now - bank.made > self._options.rotate_seconds
+            ):
+                bank = self._banks[kind] = _Bank(*self._make(kind), made=now)
+            bank.used += rows
         drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
         picked = torch.from_numpy(drawn & (self._options.masks - 1))
-        return _BankPad(masks[picked], effects, picked)
+        return _BankPad(bank.masks[picked], bank.effects, picked)
 
     def _make(self, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
         plan = self._shapes[kind.group].plan(kind.direction, kind.members)
@@ -126,9 +145,9 @@ class BankPads:
 
 @dataclass(frozen=True)
 class _BankPad:
-    masks: torch.Tensor
-    bank: torch.Tensor  # effects
-    picked: torch.Tensor
+    masks: torch.Tensor = field(repr=False)
+    bank: torch.Tensor = field(repr=False)  # effects
+    picked: torch.Tensor = field(repr=False)
 
     def request(self) -> torch.Tensor:
         return self.masks  # a copy: indexing made it
@@ -233,8 +252,6 @@ class OneTimePads:
         ]
         self._changed = Condition()  # guards all below
         self._store: dict[Kind, deque[_Batch]] = {}
-        self._stock: dict[Kind, int] = {}
-        self._stored_bytes = 0
         self._under_way = 0
         self._forecast = Forecast()
         self._resting = True  # until the first request, and after a source failed
@@ -263,7 +280,6 @@ class OneTimePads:
             missing = rows
             while missing:
                 if batches and batches[0].failed:
-                    self._forget(kind, batches[0].left)
                     batches.popleft()
                     continue
                 if not batches:
@@ -277,18 +293,22 @@ class OneTimePads:
                 batch.drawing = False
                 if batch.left == 0:
                     batches.popleft()  # or its effects would stay in memory until the kind is asked for again
-                self._forget(kind, count)
                 missing -= count
             if not once:
                 self._forecast.asked(kind, rows)
             self._resting = False
-            if self._stock.get(kind, 0) < max(rows, self.batch_rows):
+            if sum(batch.left for batch in batches) < max(rows, self.batch_rows):
                 self._changed.notify_all()
         return OneTimePad(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
 
-    def _forget(self, kind: Kind, rows: int) -> None:
-        self._stock[kind] -= rows
-        self._stored_bytes -= rows * self._row_bytes(kind)
+    @property
+    def _stock(self) -> dict[Kind, int]:
+        """Rows in store or ordered."""
+        return {kind: sum(batch.left for batch in batches) for kind, batches in self._store.items()}
+
+    @property
+    def _stored_bytes(self) -> int:
+        return sum(rows * self._row_bytes(kind) for kind, rows in self._stock.items())
 
     def _max_rows(self, kind: Kind) -> int:
         return min(source.max_rows(*kind) for source in self._sources)
@@ -307,8 +327,6 @@ class OneTimePads:
         self._store.setdefault(kind, deque()).append(
             _Batch(rows, [MaskStream(seed) for seed in seeds], effects)
         )
-        self._stock[kind] = self._stock.get(kind, 0) + rows
-        self._stored_bytes += rows * self._row_bytes(kind)
         self._under_way += len(effects)
         for effect in effects:
             effect.add_done_callback(self._arrived)
@@ -331,7 +349,10 @@ class OneTimePads:
                         batch_rows=self.batch_rows,
                     )
                     if order is not None and self._make_room(order):
-                        self._order(order.kind, min(order.rows, self._max_rows(order.kind)))
+                        try:
+                            self._order(order.kind, min(order.rows, self._max_rows(order.kind)))
+                        except RuntimeError:
+                            return  # the interpreter ends, and its pools take no more work
                         continue
                     self._satisfied = self._under_way == 0
                     if self._satisfied:
@@ -368,8 +389,7 @@ class OneTimePads:
             return False
         if size > self.budget_bytes - self._stored_bytes:
             for kind in self._forecast.surplus(self._stock, self.batch_rows):
-                batch = self._store[kind].popleft()
-                self._forget(kind, batch.left)
+                self._store[kind].popleft()
         return size <= self.budget_bytes - self._stored_bytes
 
     def close(self) -> None:
@@ -381,4 +401,4 @@ class OneTimePads:
         for source in self._sources:
             source.close()  # which ends what is under way
         for pool in self._pools:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)  # one may be opening a connection

@@ -12,10 +12,11 @@ from shared.header import Direction, Operation, member_indices
 from shared.messages import GroupInfo
 from shared.ring import Bounds, capacity
 from shared.ring_rows import hide, reveal
+from tenant_sdk.channel import again
 from tenant_sdk.forecast import Kind
 from tenant_sdk.pads import Pads
 from tenant_sdk.remote import RemoteExecutor
-from tenant_sdk.verification import Verifier
+from tenant_sdk.verification import Fingerprint, Verifier
 
 
 class RingGroup:
@@ -33,7 +34,9 @@ class RingGroup:
         if not scales.isfinite().all() or (scales < 0).any():
             raise ModelMismatch("the executor's scales hold NaN, infinity or negative numbers")
         widths = [member.outputs for member in info.members]
-        limit = Bounds(*(info.bounds or (0, 0)))
+        if info.bounds is None:
+            raise ModelMismatch("the executor gives no bounds for a group of the ring")
+        limit = Bounds(*info.bounds)
         try:
             self.room = {
                 Direction.FORWARD: capacity(limit.forward, info.inputs),
@@ -83,12 +86,12 @@ class RingMode:
             VerificationError: a wrong answer, now or earlier in this session.
         """
         if self._failed is not None:
-            raise self._failed.with_traceback(None)
+            raise again(self._failed)
         kind = Kind(group, direction, members)
         ring = self._group(group)
         scales = ring.scales_of(members)
         forward = direction == Direction.FORWARD
-        print_ = self._verifier.fingerprint(kind, self.integer_product) if self._verifier else None
+        print_ = self._fingerprint(kind)
         rows = blocks[0].shape[0]
         started = time.perf_counter()
         pad = self._pads.take(kind, rows)
@@ -110,7 +113,7 @@ class RingMode:
         (answer,) = self._remote.product(Operation.PRODUCT, group, direction, members, [request])
         del request
         results = [torch.empty((rows, width)) for width in self._widths(kind)]
-        waiting, wrong = 0.0, 0
+        waiting = 0.0
         parts = pad.effects()
         while True:
             started = time.perf_counter()
@@ -119,7 +122,7 @@ class RingMode:
             waiting += waited - started
             if part is None:
                 break
-            wrong += reveal(
+            wrong = reveal(
                 answer[part],
                 effects,
                 exponents[part],
@@ -128,16 +131,30 @@ class RingMode:
                 print_.challenge if print_ else None,
                 expected[part] if expected is not None else None,
             )
+            if wrong and self._verifier is not None:
+                # At once: what fails later must not make this forgotten.
+                raise self._fail(self._verifier.error(kind))
             masking += time.perf_counter() - waited
         self._remote.stats.add(
             seconds_masking=masking,
             seconds_waiting_for_effects=waiting,
             verified_rows=rows if print_ else 0,
         )
-        if wrong and self._verifier is not None:
-            self._failed = self._verifier.error(kind)
-            raise self._failed
         return results
+
+    def _fingerprint(self, kind: Kind) -> Fingerprint | None:
+        if self._verifier is None:
+            return None
+        try:
+            return self._verifier.fingerprint(kind, self.integer_product)
+        except VerificationError as error:
+            raise self._fail(error) from None
+
+    def _fail(self, error: VerificationError) -> VerificationError:
+        """From now on nothing is asked for; a copy is kept, which holds no frames alive."""
+        self._failed = again(error)  # type: ignore[assignment]
+        self._pads.close()
+        return error
 
     def integer_product(self, kind: Kind, rows: torch.Tensor) -> torch.Tensor:
         """The products of a fingerprint's integers, under a pad like any others: int32 [n, C] to [n, 2 N]."""

@@ -14,6 +14,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.header import Direction
 from shared.messages import Manifest, Member
+from tenant_sdk.mask_sources import open_checkpoint
 from tenant_sdk.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,9 @@ def _checked(layer: nn.Module | None, member: Member, inputs: int) -> nn.Module:
     weight = layer.weight
     shape = tuple(weight.shape)  # type: ignore[arg-type]
     expected = (inputs, member.outputs) if isinstance(layer, Conv1D) else (member.outputs, inputs)
+    if member.transposed != isinstance(layer, Conv1D):
+        # Or an executor could multiply with the transpose of a square weight, which no digest shows.
+        raise ModelMismatch(f"the executor says that {member.name} is another kind of layer than it is here")
     if shape != expected:
         raise ModelMismatch(
             f"{member.name} has shape {list(shape)} here and {list(expected)} at the executor"
@@ -159,12 +163,7 @@ def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path |
             "the weights were given up when the model was attached; give detach(model, checkpoint=FOLDER) "
             "the folder that holds them"
         )
-    source = Checkpoint(folder)
-    if not source.holds(manifest.groups, manifest.digest):
-        raise ModelMismatch(
-            f"the checkpoint {folder} does not hold the weights that the executor serves; the model is "
-            "unchanged"
-        )
+    source = open_checkpoint(folder, manifest)
     members = {member.name: member for group in manifest.groups for member in group.members}
     virtual = {
         id(layer): name

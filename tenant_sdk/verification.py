@@ -25,9 +25,14 @@ from tenant_sdk.channel import Entropy
 from tenant_sdk.forecast import Kind
 
 _DIGITS = 4
+TRIAL_ROWS = 40  # a falsified fingerprint passes with probability 2^-40
 
 # Kind and int32 rows [n, C] to the integer products [n, 2 N].
 IntegerProduct = Callable[[Kind, torch.Tensor], torch.Tensor]
+
+
+class FingerprintRefuted(Exception):
+    """A fingerprint and the products that it is for do not fit each other."""
 
 
 class Fingerprint(NamedTuple):
@@ -62,7 +67,7 @@ def multiply_challenge(
     """``W z`` modulo 2^64: int64 [C] from z [2, N] and the transposed product, [n, N] to [n, 2 C].
 
     That product is modulo 2^32, so z is multiplied digit by digit, in base 256, which keeps each far
-    below. Each plane's part of z wants that plane's product alone; the others are left.
+    below: the digits are random, and so their sums of N terms are near sqrt(N) 2^14, not N 2^14. Each plane's part of z wants that plane's product alone; the others are left.
     """
     rest, digits = challenge.long(), []
     for _ in range(_DIGITS - 1):
@@ -102,8 +107,23 @@ class LiveFingerprints:
             challenge = draw_challenge(self._entropy, plan.answer_columns // PLANES)
             multiply = self._product or product
             factor = multiply_challenge(challenge, lambda rows: multiply(transposed(kind), rows))
-            made = self._made.setdefault(kind, Fingerprint(challenge.view(-1), factor))
+            made = Fingerprint(challenge.view(-1), factor)
+            if self._product is None:
+                self._try(kind, made, plan.request_columns, multiply)
+            made = self._made.setdefault(kind, made)
         return made
+
+    def _try(self, kind: Kind, made: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
+        """Check random rows before any of the tenant's.
+
+        A fingerprint that one executor falsified would fit some rows of the tenant's and not others, and
+        so tell that executor about them. It does not fit these: every row finds every falsification with
+        probability 1/2 or more, also one of 2^63, which rows of even numbers do not show.
+        """
+        rows = MaskStream(self._entropy(SEED_BYTES)).draw(TRIAL_ROWS, columns) >> 24
+        answers = multiply(kind, rows).long()
+        if not torch.equal((answers * made.challenge).sum(1), (rows.long() * made.factor).sum(1)):
+            raise FingerprintRefuted
 
 
 class Verifier:
@@ -134,8 +154,14 @@ class Verifier:
         """What to check the next request of a kind with, or None if it is not drawn.
 
         The fingerprint is made either way: executors see when one is, and what comes next.
+
+        Raises:
+            VerificationError: the fingerprint that the executors made is wrong.
         """
-        made = self._fingerprints.get(kind, product)
+        try:
+            made = self._fingerprints.get(kind, product)
+        except FingerprintRefuted:
+            raise self.error(kind) from None
         if self._threshold < 1 << 32 and int.from_bytes(self._entropy(4)) >= self._threshold:
             return None
         return made

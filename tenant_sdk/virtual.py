@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from shared.errors import NonFiniteError, RemoteWeightUnavailable
+from shared.errors import ModelMismatch, NonFiniteError, RemoteWeightUnavailable
 from shared.header import Direction, member_indices
 from shared.messages import GroupInfo
 from tenant_sdk.privacy import Privacy
@@ -113,11 +113,19 @@ class Group:
 
         Raises:
             NonFiniteError: before anything is sent.
+            ModelMismatch: the model's own configuration makes rows that do not fit these layers.
         """
+        outputs = [self.info.members[i].outputs for i in member_indices(members)]
+        widths = [self.info.inputs] if direction == Direction.FORWARD else outputs
+        if [block.shape[-1] for block in blocks] != widths:
+            names = ", ".join(self.info.members[i].name for i in member_indices(members))
+            raise ModelMismatch(
+                f"{names} takes rows of {widths} numbers, but the model makes {[b.shape[-1] for b in blocks]}: "
+                "its configuration does not fit the weights"
+            )
         if not len(blocks[0]):  # an expert without tokens, an empty batch: nothing to ask for
-            outputs = [self.info.members[i].outputs for i in member_indices(members)]
-            widths = outputs if direction == Direction.FORWARD else [self.info.inputs]
-            return [blocks[0].new_empty((0, width)) for width in widths]
+            made = outputs if direction == Direction.FORWARD else [self.info.inputs]
+            return [blocks[0].new_empty((0, width)) for width in made]
         for block in blocks:
             if not math.isfinite(block.sum().item()) and not block.isfinite().all():
                 raise NonFiniteError(self._where_not_finite(direction))

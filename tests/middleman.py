@@ -57,6 +57,7 @@ class Middleman:
         keep: whether to keep requests.
         requests: of products, as they came, if kept.
         gate: answers of products wait while it is closed.
+        held: how many connections' answers wait.
         asked: set by the next request of a product, for who waits for one.
     """
 
@@ -72,6 +73,7 @@ class Middleman:
         self.gate = threading.Event()
         self.gate.set()
         self.asked = threading.Event()
+        self.held = 0
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(tls_dir / "server.pem", tls_dir / "server.key")
         self._server = serve(
@@ -126,7 +128,9 @@ class Middleman:
         elif operation in PRODUCTS and fields.operation == REPLY:
             for change in self.changes:
                 body = change(request, body)
+            self.held += 1
             self.gate.wait()
+            self.held -= 1
         return struct.pack(_LAYOUT, *fields) + body
 
     def cut(self) -> None:

@@ -18,6 +18,7 @@ from conftest import Executor, make_model
 import tenant_sdk
 from provider.executor import BaseExecutor
 from shared.errors import CheckpointError, RequestRefused, WireError, peer_text
+from shared.header import Direction
 from shared.messages import FileInfo
 from shared.protocol import MAX_FILE_BYTES, validate_manifest
 from tenant_sdk.connect import client_context, open_tcp, split_url
@@ -187,3 +188,37 @@ def test_errors_of_a_broken_session_are_raised_afresh(llama: Executor) -> None:
         caught.append(info.value)
     # One object raised again and again would keep every caller's tensors alive.
     assert caught[0] is not caught[1]
+
+
+def test_a_configuration_that_makes_rows_of_another_width(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    """As with architectures whose attention is not as wide as its output projection says."""
+    with serve(checkpoint("llama")).connect() as session:
+        group = session._groups[0]
+        for width in (1, group.info.inputs - 1, group.info.inputs + 1, 10 * group.info.inputs):
+            with pytest.raises(tenant_sdk.ModelMismatch, match="does not fit the weights"):
+                group.product(Direction.FORWARD, 1, [torch.ones(3, width)])
+        assert session.stats.requests == 0
+        with pytest.raises(tenant_sdk.ModelMismatch, match="does not fit the weights"):
+            group.product(Direction.BACKWARD, 1, [torch.ones(3, group.info.members[0].outputs + 1)])
+
+
+def test_a_layer_cannot_be_passed_off_as_its_transpose(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    """Of a square weight neither shape nor digest would show it."""
+    with serve(checkpoint("llama")).connect() as session:
+        for group in session._groups:
+            members = tuple(msgspec.structs.replace(m, transposed=True) for m in group.info.members)
+            group.info = msgspec.structs.replace(group.info, members=members)
+        with pytest.raises(tenant_sdk.ModelMismatch, match="another kind of layer"):
+            session.load_model(progress=False)
+
+
+def test_a_layer_is_named_once(llama: Executor) -> None:
+    with llama.connect() as session:
+        manifest = session.manifest
+    twice = msgspec.structs.replace(manifest, groups=(*manifest.groups, manifest.groups[0]))
+    with pytest.raises(WireError, match="names a layer twice"):
+        validate_manifest(twice)

@@ -16,7 +16,7 @@ import torch
 from conftest import Executor
 from middleman import Middleman
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
-from raw_peers import SECONDS
+from raw_peers import SECONDS, eventually
 from ring_sessions import Sent, Trio, one_time, products, seeds, taken_down
 from torch import nn
 
@@ -210,16 +210,14 @@ def test_closing_while_effects_are_under_way(
     """Whoever waits gets an error, close() returns, and no thread of the session is left."""
     provider, source, _ = trio("llama")
     middle = proxy(source)
-    session = one_time(provider, middle.executor, timeout=SECONDS)
-    model = session.load_model(progress=False)
-    for _ in range(3):
-        fixed_result(model, token_ids(1, 1))
-    middle.gate.clear()
-    middle.asked.clear()
-    waiting = threads.submit(fixed_result, model, token_ids(4, 100))
-    assert middle.asked.wait(SECONDS)
-    started = time.monotonic()
-    session.close()
+    with one_time(provider, middle.executor, timeout=SECONDS) as session:
+        model = session.load_model(progress=False)
+        for _ in range(3):
+            fixed_result(model, token_ids(1, 1))
+        middle.gate.clear()
+        waiting = threads.submit(fixed_result, model, token_ids(4, 100))
+        eventually(lambda: middle.held > 0)
+        started = time.monotonic()
     assert time.monotonic() - started < 20.0
     with pytest.raises(ConnectionLost):
         waiting.result(SECONDS)

@@ -68,6 +68,8 @@ def meet(operators: Operators, url: str, address: str, certificate: bytes, party
         ("wss://b.example:1", "10.0.0.1", 1, "address"),
         ("wss://b.example:1", "10.0.0.2", 0, "certificate key"),
         ("wss://a.example:2", "10.0.0.1", 0, "host, address, certificate key"),
+        ("wss://a.example.:1", "10.0.0.2", 1, "host"),
+        ("wss://b.example:1", "::ffff:10.0.0.1", 1, "address"),
     ],
 )
 def test_each_sign_alone_is_enough(

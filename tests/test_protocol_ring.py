@@ -176,3 +176,11 @@ def test_a_ring_without_possible_bounds_is_refused(bounds: tuple[int, int] | Non
     assert caught.value.code == "manifest"
     # Nobody reads them without a ring.
     validate_manifest(msgspec.structs.replace(manifest(bounds), numerics="float32"))
+
+
+@pytest.mark.parametrize("offered", [("bfloat16",), ("int32", "float32"), ()])
+def test_the_ring_sends_int32_and_nothing_else(offered: tuple[str, ...]) -> None:
+    """Native code takes answers for int32."""
+    validate_manifest(RING_MANIFEST)
+    with pytest.raises(WireError, match="anything but int32"):
+        validate_manifest(msgspec.structs.replace(RING_MANIFEST, wire_dtypes=offered))

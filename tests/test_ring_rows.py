@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,3 +275,55 @@ def test_masks_leave_no_trace(seed: int, sources: int, forward: bool) -> None:
         assert reveal(answers, effects, result[0], scales, blocks, challenge, result[1]) == 0
         results.append(torch.cat(blocks, 1))
     assert torch.equal(results[0].view(torch.int32), results[1].view(torch.int32))
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    """Some come from peers, and native code would go where they lead."""
+    x, wide = torch.ones(2, 6), torch.ones(2, 9)
+    request, factor = torch.zeros((2, 6), dtype=torch.int32), torch.ones(6, dtype=torch.int64)
+    hidden = (None, ROOM, request, factor)
+    assert hide([x], *hidden) is not None
+    for blocks in ([wide], [x, x], [x[:1]], [x.double()], [torch.ones(6, 2).T], []):
+        with pytest.raises(ValueError, match="wanted|as wide as"):
+            hide(blocks, *hidden)
+    for changes in ((torch.ones(5), ROOM, request, factor), (None, ROOM, request, factor[:5])):
+        with pytest.raises(ValueError, match="wanted"):
+            hide([x], *changes)
+    good = {
+        "answers": torch.zeros((2, 12), dtype=torch.int32),
+        "effects": [torch.zeros((2, 12), dtype=torch.int32)],
+        "exponents": torch.zeros(2, dtype=torch.int32),
+        "scales": torch.ones(6),
+        "blocks": [torch.empty(2, 2), torch.empty(2, 4)],
+        "challenge": torch.zeros(12, dtype=torch.int32),
+        "expected": torch.zeros(2, dtype=torch.int64),
+    }
+    assert reveal(**good) == 0  # type: ignore[arg-type]
+    for name, value in (
+        ("answers", torch.zeros((2, 10), dtype=torch.int32)),
+        ("effects", [torch.zeros((2, 12), dtype=torch.bfloat16)]),
+        ("effects", [torch.zeros((1, 12), dtype=torch.int32)]),
+        ("exponents", torch.zeros(1, dtype=torch.int32)),
+        ("scales", torch.ones(5)),
+        ("blocks", [torch.empty(2, 2), torch.empty(2, 5)]),
+        ("challenge", torch.zeros(6, dtype=torch.int32)),
+        ("expected", torch.zeros(1, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError, match="wanted|as wide as"):
+            reveal(**(good | {name: value}))  # type: ignore[arg-type]
+
+
+def test_native_code_that_cannot_be_used_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "_ring_native.so"
+    damaged.write_bytes(b"\x7fELF, or nearly")
+    spec = importlib.machinery.ModuleSpec("shared._ring_native", None, origin=str(damaged))
+    monkeypatch.setattr(ring_native, "find_spec", lambda _: spec)
+    assert ring_native._load() is None
+    assert "cannot be used" in caplog.text
+    monkeypatch.undo()
+    if ring_native.LIBRARY is not None:
+        monkeypatch.setattr(ring_native, "VERSION", 0)
+        assert ring_native._load() is None
+        assert "another version" in caplog.text

@@ -17,6 +17,7 @@ from conftest import Executor, make_model
 from memory_sources import Entropy
 from middleman import Change, Message, Middleman
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
+from raw_peers import SECONDS
 from ring_sessions import Trio, one_time
 from torch import nn
 
@@ -24,6 +25,7 @@ import tenant_sdk
 from shared.errors import ModelMismatch, VerificationError
 from shared.header import Direction
 from tenant_sdk.forecast import Kind
+from tenant_sdk.mask_sources import ExecutorSource
 from tenant_sdk.verification import Fingerprint, Verifier
 from tenant_sdk.virtual import VirtLinear
 
@@ -294,7 +296,61 @@ def test_sampling_does_not_show_in_what_is_asked_for(trio: Callable[[str], Trio]
             fixed_result(session.load_model(progress=False), token_ids())
         seen.append([(m.fields.group, m.fields.direction, m.fields.rows) for m in middle.requests])
     assert seen[0] == seen[1]
-    assert len(seen[0]) == 2 * 8
+    assert len(seen[0]) == 3 * 8  # a fingerprint, its trial, the model's own
+
+
+@pytest.mark.parametrize("who", ["provider", "source"])
+@pytest.mark.parametrize("top", [False, True])
+def test_a_falsified_fingerprint_is_noticed_before_any_row_is_sent(
+    who: str, top: bool, trio: Callable[[str], Trio], proxy: Proxy
+) -> None:
+    """Else it would fit some of the tenant's rows and not others, and tell its author which."""
+    parties = list(trio("llama")[:2])
+    middle = proxy(parties[who == "source"])
+    parties[who == "source"] = middle.executor
+    row, change = (6, -(2**31)) if top else (0, 1)  # of the highest digit, or the lowest
+
+    def falsify(message: Message, body: bytes) -> bytes:
+        if (message.fields.direction, message.fields.rows) != (BACKWARD, 8):
+            return body
+        return put((row, 3), lambda value: value + change)(message, body)
+
+    middle.changes.append(falsify)
+    with one_time(*parties, mask_budget_mib=0) as session:
+        model = session.load_model(progress=False)
+        with pytest.raises(VerificationError):
+            fixed_result(model, token_ids())
+        assert session.stats.verified_rows == 0
+        asked = session.stats.requests
+        with pytest.raises(VerificationError):
+            fixed_result(model, token_ids())
+        assert session.stats.requests == asked
+
+
+def test_a_wrong_part_is_not_forgotten_when_a_later_one_fails(
+    trio: Callable[[str], Trio], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor that could undo its lies by failing would have as many guesses as it likes."""
+    provider, source, _ = trio("llama")
+    middle = proxy(source)
+    with one_time(provider, middle.executor, mask_budget_mib=0, timeout=SECONDS) as session:
+        model = session.load_model(progress=False)
+        fixed_result(model, token_ids())
+        monkeypatch.setattr(ExecutorSource, "max_rows", lambda *_: 3)
+        lies = []
+
+        def lie_then_fail(message: Message, body: bytes) -> bytes:
+            if message.fields.rows != 3:
+                middle.cut()
+            lies.append(message)
+            return put((0, 0), lambda value: value + 1)(message, body)
+
+        middle.changes.append(lie_then_fail)
+        with pytest.raises(VerificationError):
+            session._privacy.product(TARGET, FORWARD, 1, [torch.ones(4, 64)])
+        assert lies
+        with pytest.raises(VerificationError):
+            fixed_result(model, token_ids())
 
 
 # -- weights --------------------------------------------------------------------------------------

@@ -1,0 +1,40 @@
+"""The attacks, one class each."""
+
+from security.attacks.active import CanaryRows, CoTenantTiming, Poison, WeightExtraction
+from security.attacks.extraction import AdapterExtraction
+from security.attacks.gradients import LabelRecovery, SpanCheck
+from security.attacks.logs import LogScan
+from security.attacks.masking import DistinguishingGame, Uniformity
+from security.attacks.tokens import (
+    Averaging,
+    DeepMatching,
+    KnownMaskSubtraction,
+    MaskReuse,
+    NoiseAware,
+    SubspaceProjection,
+    VocabularyMatching,
+)
+from security.attacks.traffic import TrafficAnalysis, TrafficAnalysisOutside
+
+ATTACKS = (
+    KnownMaskSubtraction,
+    MaskReuse,
+    SubspaceProjection,
+    Averaging,
+    VocabularyMatching,
+    DeepMatching,
+    NoiseAware,
+    LabelRecovery,
+    SpanCheck,
+    AdapterExtraction,
+    DistinguishingGame,
+    Uniformity,
+    TrafficAnalysis,
+    TrafficAnalysisOutside,
+    Poison,
+    WeightExtraction,
+    CanaryRows,
+    CoTenantTiming,
+    LogScan,
+)
+__all__ = [attack.__name__ for attack in ATTACKS]

@@ -1,0 +1,219 @@
+"""Attacks that send or answer: a lying provider, a tenant that copies weights, a tenant beside another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from provider.executor import BaseExecutor
+from provider.scheduler import OneByOne
+from shared.errors import VerificationError
+from shared.header import DTYPE_CODES, Direction, Header, Operation
+from shared.protocol import ExecutorProtocol
+from tenant_sdk.session import Session
+
+
+class LyingProvider(OneByOne):
+    """Alters some answers: the malicious provider's view and power.
+
+    Attributes:
+        lie: makes of a request's header and its answer another answer, or None to be honest.
+        told: how many lies were told.
+    """
+
+    def __init__(self, executor: BaseExecutor) -> None:
+        super().__init__(executor)
+        self.lie: Callable[[Header, torch.Tensor], torch.Tensor | None] = lambda header, answer: None
+        self.told = 0
+
+    def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
+        """See ``provider.executor.Scheduler``."""
+        honest = super().run(header, rows, answer)
+        if header.operation != Operation.PRODUCT:
+            return honest
+        lie = self.lie(header, honest)
+        if lie is None:
+            return honest
+        self.told += 1
+        return lie
+
+
+class Poison:
+    """Change what one layer computes: a few numbers, the least bit, another row's or an old answer."""
+
+    name: ClassVar[str] = "altered answers"
+    goal: ClassVar[str] = "make a tenant use wrong products"
+    sees: ClassVar[str] = "everything that a malicious provider sees"
+    metric: ClassVar[str] = "lies that were noticed"
+    source: ClassVar[str] = "Tramer and Boneh, Slalom, arXiv 1806.03287; Freivalds, 1977"
+
+    LIES = ("one bit", "one layer poisoned", "rows swapped", "an old answer")
+
+    def __init__(self, provider: LyingProvider, group: int, rows: int) -> None:
+        self.provider, self.group, self.rows = provider, group, rows
+
+    def attack(self, session: Session, kind: str, rng: np.random.Generator) -> bool:
+        """Tell one lie, after an honest answer to the same size of request; whether it was noticed."""
+        info = session.manifest.groups[self.group]
+        rows = torch.from_numpy(rng.standard_normal((self.rows, info.inputs)).astype(np.float32))
+        members = (1 << len(info.members)) - 1
+        ask = lambda: session._privacy.product(self.group, Direction.FORWARD, members, [rows])  # noqa: E731
+        old: list[torch.Tensor] = []
+
+        def keep(header: Header, answer: torch.Tensor) -> None:
+            if header.group == self.group and header.rows == self.rows:
+                old.append(answer.clone())
+
+        self.provider.lie = keep
+        ask()
+        self.provider.lie = lambda header, answer: (
+            _altered(kind, answer, old[-1], self.rows, rng)
+            if header.group == self.group and header.rows == self.rows
+            else None
+        )
+        try:
+            ask()
+        except VerificationError:
+            session._privacy._failed = None  # type: ignore[attr-defined]  # it would never work again
+            return True
+        finally:
+            self.provider.lie = lambda header, answer: None
+        return False
+
+
+def _altered(
+    kind: str, answer: torch.Tensor, old: torch.Tensor, rows: int, rng: np.random.Generator
+) -> torch.Tensor:
+    lie = answer.clone()
+    if kind == "one bit":
+        lie[int(rng.integers(len(lie)))] ^= 1 << int(rng.integers(31))
+    elif kind == "one layer poisoned":
+        lie += 1 << 20
+    elif kind == "rows swapped":
+        lie = lie.view(rows, -1).roll(1, 0).reshape(-1).clone()
+    else:
+        lie = old.clone()
+    return lie
+
+
+class WeightExtraction:
+    """Send the rows of an identity matrix: the answers are the weight."""
+
+    name: ClassVar[str] = "weight extraction"
+    goal: ClassVar[str] = "the base model's weights, by a tenant"
+    sees: ClassVar[str] = "answers to its own requests"
+    metric: ClassVar[str] = "relative error of the copied weight"
+    source: ClassVar[str] = "linearity; documented as what an executor cannot keep"
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+
+    def attack(self, view: Session, rng: np.random.Generator) -> torch.Tensor:
+        """The weight of all members: [O, D]."""
+        info = view.manifest.groups[self.group]
+        members = (1 << len(info.members)) - 1
+        columns = view._privacy.product(self.group, Direction.FORWARD, members, [torch.eye(info.inputs)])
+        return torch.cat(columns, 1).T
+
+
+@dataclass(frozen=True)
+class CrossTalk:
+    """``wrong`` of ``replies`` that a tenant got were not its own, by the canaries in them."""
+
+    wrong: int
+    replies: int
+
+
+class CanaryRows:
+    """Tenants at once, each with rows of its own whose answers are known exactly."""
+
+    name: ClassVar[str] = "co-tenant canaries"
+    goal: ClassVar[str] = "another tenant's rows in one's own answers"
+    sees: ClassVar[str] = "answers to its own requests"
+    metric: ClassVar[str] = "wrong replies"
+    source: ClassVar[str] = "batching of many tenants: Symbiosis, section 3.6; Punica"
+
+    def __init__(self, group: int, replies: int, tenants: int = 4) -> None:
+        self.group, self.replies, self.tenants = group, replies, tenants
+
+    def attack(self, view: BaseExecutor, rng: np.random.Generator) -> CrossTalk:
+        """Through the executor's scheduler, one row a request."""
+        scheduler = OneByOne(view)
+        info = view.manifest.groups[self.group]
+        protocol = ExecutorProtocol(view.manifest)
+        members = (1 << len(info.members)) - 1
+        dtype = torch.int32 if view.manifest.numerics == "ring" else torch.float32
+        wrong = [0] * self.tenants
+        each = self.replies // self.tenants
+
+        def tenant(number: int) -> None:
+            header = Header(
+                Operation.PRODUCT,
+                Direction.FORWARD,
+                DTYPE_CODES[dtype],
+                self.group,
+                1,
+                1,
+                info.inputs,
+                members,
+            )
+            answer = protocol.answer(header)
+            canary = torch.zeros(1, info.inputs, dtype=dtype)
+            canary[0, number] = 1 << number  # a column of the weight times a power of two: exact
+            expected = scheduler.run(header, canary, answer).clone()
+            for _ in range(each):
+                if not torch.equal(scheduler.run(header, canary, answer), expected):
+                    wrong[number] += 1
+
+        _together([lambda n=n: tenant(n) for n in range(self.tenants)])  # type: ignore[misc]
+        return CrossTalk(sum(wrong), each * self.tenants)
+
+
+class CoTenantTiming:
+    """Time one's own requests: are they slower while another tenant is at work?"""
+
+    name: ClassVar[str] = "co-tenant timing"
+    goal: ClassVar[str] = "whether another tenant is active"
+    sees: ClassVar[str] = "times of its own answers"
+    metric: ClassVar[str] = "moments told apart"
+    source: ClassVar[str] = "contention for a shared processor"
+
+    def __init__(self, probe: Callable[[], Any], victim: Callable[[], Any], moments: int) -> None:
+        self.probe, self.victim, self.moments = probe, victim, moments
+
+    def attack(self, view: None, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of probes while the victim rests and while it works, alternately."""
+        times: tuple[list[float], list[float]] = ([], [])
+        for moment in range(2 * self.moments):
+            busy = bool(moment % 2)
+            stop = threading.Event()
+
+            def work(stop: threading.Event = stop) -> None:
+                while not stop.is_set():
+                    self.victim()
+
+            thread = threading.Thread(target=work) if busy else None
+            if thread is not None:
+                thread.start()
+            for _ in range(5):
+                started = time.perf_counter()
+                self.probe()
+                times[busy].append(time.perf_counter() - started)
+            stop.set()
+            if thread is not None:
+                thread.join()
+        return np.array(times[0]), np.array(times[1])
+
+
+def _together(jobs: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,56 @@
+"""What an attack is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from security.views import View
+
+V = TypeVar("V", contravariant=True)
+
+
+class Attack(Protocol[V]):
+    """One attack. It gets a view, and nothing that its adversary would not have."""
+
+    name: ClassVar[str]
+    goal: ClassVar[str]
+    sees: ClassVar[str]
+    metric: ClassVar[str]
+    source: ClassVar[str]
+
+    def attack(self, view: V, rng: np.random.Generator) -> Any:
+        """What the adversary concludes."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenGuess:
+    """What tokens rows of the first group stand for.
+
+    ``rows`` [M] index ``View.first``; ``tokens`` [M] are the guesses; ``estimates`` [M, D] what the attack
+    holds for the rows without their masks, up to a scale of each.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    estimates: torch.Tensor
+
+
+def everything(view: View) -> torch.Tensor:
+    """The indices of all rows of the first group."""
+    return torch.arange(len(view.first))
+
+
+def unit(rows: torch.Tensor) -> torch.Tensor:
+    """Rows divided by their lengths, since a ring's rows come without their scales."""
+    return rows / rows.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+
+
+def nearest(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """For each row the entry of a table in whose direction it points most: [N] int64."""
+    directions = unit(table).T.contiguous()
+    return torch.cat([(part @ directions).argmax(1) for part in rows.split(2048)] or [torch.empty(0).long()])

@@ -1,0 +1,104 @@
+"""Steal what was learned: a tenant's adapter from what goes in and out around the adapted layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch.nn.functional import silu
+
+from security.public_model import PublicModel
+from security.views import View
+
+
+@dataclass(frozen=True)
+class StolenAdapter:
+    """``delta`` [O, D]: the estimate of B A times its scale; ``rank`` of it; ``tokens`` it rests on."""
+
+    delta: torch.Tensor
+    rank: int
+    tokens: int
+
+
+class AdapterExtraction:
+    """Solve for the adapter of an up projection.
+
+    The layer's input x is sent, and so is the next layer's input ``silu(G x) * ((U + B A) x)``. With the
+    public G and U that is linear in B A: least squares for each output, then the singular values
+    that stand out.
+
+    Args:
+        layer: index of the transformer layer.
+        tokens: how many rows to use; None: all.
+    """
+
+    name: ClassVar[str] = "adapter extraction"
+    goal: ClassVar[str] = "the adapter's weights"
+    sees: ClassVar[str] = "rows around the adapted layer, after fine-tuning"
+    metric: ClassVar[str] = "cosine of the stolen and the real adapter"
+    source: ClassVar[str] = "Symbiosis, threat model and figure 8; truncated SVD: Eckart and Young, 1936"
+
+    def __init__(self, layer: int, tokens: int | None = None) -> None:
+        self.layer, self.tokens = layer, tokens
+
+    def attack(self, view: View, rng: np.random.Generator) -> StolenAdapter:
+        """See Attack."""
+        public = view.public
+        into = public.group_of(f"layers.{self.layer}.mlp.up_proj")
+        out = public.group_of(f"layers.{self.layer}.mlp.down_proj")
+        trained = max((i for i, seen in enumerate(view.requests) if not seen.forward), default=-1)
+        later = [seen for seen in view.requests[trained + 1 :] if seen.forward]
+        inputs = [seen.rows for seen in later if seen.group == into]
+        outputs = [seen.rows for seen in later if seen.group == out]
+        pairs = [(x, z) for x, z in zip(inputs, outputs, strict=False) if len(x) == len(z)]
+        weight = public.weight(into)
+        if not pairs:
+            return StolenAdapter(torch.zeros(weight.shape[0] // 2, weight.shape[1]), 0, 0)
+        x, z = (torch.cat(side)[: self.tokens] for side in zip(*pairs, strict=True))
+        gate, up = weight.chunk(2)
+        x = _rescaled(x, _norm_of(public, self.layer))
+        factor, known = silu(x @ gate.T), x @ up.T
+        z = z * _power_of_two((factor * known).norm(dim=1) / z.norm(dim=1).clamp_min(1e-30))[:, None]
+        delta = _weighted_least_squares(x, factor, z - factor * known)
+        left, sizes, right = torch.linalg.svd(delta, full_matrices=False)
+        rank = _gap(sizes)
+        return StolenAdapter((left[:, :rank] * sizes[:rank]) @ right[:rank], rank, len(x))
+
+
+def _norm_of(public: PublicModel, layer: int) -> torch.Tensor:
+    name = f"layers.{layer}.post_attention_layernorm"
+    return next(m.weight for n, m in public.model.named_modules() if n.endswith(name))
+
+
+def _rescaled(rows: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """Rows of a ring come without their power of two; behind a norm their size is known."""
+    size = (rows / gain).square().mean(1).sqrt()
+    return rows * _power_of_two(1 / size.clamp_min(1e-30))[:, None]
+
+
+def _power_of_two(ratio: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(ratio.clamp(1e-30, 1e30).log2().round())
+
+
+def _weighted_least_squares(x: torch.Tensor, factor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """D with ``factor_tj (D x_t)_j = target_tj`` as nearly as can be: [O, D].
+
+    In an orthonormal basis of the rows, where single precision is enough for the normal equations.
+    """
+    basis, mixed = torch.linalg.qr(x.double())
+    basis = basis.float()
+    solved = []
+    for weight, wanted in zip(factor.T, target.T, strict=True):
+        square = weight.square()
+        normal = (basis * square[:, None]).T @ basis
+        normal.diagonal().add_(1e-6 * normal.diagonal().mean() + 1e-30)
+        solved.append(torch.linalg.solve(normal, (weight * wanted) @ basis))
+    return (torch.stack(solved).double() @ torch.linalg.pinv(mixed, rtol=1e-7).T).float()
+
+
+def _gap(sizes: torch.Tensor) -> int:
+    """How many singular values stand out: where the next one is smallest in proportion."""
+    half = sizes[: max(2, len(sizes) // 4)]
+    return int((half[1:] / half[:-1].clamp_min(1e-30)).argmin()) + 1

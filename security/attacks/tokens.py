@@ -1,0 +1,324 @@
+"""Attacks that recover the tenant's tokens from the rows of its first layer, with the public model.
+
+The input of the first group depends on the token alone, so the provider can look it up; every attack
+here is a way to get rid of a mask first.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from security.attacks.base import TokenGuess, everything, nearest, unit
+from security.public_model import PublicModel
+from security.views import Seen, View
+from shared.header import Direction
+from shared.ring import capacity, exponents, quantize_rows
+
+
+class VocabularyMatching:
+    """Look each row up among the inputs that the public model has for its tokens."""
+
+    name: ClassVar[str] = "vocabulary matching"
+    goal: ClassVar[str] = "tokens, from the inputs of the first layer"
+    sees: ClassVar[str] = "rows"
+    metric: ClassVar[str] = "tokens right (top 1)"
+    source: ClassVar[str] = (
+        "Thomas et al., Hidden No More, arXiv 2505.18332; Nikolaou et al., arXiv 2510.15511"
+    )
+
+    def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
+        """See Attack."""
+        return TokenGuess(everything(view), nearest(view.first, view.public.first_inputs), view.first)
+
+
+class KnownMaskSubtraction:
+    """Subtract the masks that this party multiplied itself, which is how the paper has it."""
+
+    name: ClassVar[str] = "known-mask subtraction"
+    goal: ClassVar[str] = "tokens, and the rows under the masks"
+    sees: ClassVar[str] = "rows, and the masks whose effects it was asked for"
+    metric: ClassVar[str] = "tokens right (top 1)"
+    source: ClassVar[str] = "Symbiosis, section 3.8: the base executor computes the noise effect"
+
+    def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
+        """See Attack."""
+        masks = [mask for kind, mask in view.masks.items() if kind[:2] == (0, Direction.FORWARD)]
+        rows = view.first
+        if masks:
+            on_ring = masks[0].dtype == torch.int32
+            subtract = subtract_modular if on_ring else subtract_scaled
+            rows = subtract(view.first_raw, torch.cat(masks))
+        return TokenGuess(everything(view), nearest(rows, view.public.first_inputs), rows)
+
+
+def subtract_scaled(rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """``x`` from ``x + a n_k`` for known n_k: the tenant takes powers of two for a.
+
+    Tried is each mask with the power of two nearest to the row's component along it; the right one
+    leaves the least.
+    """
+    along = rows @ masks.T / masks.square().sum(1)  # [N, K]
+    best, least = rows.clone(), torch.full((len(rows),), torch.inf)
+    for k in range(len(masks)):
+        exponent = along[:, k].abs().clamp_min(1e-30).log2().round()
+        for more in (-1, 0, 1):
+            left = rows - torch.exp2(exponent + more)[:, None] * masks[k]
+            norm = left.norm(dim=1)
+            closer = norm < least
+            best[closer], least[closer] = left[closer], norm[closer]
+    return best
+
+
+def subtract_modular(rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """The row under one of several masks modulo 2^32: under the right one its numbers are small."""
+    best, least = rows.float(), torch.full((len(rows),), torch.inf)
+    for mask in masks:
+        left = (rows - mask).float()
+        norm = left.norm(dim=1)
+        closer = norm < least
+        best[closer], least[closer] = left[closer], norm[closer]
+    return best
+
+
+class MaskReuse:
+    """Learn masks where the text is known, and use them where it is not.
+
+    Every message begins with the same token, so what is left of its first row without that token's
+    input is a mask. A row elsewhere is matched after the component along each learned mask is taken
+    out, or on the ring after the mask is subtracted.
+
+    Args:
+        messages: how many messages to learn from; None: all.
+    """
+
+    name: ClassVar[str] = "mask reuse"
+    goal: ClassVar[str] = "tokens, from masks that serve twice"
+    sees: ClassVar[str] = "rows; the first token of every message is known"
+    metric: ClassVar[str] = "tokens right (top 1)"
+    source: ClassVar[str] = "the two-time pad; Symbiosis, section 3.8: a bank of noise, rotated"
+
+    def __init__(self, messages: int | None = None) -> None:
+        self.messages = messages
+
+    def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
+        """See Attack."""
+        requests = view.of(0)
+        first_row = torch.tensor([0, *np.cumsum([len(seen.rows) for seen in requests])[:-1]])
+        begins = first_row[torch.tensor([len(seen.rows) > 1 for seen in requests])]
+        known = view.public.first_inputs[_first_token(view.public)]
+        learned = begins[: self.messages]
+        targets = torch.tensor(sorted(set(range(len(view.first))) - set(begins.tolist())))
+        if view.first_raw.dtype == torch.int32:
+            estimates = self._ring(view, learned, targets, known)
+            return TokenGuess(targets, nearest(estimates, view.public.first_inputs), estimates)
+        return self._floats(view.first, learned, targets, known, view.public.first_inputs)
+
+    @staticmethod
+    def _ring(view: View, learned: torch.Tensor, targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        group = view.public.manifest.groups[0]
+        assert group.bounds is not None
+        room = capacity(group.bounds[0], group.inputs)
+        integers = quantize_rows(known[None], exponents(known[None].double().norm(dim=1), room))
+        return subtract_modular(view.first_raw[targets], (view.first_raw[learned] - integers).unique(dim=0))
+
+    @staticmethod
+    def _floats(
+        rows: torch.Tensor,
+        learned: torch.Tensor,
+        targets: torch.Tensor,
+        known: torch.Tensor,
+        table: torch.Tensor,
+    ) -> TokenGuess:
+        directions = _distinct(unit(rows[learned] - known))
+        wanted = rows[targets]
+        best = torch.full((len(wanted),), -torch.inf)
+        tokens, estimates = torch.zeros(len(wanted), dtype=torch.int64), wanted.clone()
+        for direction in directions:
+            left = wanted - (wanted @ direction)[:, None] * direction
+            flat = table - (table @ direction)[:, None] * direction
+            norms = left.square().sum(1)
+            lengths = flat.square().sum(1)
+            for part in torch.arange(len(wanted)).split(2048):
+                # The squared distance to each token's input, with the mask's component left out of both.
+                distance = norms[part, None] - 2 * left[part] @ flat.T + lengths
+                closest, which = distance.min(1)
+                closer = -closest > best[part]
+                chosen = part[closer]
+                best[chosen] = -closest[closer]
+                tokens[chosen] = which[closer]
+                estimates[chosen] = left[chosen]
+        return TokenGuess(targets, tokens, estimates)
+
+
+def _distinct(directions: torch.Tensor, most: int = 256) -> torch.Tensor:
+    """One of each among unit vectors that repeat up to rounding."""
+    kept: list[torch.Tensor] = []
+    for direction in directions:
+        if len(kept) < most and not any(abs(float(direction @ other)) > 0.99 for other in kept):
+            kept.append(direction)
+    return torch.stack(kept) if kept else directions[:0]
+
+
+def _first_token(public: PublicModel) -> int:
+    return int(public.model.config.bos_token_id or 0)
+
+
+class SubspaceProjection:
+    """Masks from a bank span few dimensions: find those, and match tokens in the rest.
+
+    Args:
+        dimensions: of the masks' span; None: as many as stand out.
+    """
+
+    name: ClassVar[str] = "subspace projection"
+    goal: ClassVar[str] = "tokens, from what masks of few dimensions leave"
+    sees: ClassVar[str] = "rows"
+    metric: ClassVar[str] = "tokens right (top 1)"
+    source: ClassVar[str] = "principal components; masks of Symbiosis, section 3.8, span at most K dimensions"
+
+    def __init__(self, dimensions: int | None = None) -> None:
+        self.dimensions = dimensions
+
+    def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
+        """See Attack."""
+        rows, table = view.first, view.public.first_inputs
+        if not len(rows):
+            return TokenGuess(everything(view), torch.empty(0, dtype=torch.int64), rows)
+        # Against the directions in which the vocabulary itself varies, masks stand out.
+        usual = unit(table)
+        spread = usual.T @ usual / len(usual) + 1e-3 * torch.eye(table.shape[1]) * usual.var()
+        root = torch.linalg.cholesky(spread.double()).float()
+        whitened = torch.linalg.solve_triangular(root, unit(rows).T, upper=False).T
+        values, vectors = torch.linalg.eigh((whitened.T @ whitened / len(rows)).double())
+        count = self.dimensions or int((values > 4 * values.median()).sum().clamp(max=table.shape[1] // 2))
+        # Back from whitened directions to directions of rows.
+        span = torch.linalg.qr(root.double() @ vectors[:, len(values) - count :]).Q.float()
+        left = rows - rows @ span @ span.T
+        flat = table - table @ span @ span.T
+        return TokenGuess(everything(view), nearest(left, flat), left)
+
+
+class Averaging:
+    """The same prompt again and again: masks average out, the text does not.
+
+    Args:
+        repeats: which requests of the first group repeat each other; None: those that follow each other
+            with the same number of rows.
+    """
+
+    name: ClassVar[str] = "averaging"
+    goal: ClassVar[str] = "tokens of a prompt that is sent many times"
+    sees: ClassVar[str] = "rows; which requests repeat one another"
+    metric: ClassVar[str] = "tokens right (top 1)"
+    source: ClassVar[str] = "the law of large numbers"
+
+    def __init__(self, repeats: list[list[int]] | None = None) -> None:
+        self.repeats = repeats
+
+    def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
+        """See Attack."""
+        requests = view.of(0)
+        starts = [0, *np.cumsum([len(seen.raw) for seen in requests])]
+        rows, means = [torch.empty(0, dtype=torch.int64)], [view.first[:0]]
+        for run in self.repeats if self.repeats is not None else _runs(requests):
+            if max(run) >= len(requests) or len({len(requests[i].raw) for i in run}) > 1:
+                continue
+            means.append(torch.stack([unit(requests[i].rows) for i in run]).mean(0))
+            rows.append(torch.arange(starts[run[0]], starts[run[0] + 1]))
+        mean = torch.cat(means)
+        return TokenGuess(torch.cat(rows), nearest(mean, view.public.first_inputs), mean)
+
+
+def _runs(requests: list[Seen], least: int = 4) -> list[list[int]]:
+    """Requests of several rows that follow each other with the same number of rows."""
+    runs: list[list[int]] = []
+    for i, seen in enumerate(requests):
+        if runs and len(requests[runs[-1][-1]].raw) == len(seen.raw):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return [run for run in runs if len(run) >= least and len(requests[run[0]].raw) > 1]
+
+
+class NoiseAware:
+    """Estimate the noise from the rows, then match with its covariance instead of plain distance.
+
+    The noise's covariance is what the rows' has beyond the vocabulary's; Mahalanobis distance under
+    it, sharpened by how likely a token is in the rows decoded so far (expectation maximization).
+    """
+
+    name: ClassVar[str] = "noise-aware retrieval"
+    goal: ClassVar[str] = "tokens, under noise of unknown parameters"
+    sees: ClassVar[str] = "rows"
+    metric: ClassVar[str] = "tokens right (top 1)"
+    source: ClassVar[str] = "BeamClean, arXiv 2505.13758; Mahalanobis, 1936"
+    rounds = 4
+
+    def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
+        """See Attack."""
+        rows, table = view.first, view.public.first_inputs
+        if not len(rows):
+            return TokenGuess(everything(view), torch.empty(0, dtype=torch.int64), rows)
+        # Rows of a ring have no scale: give them the vocabulary's.
+        rows = rows * (table.norm(dim=1).mean() / rows.norm(dim=1).mean())
+        tokens = nearest(rows, table)
+        prior = torch.full((len(table),), 1 / len(table))
+        for _ in range(self.rounds):
+            residual = rows - table[tokens]
+            noise = residual.T @ residual / len(rows)
+            noise += torch.eye(len(noise)) * (1e-4 * noise.diagonal().mean() + 1e-12)
+            root = torch.linalg.cholesky(torch.linalg.inv(noise.double())).float()
+            seen, known = rows @ root, table @ root
+            lengths = known.square().sum(1) / 2 - prior.log()
+            tokens = torch.cat([(part @ known.T - lengths).argmax(1) for part in seen.split(2048)])
+            counts = torch.bincount(tokens, minlength=len(table)).float() + 0.1
+            prior = counts / counts.sum()
+        return TokenGuess(everything(view), tokens, rows)
+
+
+class DeepMatching:
+    """The same in the middle of the model, where rows depend on the whole prefix.
+
+    For each place every token is tried behind the prefix with the public model. The adversary is given
+    the right prefix, as if it had found it already: in the clear it would have.
+
+    Args:
+        group: whose inputs are matched.
+        prompts: by the request's index among those of the group, the tokens that it was for.
+        places: how many tokens of each prompt to look for.
+    """
+
+    name: ClassVar[str] = "search in hidden states"
+    goal: ClassVar[str] = "tokens, from the inputs of a layer in the middle"
+    sees: ClassVar[str] = "rows, and the tokens before each"
+    metric: ClassVar[str] = "tokens right (top 1)"
+    source: ClassVar[str] = "Thomas et al., Hidden No More, arXiv 2505.18332"
+
+    def __init__(self, group: int, prompts: dict[int, torch.Tensor], places: int) -> None:
+        self.group, self.prompts, self.places = group, prompts, places
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def attack(self, view: View, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Guesses and the tokens that they are for: two [M]."""
+        requests: list[Seen] = view.of(self.group)
+        guesses: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)]
+        wanted: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)]
+        same: dict[tuple[int, ...], list[int]] = {}
+        for index, prompt in self.prompts.items():
+            if index < len(requests) and len(requests[index].raw) == len(prompt):
+                same.setdefault(tuple(prompt.tolist()), []).append(index)
+        for tokens, indices in same.items():
+            for place in range(1, min(len(tokens), self.places + 1)):
+                rows = torch.stack([requests[i].rows[place] for i in indices])
+                guesses.append(nearest(rows, self._candidates(view.public, tokens[:place])))
+                wanted.append(torch.full((len(indices),), tokens[place]))
+        return torch.cat(guesses), torch.cat(wanted)
+
+    def _candidates(self, public: PublicModel, prefix: tuple[int, ...]) -> torch.Tensor:
+        """What the group would get for each next token: [V, D]."""
+        if prefix not in self._tables:
+            self._tables[prefix] = public.next_inputs(self.group, prefix)
+        return self._tables[prefix]

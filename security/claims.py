@@ -1,0 +1,291 @@
+"""The claims of ``CLAIMS.md``, each with the figure that would refute it.
+
+Controls are claims too: an audit whose attacks fail where they must succeed is blind, and proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from security.audit import BOTH, PROVIDER, SOURCE, Result
+from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
+from security.findings import Finding
+
+TOKEN_ATTACKS = (
+    "vocabulary matching",
+    "known-mask subtraction",
+    "mask reuse",
+    "subspace projection",
+    "noise-aware retrieval",
+    "averaging",
+    "search in hidden states",
+)
+LEARNING_ATTACKS = ("label recovery", "gradient span check")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim holds, with the figure that says so."""
+
+    identity: str
+    holds: bool
+    figure: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of ``CLAIMS.md``; ``judge`` gives whether it holds and the figure."""
+
+    identity: str
+    text: str
+    mode: str
+    attack: str
+    bound: str
+    judge: Callable[[Result], tuple[bool, str]]
+
+    def verdict(self, result: Result) -> Verdict:
+        """Of one audit. What was not measured does not hold."""
+        holds, figure = self.judge(result)
+        return Verdict(self.identity, holds, figure)
+
+
+def _select(result: Result, mode: str, sees: str, attacks: Iterable[str]) -> list[Finding]:
+    return [
+        finding
+        for finding in result.findings
+        if (finding.mode, finding.sees) == (mode, sees)
+        and any(finding.attack == attack or finding.attack.startswith(f"{attack}, ") for attack in attacks)
+    ]
+
+
+def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Result], tuple[bool, str]]:
+    def judge(result: Result) -> tuple[bool, str]:
+        found = _select(result, mode, sees, attacks)
+        found = [finding for finding in found if finding.success.trials]  # else it sees nothing of the kind
+        if not found:
+            return False, "not measured"
+        worst = max(found, key=lambda f: f.success.low - f.chance)
+        return not any(f.beats_chance for f in found), _figure(worst)
+
+    return judge
+
+
+def _succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Result], tuple[bool, str]]:
+    def judge(result: Result) -> tuple[bool, str]:
+        found = _select(result, mode, sees, (attack,))
+        if not found:
+            return False, "not measured"
+        worst = min(found, key=lambda f: f.success.value)
+        return worst.success.value >= least, _figure(worst)
+
+    return judge
+
+
+def _figure(finding: Finding) -> str:
+    success = finding.success
+    return (
+        f"{finding.attack}: {success.value:.2%} ({success.low:.2%} to {success.high:.2%}, "
+        f"chance {finding.chance:.2%}, n = {success.trials:,})"
+    )
+
+
+def _uniform(result: Result) -> tuple[bool, str]:
+    found = result.randomness.get(ONE_TIME)
+    if found is None:
+        return False, "not measured"
+    holds = found.p_value > 1 - result.about["confidence_of_one_interval"] and found.repeated_blocks == 0
+    return holds, (
+        f"p = {found.p_value:.3g} ({found.worst}), {found.repeated_blocks} repeated blocks, "
+        f"{found.bytes_tested:,} bytes"
+    )
+
+
+def _stolen(result: Result) -> tuple[bool, str]:
+    errors = [
+        more["relative_error"]
+        for name, more in result.figures.items()
+        if name.startswith("adapter extraction") and name.endswith(f"{PLAIN}, {PROVIDER}")
+    ]
+    return bool(errors) and max(
+        errors
+    ) < 1e-2, f"relative error at most {max(errors, default=float('nan')):.2g}"
+
+
+def _no_cross_talk(result: Result) -> tuple[bool, str]:
+    found = result.figures.get("canaries")
+    if not found:
+        return False, "not measured"
+    return found["wrong"] == 0, f"{found['wrong']} wrong of {found['replies']:,} replies"
+
+
+def _silent(result: Result) -> tuple[bool, str]:
+    found = result.figures.get("secrets in logs")
+    if found is None:
+        return False, "not measured"
+    searched = sum(result.figures["log characters searched"].values())
+    return not found, f"{len(found)} found in {searched:,} characters" + (f": {found[0]}" if found else "")
+
+
+def _reuse_counted(result: Result) -> tuple[bool, str]:
+    broken = result.figures.get("broken after messages", {})
+    told = [f"{label}: {count}" for label, count in broken.items() if count is not None]
+    return bool(told), "messages until 95 % are right: " + ("; ".join(told) or "never")
+
+
+CLAIMS = (
+    Claim(
+        "one-time-tokens",
+        "The provider cannot tell any token better than by guessing",
+        ONE_TIME,
+        ", ".join(TOKEN_ATTACKS),
+        "chance within the interval",
+        _at_chance(ONE_TIME, PROVIDER, TOKEN_ATTACKS),
+    ),
+    Claim(
+        "one-time-training",
+        "The provider learns nothing of what fine-tuning teaches",
+        ONE_TIME,
+        ", ".join(LEARNING_ATTACKS),
+        "chance within the interval",
+        _at_chance(ONE_TIME, PROVIDER, LEARNING_ATTACKS),
+    ),
+    Claim(
+        "one-time-adapter",
+        "The provider learns nothing of the adapter",
+        ONE_TIME,
+        "adapter extraction",
+        "cosine 0 within the interval",
+        _at_chance(ONE_TIME, PROVIDER, ("adapter extraction",)),
+    ),
+    Claim(
+        "one-time-indistinguishable",
+        "Two inputs that the provider chose itself look the same",
+        ONE_TIME,
+        "distinguishing game",
+        "advantage 0 within the interval",
+        _at_chance(ONE_TIME, PROVIDER, ("distinguishing game",)),
+    ),
+    Claim(
+        "one-time-uniform",
+        "Every byte sent to the provider is uniform, and no block comes twice",
+        ONE_TIME,
+        "uniformity and independence",
+        "p above the stated level, no repeated block",
+        _uniform,
+    ),
+    Claim(
+        "one-time-mask-source",
+        "A mask source learns nothing",
+        f"{ONE_TIME}, {SOURCE}",
+        "all of the above on masks",
+        "chance within the interval",
+        _at_chance(ONE_TIME, SOURCE, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, "adapter extraction")),
+    ),
+    Claim(
+        "verified",
+        "A wrong answer is noticed",
+        f"{ONE_TIME}, verify=always",
+        "altered answers",
+        "every lie",
+        _succeeds(f"{ONE_TIME}, verify=always", "malicious provider", "altered answers", 1.0),
+    ),
+    Claim(
+        "no-cross-talk",
+        "A tenant gets its own answers only",
+        "any",
+        "co-tenant canaries",
+        "0 wrong replies",
+        _no_cross_talk,
+    ),
+    Claim(
+        "silent",
+        "Nothing secret is logged, counted or printed",
+        "any",
+        "log scan",
+        "0 found",
+        _silent,
+    ),
+    Claim(
+        "control-clear",
+        "In the clear the provider reads the tokens",
+        PLAIN,
+        "vocabulary matching",
+        "at least 95 %",
+        _succeeds(PLAIN, PROVIDER, "vocabulary matching", 0.95),
+    ),
+    Claim(
+        "control-deep",
+        "In the clear it reads them in the middle of the model too",
+        PLAIN,
+        "search in hidden states",
+        "at least 95 %",
+        _succeeds(PLAIN, PROVIDER, "search in hidden states", 0.95),
+    ),
+    Claim(
+        "control-labels",
+        "In the clear it reads what fine-tuning teaches",
+        PLAIN,
+        "label recovery",
+        "at least 50 %",
+        _succeeds(PLAIN, PROVIDER, "label recovery", 0.5),
+    ),
+    Claim(
+        "control-adapter",
+        "In the clear it copies the adapter",
+        PLAIN,
+        "adapter extraction",
+        "relative error below 1e-2",
+        _stolen,
+    ),
+    Claim(
+        "control-game",
+        "In the clear it tells chosen inputs apart",
+        PLAIN,
+        "distinguishing game",
+        "advantage at least 99 %",
+        _succeeds(PLAIN, PROVIDER, "distinguishing game", 0.99),
+    ),
+    Claim(
+        "control-same-executor",
+        "The paper's scheme hides nothing from the executor that computes its noise effects",
+        SAME,
+        "known-mask subtraction",
+        "at least 95 %",
+        _succeeds(SAME, PROVIDER, "known-mask subtraction", 0.95),
+    ),
+    Claim(
+        "control-reuse",
+        "A bank of masks is broken by reuse, wherever its effects come from",
+        f"{ELSEWHERE}; {RING_BANK}",
+        "mask reuse",
+        "at least 95 % after some messages",
+        _reuse_counted,
+    ),
+    Claim(
+        "control-collusion",
+        "Provider and mask source together read everything",
+        f"{ONE_TIME}, {BOTH}",
+        "vocabulary matching",
+        "at least 95 %",
+        _succeeds(ONE_TIME, BOTH, "vocabulary matching", 0.95),
+    ),
+    Claim(
+        "control-unverified",
+        "Without verification lies go unnoticed",
+        f"{ONE_TIME}, verify=off",
+        "altered answers",
+        "none noticed",
+        lambda result: _none_noticed(result),
+    ),
+)
+
+
+def _none_noticed(result: Result) -> tuple[bool, str]:
+    found = _select(result, f"{ONE_TIME}, verify=off", "malicious provider", ("altered answers",))
+    return bool(found) and found[0].success.value == 0, _figure(found[0]) if found else "not measured"
+
+
+def judge(result: Result) -> list[Verdict]:
+    """Every claim, in the order of ``CLAIMS.md``."""
+    return [claim.verdict(result) for claim in CLAIMS]

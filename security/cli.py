@@ -1,0 +1,121 @@
+"""The command ``symbiosis-audit``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shared.errors import ConfigurationError, SymbiosisError
+
+app = typer.Typer(
+    help="Attack every privacy mode, and report what leaked.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False)
+_EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Show what is being done, and afterwards how long it took."""
+    started = time.perf_counter()
+    with console.status(escape(what)):
+        if not console.is_terminal:
+            print(f"  {what} ...", flush=True)
+        yield
+    console.print(
+        f"[green]✓[/] {escape(what)}  [dim]{time.perf_counter() - started:.1f} s[/]", soft_wrap=True
+    )
+
+
+@app.command()
+def run(
+    report: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")],
+    model: Annotated[Path, typer.Option(help="Checkpoint folder.")] = _EXAMPLES / "base_model",
+    text: Annotated[Path, typer.Option(help="Real text that the tenants work on, a line each.")] = _EXAMPLES
+    / "data"
+    / "clinic_notes_train.txt",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: wider intervals.")] = False,
+    seed: Annotated[int, typer.Option(help="Of everything random but masks.")] = 0,
+) -> None:
+    """Start executors, let tenants work in every mode, attack what each party saw. Exit status 1: a claim fell."""
+    with stage("loading"):
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+        from security.audit import FULL_PLAN, QUICK_PLAN, Audit
+        from security.claims import CLAIMS, judge
+        from security.report import write_html, write_json
+
+    for path, what in ((model, "model"), (text, "text")):
+        if not path.exists():
+            raise ConfigurationError(f"there is no {path}; name one with --{what}")
+    report.mkdir(parents=True, exist_ok=True)
+    lines = [line.strip() for line in text.read_text().splitlines() if len(line.split()) > 8]
+    audit = Audit(model, lines, QUICK_PLAN if quick else FULL_PLAN, stage, seed)
+    with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
+        result = audit.run(Path(folder))
+    verdicts = judge(result)
+    write_json(result, verdicts, report / "report.json")
+    with stage("drawing"):
+        write_html(result, verdicts, report / "report.html")
+    table = Table(title="Claims", show_lines=False)
+    for column in ("claim", "measured", ""):
+        table.add_column(column, overflow="fold")
+    for claim, verdict in zip(CLAIMS, verdicts, strict=True):
+        table.add_row(
+            claim.identity,
+            escape(verdict.figure),
+            "[green]holds[/]" if verdict.holds else "[bold red]REFUTED[/]",
+        )
+    console.print(table)
+    console.print(f"{report / 'report.html'}: {result.about['seconds']:.0f} s", soft_wrap=True)
+    if not all(verdict.holds for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+@app.command()
+def attack(
+    transcript: Annotated[
+        Path, typer.Argument(help="File of `symbiosis-provider serve --transcript`, or its folder.")
+    ],
+    model: Annotated[Path, typer.Option(help="Checkpoint folder of the model that was served.")],
+    view: Annotated[str, typer.Option(help="provider or mask-source: what the executor was.")] = "provider",
+    cut: Annotated[bool, typer.Option("--cut", help="Use a transcript that ends in the middle.")] = False,
+    show: Annotated[int, typer.Option(help="How many guessed tokens to show for each attack.")] = 24,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+) -> None:
+    """The passive attacks on a transcript from a real deployment, of which nobody here knows the truth."""
+    with stage("loading"):
+        from security.deployment import attack_transcript
+
+    tables: list[Any] = attack_transcript(transcript, model, view, cut=cut, show=show, seed=seed, stage=stage)
+    for table in tables:
+        console.print(table)
+
+
+def main() -> None:
+    """Entry point of ``symbiosis-audit``."""
+    warnings.simplefilter("ignore", FutureWarning)  # between transformers and peft
+    try:
+        app()
+    except SymbiosisError as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

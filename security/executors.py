@@ -1,0 +1,112 @@
+"""Executors for an audit: real processes behind TLS, each with a transcript, and a token for each session."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from provider.certificates import write_certificates
+from provider.tokens import TokenFile
+from security.transcript import Transcript, read_transcript
+from shared.errors import SymbiosisError
+
+START_SECONDS = 120.0
+
+
+class AuditError(SymbiosisError):
+    """The audit itself could not be done."""
+
+
+@dataclass
+class Executor:
+    """One operator's executor, as a process of its own.
+
+    Args:
+        folder: for its certificates, tokens, log and transcripts.
+        model: checkpoint folder.
+        numerics: ``float32`` or ``ring``.
+    """
+
+    folder: Path
+    model: Path
+    numerics: str
+    url: str = ""
+    _process: subprocess.Popen[bytes] | None = None
+    _tenants: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Certificates, as ``symbiosis-provider certs`` makes them."""
+        self.folder.mkdir(parents=True)
+        write_certificates(self.folder / "tls", now=datetime.datetime.now(datetime.UTC))
+
+    @property
+    def ca(self) -> Path:
+        """Certificate authority to trust."""
+        return self.folder / "tls" / "ca.pem"
+
+    @property
+    def log(self) -> Path:
+        """Everything that the process wrote."""
+        return self.folder / "executor.log"
+
+    def token(self, tenant: str) -> str:
+        """A token for a tenant of that name; before ``start``."""
+        return TokenFile(self.folder / "tokens.json").add(tenant)
+
+    def launch(self, port: int = 0) -> None:
+        """Begin to start; ``await_ready`` waits for the end of it."""
+        ready = self.folder / "ready.json"
+        ready.unlink(missing_ok=True)
+        options = {
+            "--numerics": self.numerics,
+            "--tls-dir": self.folder / "tls",
+            "--token-file": self.folder / "tokens.json",
+            "--transcript": self.folder / "transcripts",
+            "--ready-file": ready,
+            "--port": port,
+        }
+        command = [sys.executable, "-m", "provider.cli", "serve", str(self.model)]
+        command += [str(word) for option in options.items() for word in option]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, "GOMP_SPINCOUNT": "1000"}
+            )
+
+    def await_ready(self) -> None:
+        """Wait until it listens.
+
+        Raises:
+            AuditError: it does not, with its last words.
+        """
+        ready, deadline = self.folder / "ready.json", time.monotonic() + START_SECONDS
+        while not ready.exists():
+            if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
+                raise AuditError(f"an executor did not start:\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        told = json.loads(ready.read_text())
+        self.url, self.admin_url = told["url"], told["admin_url"]
+
+    def restart(self, *, crash: bool) -> None:
+        """End the process, by SIGKILL for a crash, and start it again at the same port."""
+        self.stop(signal.SIGKILL if crash else signal.SIGTERM)
+        self.launch(int(self.url.rpartition(":")[2]))
+        self.await_ready()
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End the process and wait for that."""
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(30)
+            self._process = None
+
+    def transcripts(self) -> list[Transcript]:
+        """What it recorded, in order, also before a crash."""
+        files = sorted((self.folder / "transcripts").glob("*.transcript"), key=lambda f: f.stat().st_mtime)
+        return [read_transcript(file, cut=True) for file in files]

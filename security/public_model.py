@@ -1,0 +1,109 @@
+"""What every adversary has: the base model itself, which is public or licensed to its tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from shared.checkpoint import Checkpoint
+from shared.errors import ConfigurationError
+from shared.messages import Manifest
+from shared.ring import quantize_weight
+
+
+class PublicModel:
+    """The checkpoint that the executor serves, loaded where the adversary sits.
+
+    Args:
+        folder: the checkpoint.
+        manifest: of the executor, which says what the groups are.
+
+    Raises:
+        ConfigurationError: not a decoder whose first layers' inputs depend on the token alone.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._checkpoint = Checkpoint(folder)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.requires_grad_(False)
+        self._base = self.model.get_submodule(manifest.base_prefix) if manifest.base_prefix else self.model
+        self._prefix = f"{manifest.base_prefix}." if manifest.base_prefix else ""
+        self.vocabulary = int(self.model.config.vocab_size)
+
+    def group_of(self, layer: str) -> int:
+        """The id of the group with the member whose name ends so, such as ``layers.0.mlp.up_proj``."""
+        for identity, group in enumerate(self.manifest.groups):
+            if any(f".{member.name}".endswith(f".{layer}") for member in group.members):
+                return identity
+        raise ConfigurationError(f"the executor serves no layer {layer}")
+
+    def weight(self, group: int) -> torch.Tensor:
+        """Of all members of a group, one below the other: float32 [O, D]."""
+        members = self.manifest.groups[group].members
+        return torch.cat([self._checkpoint.member_weight(member).float() for member in members])
+
+    def scales(self, group: int) -> torch.Tensor:
+        """Of the ring's planes, float32 [O]: what backward rows are multiplied by before they are sent."""
+        return quantize_weight(self.weight(group)).scales
+
+    @contextmanager
+    def watching(self, groups: list[int], *, stop: bool = False) -> Iterator[dict[int, torch.Tensor]]:
+        """While the model runs, the inputs of groups: [batch, sequence, D] by group; ``stop`` at the first."""
+        seen: dict[int, torch.Tensor] = {}
+        modules = dict(self.model.named_modules())
+
+        def keep(group: int) -> Any:
+            def hook(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+                seen[group] = arguments[0].detach()
+                if stop:
+                    raise _Enough
+
+            return hook
+
+        handles = [
+            modules[self._prefix + self.manifest.groups[g].members[0].name].register_forward_pre_hook(keep(g))
+            for g in groups
+        ]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @cached_property
+    def first_inputs(self) -> torch.Tensor:
+        """What the first group gets for each token of the vocabulary: [V, D]."""
+        tokens = torch.arange(self.vocabulary)[:, None]
+        tables = []
+        for position in (0, 1):
+            with self.watching([0], stop=True) as seen, torch.inference_mode(), suppress(_Enough):
+                self._base(input_ids=tokens, position_ids=torch.full_like(tokens, position), use_cache=False)
+            tables.append(seen[0][:, 0].clone())
+        if not torch.allclose(tables[0], tables[1], rtol=1e-4):
+            raise ConfigurationError(
+                "this model adds positions to its embeddings; the attacks know models with rotary positions"
+            )
+        return tables[0]
+
+    def next_inputs(self, group: int, prefix: tuple[int, ...]) -> torch.Tensor:
+        """What a group gets for each token of the vocabulary behind a prefix: [V, D]."""
+        cache = transformers.DynamicCache(config=self.model.config)
+        tokens = torch.arange(self.vocabulary)[:, None]
+        with torch.inference_mode():
+            self._base(input_ids=torch.tensor([prefix]), past_key_values=cache)
+            cache.batch_repeat_interleave(self.vocabulary)
+            with self.watching([group], stop=True) as seen, suppress(_Enough):
+                self._base(input_ids=tokens, past_key_values=cache)
+        return seen[group][:, -1].clone()
+
+
+class _Enough(Exception):
+    """The input that was wanted is there, and the rest of the model need not run."""

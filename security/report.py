@@ -1,0 +1,67 @@
+"""``report.json`` for programs, ``report.html`` for people: one file that needs no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from security import plots
+from security.attacks import ATTACKS
+from security.audit import Result
+from security.claims import CLAIMS, Verdict
+from security.findings import plain
+
+
+def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
+    """Every figure, the verdicts, and what the audit ran on."""
+    data = {
+        "about": result.about,
+        "claims": [dataclasses.asdict(verdict) for verdict in verdicts],
+        "findings": [
+            dataclasses.asdict(finding) | {"beats_chance": finding.beats_chance}
+            for finding in result.findings
+        ],
+        "randomness": {
+            mode: dataclasses.asdict(found) | {"histogram": found.histogram.tolist()}
+            for mode, found in result.randomness.items()
+        },
+        "figures": result.figures,
+    }
+    path.write_text(json.dumps(plain(data), indent=1))
+
+
+def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
+    """The page."""
+    environment = Environment(
+        loader=PackageLoader("security", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    traffic = {f.mode.rpartition(", ")[2]: f for f in result.findings if f.attack.startswith("traffic")}
+    read = {
+        name: f"{round(f.success.value * f.success.trials)} of {f.success.trials}"
+        for name, f in traffic.items()
+    }
+    game = [f for f in result.findings if (f.attack, f.mode) == ("distinguishing game", "one-time")]
+    page = environment.get_template("report.html.jinja").render(
+        about=result.about,
+        findings=result.findings,
+        figures=result.figures,
+        verdicts=verdicts,
+        rows=list(zip(CLAIMS, verdicts, strict=True)),
+        passed=all(verdict.holds for verdict in verdicts),
+        controls=sum(claim.identity.startswith("control") for claim in CLAIMS),
+        attacks=ATTACKS,
+        traffic_plain=read["rows as they are"],
+        traffic_padded=read["rows padded"],
+        resolution=max((f.success.high - f.success.value for f in game), default=1.0),
+        plots={
+            "heat_map": plots.heat_map(result),
+            "reuse": plots.reuse_curve(result),
+            "extraction": plots.extraction_curve(result),
+            "histogram": plots.byte_histogram(result),
+            "timing": plots.timing(result),
+        },
+    )
+    path.write_text(page)

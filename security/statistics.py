@@ -1,0 +1,56 @@
+"""Intervals: what a measured rate or mean may be, at a stated confidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from shared.errors import ConfigurationError
+
+CONFIDENCE = 0.99
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with the interval that holds it at ``CONFIDENCE``, and how many trials it rests on."""
+
+    value: float
+    low: float
+    high: float
+    trials: int
+
+
+def rate(successes: int, trials: int, confidence: float = CONFIDENCE) -> Estimate:
+    """A success rate with its exact interval (Clopper and Pearson, Biometrika 1934).
+
+    Raises:
+        ConfigurationError: no trials.
+    """
+    if trials < 1:
+        raise ConfigurationError("a rate needs at least one trial")
+    tail = (1 - confidence) / 2
+    low = stats.beta.ppf(tail, successes, trials - successes + 1) if successes else 0.0
+    high = stats.beta.ppf(1 - tail, successes + 1, trials - successes) if successes < trials else 1.0
+    return Estimate(successes / trials, float(low), float(high), trials)
+
+
+def mean(values: np.ndarray, rng: np.random.Generator, confidence: float = CONFIDENCE) -> Estimate:
+    """A mean with its percentile bootstrap interval (Efron, 1979); 2,000 resamples."""
+    values = np.asarray(values, np.float64)
+    if not len(values):
+        raise ConfigurationError("a mean needs at least one value")
+    picks = rng.integers(0, len(values), (2000, len(values)))
+    low, high = np.quantile(values[picks].mean(1), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Estimate(float(values.mean()), float(low), float(high), len(values))
+
+
+def independent_hits(guesses: np.ndarray, truth: np.ndarray) -> float:
+    """How often guesses would be right if they had nothing to do with the truth: the chance level.
+
+    Both keep their own frequencies, so that always guessing the commonest token counts as chance.
+    """
+    size = int(max(guesses.max(initial=0), truth.max(initial=0))) + 1
+    first, second = np.bincount(guesses, minlength=size), np.bincount(truth, minlength=size)
+    return float(first @ second) / (len(guesses) * len(truth))

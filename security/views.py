@@ -1,0 +1,159 @@
+"""What each adversary has: the types that attacks take, made from transcripts and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from security.public_model import PublicModel
+from security.transcript import Request, Transcript
+from shared.header import PRODUCTS, Direction, Operation
+from shared.masks import MaskStream
+from shared.protocol import GroupShape
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request for a product; ``raw`` [T, C] are its rows bit by bit: int32, float32 or bfloat16."""
+
+    group: int
+    direction: int
+    members: int
+    session: int
+    arrived: float
+    raw: torch.Tensor
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows as float32; on the ring up to a scale of each."""
+        return self.raw.float()
+
+    @property
+    def forward(self) -> bool:
+        """Activations; else gradients."""
+        return self.direction == Direction.FORWARD
+
+
+@dataclass
+class View:
+    """What an adversary saw of one tenant.
+
+    ``masks`` is what it knows to be masks, by group, direction and members. ``sees`` says who that is.
+    """
+
+    public: PublicModel
+    requests: list[Seen]
+    masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    sees = "anything"
+
+    def of(self, group: int, direction: int = Direction.FORWARD) -> list[Seen]:
+        """Requests of one group and direction."""
+        return [seen for seen in self.requests if (seen.group, seen.direction) == (group, direction)]
+
+    @cached_property
+    def first_raw(self) -> torch.Tensor:
+        """All rows that the first group got, which stand for one token each: [N, D], as sent."""
+        found = [seen.raw for seen in self.of(0)]
+        return torch.cat(found) if found else torch.empty(0, self.public.manifest.groups[0].inputs)
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """The same as float32."""
+        return self.first_raw.float()
+
+
+class ProviderView(View):
+    """An honest-but-curious provider: every row that it multiplied, and masks, if it multiplied those."""
+
+    sees = "provider"
+
+
+class MaskSourceView(View):
+    """A mask source: what its seeds expand to. It knows no row; its masks stand where rows would."""
+
+    sees = "mask source"
+
+
+class CollusionView(View):
+    """The provider and every mask source together: the masks subtracted from the rows."""
+
+    sees = "provider and mask source"
+
+
+def _seen(request: Request, raw: torch.Tensor) -> Seen:
+    header = request.header
+    return Seen(header.group, header.direction, header.members, request.session, request.arrived, raw)
+
+
+def requests_of(transcripts: list[Transcript], tenant: str) -> list[Request]:
+    """What one tenant sent, also after reconnecting, in order."""
+    return [
+        request
+        for transcript in transcripts
+        for request in transcript.requests
+        if transcript.tenants.get(request.session) == tenant and request.header.operation in PRODUCTS
+    ]
+
+
+def provider_view(public: PublicModel, requests: list[Request]) -> ProviderView:
+    """Rows, and the masks that the same tenant had multiplied."""
+    masks: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+    for request in requests:
+        if request.header.operation == Operation.EFFECT:
+            masks.setdefault(request.kind, []).append(request.rows)
+    return ProviderView(
+        public,
+        [_seen(request, request.rows) for request in products_of(requests)],
+        {kind: torch.cat(found) for kind, found in masks.items()},
+    )
+
+
+def products_of(requests: list[Request]) -> list[Request]:
+    """Those that carry rows of the model, not masks."""
+    return [request for request in requests if request.header.operation == Operation.PRODUCT]
+
+
+def mask_source_view(public: PublicModel, requests: list[Request]) -> MaskSourceView:
+    """The masks, expanded."""
+    return MaskSourceView(public, [_seen(request, _expanded(public, request)) for request in requests])
+
+
+def collusion_view(public: PublicModel, provider: list[Request], source: list[Request]) -> CollusionView:
+    """Line the streams of masks up with the rows, kind by kind, and subtract them modulo 2^32.
+
+    Masks that the tenant fetched and did not use are passed over: under the right mask a row's
+    numbers are small.
+    """
+    streams: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+    for request in source:
+        streams.setdefault(request.kind, []).append(_expanded(public, request))
+    masks = {kind: torch.cat(found) for kind, found in streams.items()}
+    at = dict.fromkeys(masks, 0)
+    seen = []
+    for request in products_of(provider):
+        rows = request.rows
+        left = masks.get(request.kind, rows[:0])
+        start = _aligned(rows, left, at.get(request.kind, 0))
+        under = left[start : start + len(rows)]
+        at[request.kind] = start + len(rows)
+        seen.append(_seen(request, rows - under if len(under) == len(rows) else rows))
+    return CollusionView(public, seen)
+
+
+def _aligned(rows: torch.Tensor, masks: torch.Tensor, start: int) -> int:
+    """Where in a stream of masks these rows' begin: the first place at which the difference is small."""
+    for at in range(start, len(masks) - len(rows) + 1):
+        if (rows[0] - masks[at]).double().abs().mean() < 2.0**28:
+            return at
+    return start
+
+
+def _expanded(public: PublicModel, request: Request) -> torch.Tensor:
+    header = request.header
+    if header.operation != Operation.SEED_EFFECT:
+        return request.rows
+    shape = GroupShape.of(public.manifest.groups[header.group], public.manifest.numerics)
+    plan = shape.plan(Direction(header.direction), header.members)
+    return MaskStream(bytes(request.payload)).draw(header.rows, plan.request_columns)

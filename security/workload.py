@@ -1,0 +1,172 @@
+"""What the tenant does in an audit, and a record of what really happened, to score the attacks with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import peft
+import torch
+
+from shared.header import Direction, Operation
+from tenant_sdk.session import Session
+
+ADAPTED = ("up_proj",)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a tenant does: more rows narrow the intervals."""
+
+    prompts: int
+    new_tokens: int
+    repeated: int  # prompts that are sent again and again
+    repeats: int  # how often
+    steps: int  # of fine-tuning, with 4 x 64 tokens each
+    tokens: int  # sent through the finished adapter
+
+
+FULL = Size(prompts=96, new_tokens=6, repeated=5, repeats=10, steps=16, tokens=4096)
+QUICK = Size(prompts=72, new_tokens=2, repeated=1, repeats=12, steps=3, tokens=2048)
+REPEATED_TOKENS = 250
+
+
+@dataclass
+class Sent:
+    """One product request of the tenant.
+
+    ``blocks`` are the rows before they were hidden, None for the rows that fingerprints are made with;
+    ``tokens`` [T] what the rows stand for, ``labels`` [T] what the model was to predict (-1: nothing).
+    """
+
+    group: int
+    direction: int
+    rows: int
+    blocks: list[torch.Tensor] | None = None
+    phase: str = ""
+    tokens: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+
+
+@dataclass
+class Truth:
+    """What no adversary gets: products in the order in which they were sent, and the adapter."""
+
+    sent: list[Sent] = field(default_factory=list)
+    phase: str = ""
+    tokens: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    adapter: dict[str, torch.Tensor] = field(default_factory=dict)  # B A times its scale, by layer
+    text: list[str] = field(default_factory=list)
+
+    def of(self, group: int, direction: int = Direction.FORWARD) -> list[Sent]:
+        """Requests of one group and direction."""
+        return [sent for sent in self.sent if (sent.group, sent.direction) == (group, direction)]
+
+    def first_tokens(self) -> torch.Tensor:
+        """What each row of the first group stood for; -1: nothing."""
+        parts = [torch.full((sent.rows,), -1) if sent.tokens is None else sent.tokens for sent in self.of(0)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    @contextmanager
+    def doing(self, phase: str, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> Iterator[None]:
+        """What is sent meanwhile belongs to a phase of the workload and stands for tokens [B, S]."""
+        self.phase, self.tokens = phase, tokens.flatten()
+        if labels is not None:
+            ahead = torch.full_like(labels, -1)
+            ahead[:, :-1] = labels[:, 1:]
+            self.labels = ahead.flatten()
+        yield
+        self.phase, self.tokens, self.labels = "", None, None
+
+
+def watch(session: Session, truth: Truth) -> None:
+    """Note every product of a session, as the model asked for it and as it was sent."""
+    privacy, remote = session._privacy, session._remote
+    ask, send = privacy.product, remote.product
+
+    def product(group: int, direction: Direction, members: int, blocks: list[torch.Tensor]) -> Any:
+        kept = [block.detach().clone() for block in blocks]
+        out = ask(group, direction, members, blocks)
+        # Fingerprints of a group are made before its first request, so that one is the last.
+        last = truth.sent[-1]
+        last.blocks, last.phase, last.tokens, last.labels = kept, truth.phase, truth.tokens, truth.labels
+        return out
+
+    def sending(
+        operation: Operation, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
+    ) -> Any:
+        if operation == Operation.PRODUCT:
+            truth.sent.append(Sent(group, direction, len(blocks[0])))
+        return send(operation, group, direction, members, blocks)
+
+    privacy.product, remote.product = product, sending  # type: ignore[method-assign]
+
+
+def run_workload(session: Session, text: list[str], size: Size, truth: Truth, seed: int) -> None:
+    """Prompts, a prompt again and again, fine-tuning, and text through the tuned adapter.
+
+    Args:
+        text: lines of real text.
+        size: how much of it.
+        truth: filled as it goes.
+    """
+    watch(session, truth)
+    torch.manual_seed(seed)
+    model: Any = session.load_model(progress=False)
+    tokenizer = session.load_tokenizer()
+    first = tokenizer.bos_token_id or 0
+    stream = [token for line in text for token in tokenizer(line, add_special_tokens=False)["input_ids"]]
+    prompts = [
+        torch.tensor([[first, *tokenizer(line, add_special_tokens=False)["input_ids"][: 8 + i % 17]]])
+        for i, line in enumerate(text[: size.prompts])
+    ]
+    truth.text = text[: size.prompts]
+    for prompt in prompts:
+        generate(model, prompt, size.new_tokens, truth)
+    for i in range(size.repeated):
+        # Of different lengths, so that they can be told apart.
+        prompt = blocks_of(stream, REPEATED_TOKENS + i, first)[i : i + 1]
+        for _ in range(size.repeats):
+            with truth.doing(f"repeat {i}", prompt), torch.inference_mode():
+                model(input_ids=prompt, use_cache=False)
+    fine_tuned = _tune(model, blocks_of(stream, 64, first), size.steps, truth)
+    for layer, module in fine_tuned.named_modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            truth.adapter[layer.split("layers.")[-1]] = module.get_delta_weight("default").detach()
+    rows = blocks_of(stream, 128, first)[-(size.tokens // 128) :]
+    for block in rows.split(8):
+        with truth.doing("adapter", block), torch.inference_mode():
+            fine_tuned(input_ids=block, use_cache=False)
+
+
+def blocks_of(stream: list[int], length: int, first: int) -> torch.Tensor:
+    """Sequences [N, length] that begin with the token that every sequence begins with."""
+    whole = len(stream) // (length - 1)
+    body = torch.tensor(stream[: whole * (length - 1)]).view(whole, length - 1)
+    return torch.cat([torch.full((whole, 1), first), body], 1)
+
+
+def generate(model: Any, prompt: torch.Tensor, new_tokens: int, truth: Truth) -> None:
+    """Greedy generation with a cache, token by token, noting which token each request was for."""
+    tokens, cache = prompt, None
+    for _ in range(new_tokens + 1):
+        with truth.doing("prompt" if cache is None else "decode", tokens), torch.inference_mode():
+            out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+
+def _tune(model: Any, blocks: torch.Tensor, steps: int, truth: Truth) -> Any:
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(ADAPTED), task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(model, config).train()
+    tuned.enable_input_require_grads()  # as whoever checkpoints gradients does; even the first layer gets them
+    optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=5e-3)
+    for step in range(steps):
+        batch = blocks[4 * step : 4 * step + 4]
+        with truth.doing("train", batch, batch):
+            tuned(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return tuned.eval()

@@ -1,0 +1,186 @@
+"""The audit: its quick form as users run it, and products broken on purpose, which it must notice."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from provider.executor import BaseExecutor
+from provider.metrics import Metrics
+from provider.scheduler import OneByOne
+from provider.server import Server, server_context
+from provider.tokens import TokenFile
+from provider.transcript import Transcript
+from security.audit import QUICK_PLAN, Audit
+from security.capture import ONE_TIME, Parties
+from security.claims import CLAIMS, judge
+from security.executors import Executor
+from security.workload import Size
+from shared.header import Direction
+from shared.masks import MaskStream
+from tenant_sdk import pads, ring_mode, verification
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+MODEL = EXAMPLES / "base_model"
+TEXT = EXAMPLES / "data" / "clinic_notes_train.txt"
+PLAN = replace(
+    QUICK_PLAN,
+    size=Size(prompts=48, new_tokens=1, repeats=6, steps=2, tokens=512),
+    game_rows=4096,
+    deep_places=0,
+    replies=400,
+    lies=1,
+    timing_moments=0,
+    modes=(ONE_TIME,),
+)
+
+
+class Here(Executor):
+    """An executor in this process, so that a change for a test reaches it too."""
+
+    server: Server | None = None
+    recording: Transcript | None = None
+    admin_url = ""
+
+    def launch(self, port: int = 0) -> None:
+        """See Executor."""
+        base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
+        self.recording = Transcript(self.folder / "transcripts", base.manifest)
+        self.server = Server(
+            base,
+            OneByOne(base),
+            context=server_context(self.folder / "tls"),
+            tokens=TokenFile(self.folder / "tokens.json"),
+            metrics=Metrics(),
+            port=port,
+            transcript=self.recording,
+        )
+        self.url = self.server.url
+        self.log.touch()
+
+    def await_ready(self) -> None:
+        """It is."""
+
+    def restart(self, *, crash: bool) -> None:
+        """See Executor; a crash is a matter of processes, and the whole audit's."""
+
+    def stop(self, number: int = 0) -> None:
+        """See Executor."""
+        if self.server is not None and self.recording is not None:
+            self.server.drain(2.0)
+            self.recording.close()
+            self.server = None
+
+
+class SmallAudit(Audit):
+    """One mode, executors in this process."""
+
+    @contextmanager
+    def executors(self, folder: Path) -> Iterator[Parties]:
+        """See Audit."""
+        made = [
+            Here(folder / name, MODEL, n)
+            for name, n in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
+        ]
+        try:
+            for executor in made:
+                executor.token("nobody")
+                executor.launch()
+            yield Parties(made[0], made[1], made[2], MODEL)
+        finally:
+            for executor in made:
+                executor.stop()
+
+    def texts(self, parties: Parties) -> dict[str, str]:
+        """Without the metrics of processes."""
+        return {"the tenant's log": self.book.text, "the tenant's objects, printed": self.printed}
+
+
+@contextmanager
+def silent(what: str) -> Iterator[None]:
+    yield
+
+
+def refuted(folder: Path) -> set[str]:
+    """The claims about one-time that a small audit finds wrong."""
+    lines = [line for line in TEXT.read_text().splitlines() if len(line.split()) > 8]
+    result = SmallAudit(MODEL, lines, PLAN, silent).run(folder)
+    one_time = {claim.identity for claim in CLAIMS if not claim.identity.startswith("control")}
+    return {verdict.identity for verdict in judge(result) if not verdict.holds} & one_time
+
+
+def test_an_honest_product_passes(tmp_path: Path) -> None:
+    assert refuted(tmp_path) == set()
+
+
+def test_a_mask_used_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = pads.OneTimePads.__init__
+
+    def same_seeds(self: Any, *arguments: Any, **options: Any) -> None:
+        start(self, *arguments, **options | {"entropy": lambda count: bytes(count)})
+
+    monkeypatch.setattr(pads.OneTimePads, "__init__", same_seeds)
+    assert "one-time-uniform" in refuted(tmp_path)
+
+
+def test_a_mask_with_one_bit_that_is_not_uniform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = MaskStream.draw
+    monkeypatch.setattr(MaskStream, "draw", lambda self, *shape: draw(self, *shape) & ~(1 << 9))
+    assert "one-time-uniform" in refuted(tmp_path)
+
+
+def test_answers_that_nobody_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification.Verifier, "fingerprint", lambda *_: None)
+    assert refuted(tmp_path) == {"verified"}
+
+
+def test_gradients_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = pads.OneTimePads.take
+
+    def bare(self: Any, kind: Any, rows: int, **options: Any) -> Any:
+        if kind.direction == Direction.BACKWARD:
+            return pads.NoPads(self._shapes).take(kind, rows)
+        return take(self, kind, rows, **options)
+
+    monkeypatch.setattr(pads.OneTimePads, "take", bare)
+    assert {"one-time-training", "one-time-uniform"} <= refuted(tmp_path)
+
+
+def test_a_tensor_in_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = ring_mode.RingMode.product
+
+    def chatty(self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor]) -> Any:
+        logging.getLogger("tenant_sdk.ring_mode").debug("sending %s", blocks)
+        return product(self, group, direction, members, blocks)
+
+    monkeypatch.setattr(ring_mode.RingMode, "product", chatty)
+    assert refuted(tmp_path) == {"silent"}
+
+
+def test_the_quick_audit(tmp_path: Path) -> None:
+    """As users run it: processes, all modes, all claims; both kinds of control."""
+    command = [sys.executable, "-m", "security.cli", "run", "--quick", "--report", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {claim["identity"] for claim in report["claims"]} == {claim.identity for claim in CLAIMS}
+    assert all(claim["holds"] for claim in report["claims"])
+    cells = {(f["attack"], f["mode"], f["sees"]): f for f in report["findings"]}
+    assert cells["vocabulary matching", "plain", "provider"]["success"]["value"] >= 0.95
+    assert (
+        cells["known-mask subtraction", "noise-bank, same executor", "provider"]["success"]["value"] >= 0.95
+    )
+    assert not cells["vocabulary matching", "one-time", "provider"]["beats_chance"]
+    page = (tmp_path / "report.html").read_text()
+    assert "All 18 claims hold" in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "")
