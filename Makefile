@@ -30,7 +30,7 @@ demo: install ## fine-tune on private notes through an executor, compare with lo
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: install ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: install ## lint, check the format and the types
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -44,9 +45,15 @@ class Display:
                 yield lambda: progress.advance(task)
         else:
             print(f"  {what} ...", flush=True)
-            yield lambda: None
+            done = itertools.count(1)
+            yield lambda: self._line(next(done), total)
         seconds = time.perf_counter() - started
         self.console.print(f"[green]✓[/] {escape(what)}  [dim]{seconds:.1f} s[/]", soft_wrap=True)
+
+    @staticmethod
+    def _line(done: int, total: int | None) -> None:
+        if done % 20 == 0:
+            print(f"    {done} of {total}", flush=True)
 
     def show_logs(self, logs: list[Path], lines: int = 30) -> None:
         """The ends of the executors' logs."""

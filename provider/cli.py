@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from provider.certificates import DEFAULT_HOSTS, write_certificates
 from provider.tokens import TokenFile
-from shared.errors import SymbiosisError
+from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import keep_freed_memory
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -46,8 +46,14 @@ def certs(
         Optional[list[str]],  # noqa: UP045 - typer reads it at run time
         typer.Option(help="Name or address of the executor; repeat for more. Default: this machine."),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace certificates that are there.")] = False,
 ) -> None:
     """Make a development CA with a server and a client certificate."""
+    if (directory / "ca.pem").exists() and not force:
+        raise ConfigurationError(
+            f"{directory} holds certificates, and tenants who trust them would not trust new ones; choose "
+            "another folder, or replace them with --force"
+        )
     write_certificates(directory, host or DEFAULT_HOSTS, now=datetime.datetime.now(datetime.UTC))
     print(f"wrote ca.pem (give it to tenants), server.pem/.key and client.pem/.key in {directory}")
 

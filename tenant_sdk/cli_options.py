@@ -81,6 +81,14 @@ class Reach:
         _option(_REACH, "Refuse executors that do not claim to serve these weights."),
     ] = None
     timeout: Annotated[float, _option(_REACH, "Seconds that each step may take.")] = 10.0
+    allow_same_operator: Annotated[
+        bool,
+        _option(
+            _REACH,
+            "Let provider and mask sources be one machine, although masks then hide nothing: to try it out.",
+            "--allow-same-operator",
+        ),
+    ] = False
 
     def client(self) -> tuple[Path, Path] | None:
         """Certificate and key: both files or neither."""
@@ -107,14 +115,6 @@ class Connection(Reach):
     privacy: Annotated[str, _option(_PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE")] = _default(
         "privacy"
     )
-    allow_same_operator: Annotated[
-        bool,
-        _option(
-            _PRIVACY,
-            "Let provider and mask sources be one machine, although masks then hide nothing: to try it out.",
-            "--allow-same-operator",
-        ),
-    ] = False
     allow_transcript: Annotated[
         bool,
         _option(
@@ -205,6 +205,10 @@ def secret(variable: str, what: str) -> str:
         ConfigurationError: it is not set.
     """
     value = os.environ.get(variable, "")
+    if not value and (len(variable) > 40 or not variable.isidentifier()):
+        raise ConfigurationError(  # which must not show what may be a secret
+            f"name the environment variable that holds {what}, not {what} itself"
+        )
     if not value:
         raise ConfigurationError(
             f"the environment variable {variable} is not set: put {what} there (`export {variable}=...`)"

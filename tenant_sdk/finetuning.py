@@ -21,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-from shared.errors import ConfigurationError, StorageError
+from shared.errors import ConfigurationError, StorageError, SymbiosisError
 from tenant_sdk.adapters import AdapterOptions, add_adapter, find_method
 from tenant_sdk.storage import Checkpoints, check_new_folder, disk_errors, free_megabytes, whole_folder
 
@@ -119,6 +119,18 @@ class _AdaLora(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kwargs["model"].base_model.update_and_allocate(state.global_step)
+
+
+class _Between(TrainerCallback):
+    """Whether the parameters are those of a whole number of steps."""
+
+    whole = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.whole = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.whole = True
 
 
 class _Progress(TrainerCallback):
@@ -268,16 +280,22 @@ def _train(
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
+    between = _Between()
     trainer = Trainer(
         model=model,
         args=arguments,
         train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
         data_collator=default_data_collator,
-        callbacks=[_Progress(show), *([_AdaLora()] if training.method == "adalora" else [])],
+        callbacks=[between, _Progress(show), *([_AdaLora()] if training.method == "adalora" else [])],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     resume = "Then run the same command with --resume: it goes on from the last whole checkpoint."
     with disk_errors(checkpoints.folder, "a checkpoint", resume):
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        except (KeyboardInterrupt, SymbiosisError):
+            if trainer.state.global_step and between.whole:  # so that --resume loses nothing
+                trainer._save_checkpoint(trainer.model, trial=None)
+            raise
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

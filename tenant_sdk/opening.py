@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shared.errors import ConfigurationError, ModelMismatch
+from shared.errors import ConfigurationError, ConnectError, ModelMismatch
 from shared.messages import Manifest
 from shared.protocol import GroupShape
 from tenant_sdk.channel import Channel
@@ -144,7 +144,13 @@ def connect(
         party = object()  # so that a mask source with the provider's own URL is noticed
 
         def open_channel() -> Channel:
-            sock = open_connection(url, token, context, timeout)
+            try:
+                sock = open_connection(url, token, context, timeout)
+            except ConnectError as error:
+                if url != provider:
+                    error.message = f"mask source {url}: {error.message}"
+                    error.args = (error.message,)
+                raise
             try:
                 operators.meet(url, sock, party)
                 return Channel(sock, url, timeout=timeout, entropy=os.urandom)

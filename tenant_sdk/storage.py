@@ -26,6 +26,9 @@ _DISK_ERRORS = {
     errno.EPERM,
     errno.EIO,
     errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,  # a file where a folder is wanted
+    errno.ENOENT,  # a file system that lets nobody make a folder
 }
 
 
@@ -121,12 +124,12 @@ class Checkpoints:
                 resume, or it had other settings.
         """
         if not resume:
-            if self.folder.exists():
+            if self._whole():
                 raise ConfigurationError(
                     f"{self.folder} holds an interrupted training; go on with --resume, or remove it first"
                 )
             with disk_errors(self.folder, "checkpoints", "Then run again."):
-                self.folder.mkdir()
+                self.folder.mkdir(exist_ok=True)
                 self._settings_file.write_text(json.dumps(self._settings, indent=1))
             return None
         if not self._settings_file.is_file():
@@ -140,10 +143,12 @@ class Checkpoints:
                 "--resume needs the options of the interrupted training; these differ: "
                 + ", ".join(f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
             )
+        return max(self._whole(), key=lambda path: int(path.name[11:]), default=None)
+
+    def _whole(self) -> list[Path]:
+        """The checkpoints that are complete: the Trainer writes its state last."""
         found = [path for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()]
-        # The Trainer writes its state last; a checkpoint without it was cut off.
-        whole = [path for path in found if _read_json(path / "trainer_state.json") is not None]
-        return max(whole, key=lambda path: int(path.name[11:]), default=None)
+        return [path for path in found if _read_json(path / "trainer_state.json") is not None]
 
     def remove(self) -> None:
         """The training is complete: its checkpoints are of no more use."""

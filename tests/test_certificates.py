@@ -177,3 +177,15 @@ def test_the_command_writes_them_for_this_machine(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "tls").iterdir()} == FILES
     names = load(tmp_path / "tls", "server").extensions.get_extension_for_class(x509.SubjectAlternativeName)
     assert {str(name.value) for name in names.value} == set(DEFAULT_HOSTS)
+
+
+def test_the_command_replaces_nothing_unless_told_to(tmp_path: Path) -> None:
+    """Tenants who trust the authority that is there would not trust a new one."""
+    runner, folder = CliRunner(), str(tmp_path / "tls")
+    assert runner.invoke(app, ["certs", folder]).exit_code == 0
+    before = (tmp_path / "tls" / "ca.pem").read_bytes()
+    again = runner.invoke(app, ["certs", folder])
+    assert "--force" in str(again.exception)
+    assert (tmp_path / "tls" / "ca.pem").read_bytes() == before
+    assert runner.invoke(app, ["certs", folder, "--force"]).exit_code == 0
+    assert (tmp_path / "tls" / "ca.pem").read_bytes() != before

@@ -375,6 +375,13 @@ def test_wrong_options(
     assert message in str(result.exception)
 
 
+def test_a_token_in_place_of_a_variable_is_not_shown() -> None:
+    token = "_l1_PRwFiqtlZ9wq3Yx0aB-cdEFghIJklMNopQRstUV"
+    result = CliRunner().invoke(app, ["generate", *COMMON[:-1], token, "--prompt", "x"])
+    assert "name the environment variable" in str(result.exception)
+    assert token not in str(result.exception)
+
+
 def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared options, from the command line to ``connect``."""
     for name in ("TENANT_TOKEN", "A_TOKEN", "B_TOKEN", "KEY"):
@@ -390,6 +397,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sources = ["--mask-source", "wss://a", "--mask-source", "wss://b", "--mask-source-ca", "a.pem"]
     sources += ["--mask-source-token-env", "A_TOKEN", "--mask-source-token-env", "B_TOKEN"]
     privacy = ["--privacy", "one-time", "--allow-same-operator", "--mask-budget-mib", "7"]
+    privacy += ["--allow-transcript", "--pad-rows", "16"]
     checks = ["--verify", "sampled", "--verify-rate", "0.5", "--fingerprints", "f"]
     client = ["--client-certificate", "c", "--client-key", "k", "--wire-dtype", "bfloat16"]
     CliRunner().invoke(app, where + sources + privacy + checks + client + ["--fingerprint-key-env", "KEY"])
@@ -403,7 +411,9 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "mask_source_token": ["a_token", "b_token"],
         "mask_source_ca": Path("a.pem"),
         "allow_same_operator": True,
+        "allow_transcript": True,
         "mask_budget_mib": 7.0,
+        "pad_rows": 16,
         "verify": "sampled",
         "verify_rate": 0.5,
         "fingerprints": Path("f"),

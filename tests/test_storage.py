@@ -99,6 +99,9 @@ def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
     checkpoints = Checkpoints(output, settings)
     assert checkpoints.begin(resume=False) is None
     assert checkpoints.begin(resume=True) is None
+    assert checkpoints.begin(resume=False) is None  # there is nothing in it to lose
+    (checkpoints.folder / "checkpoint-3").mkdir()
+    (checkpoints.folder / "checkpoint-3" / "trainer_state.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="interrupted training; go on with --resume"):
         checkpoints.begin(resume=False)
     with pytest.raises(ConfigurationError, match="rank was 8, now 4"):
