@@ -15,11 +15,9 @@ import torch
 
 import tenant_sdk
 from security.executors import Executor
-from security.transcript import Request, Transcript
-from security.views import requests_of
+from security.transcript import Request
 from security.workload import Size, Truth, run_workload
 from shared.header import Direction
-from tenant_sdk import NoiseBankOptions
 
 PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME = (
     "plain",

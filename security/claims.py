@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from security.audit import BOTH, PROVIDER, SOURCE, Result
 from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
 from security.findings import Finding
+from security.plan import BOTH, PROVIDER, SOURCE, Result
 
 TOKEN_ATTACKS = (
     "vocabulary matching",

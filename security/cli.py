@@ -51,13 +51,14 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: wider intervals.")] = False,
     seed: Annotated[int, typer.Option(help="Of everything random but masks.")] = 0,
 ) -> None:
-    """Start executors, let tenants work in every mode, attack what each party saw. Exit status 1: a claim fell."""
+    """Let tenants work in every mode, attack what each party saw. Exit status 1: a claim does not hold."""
     with stage("loading"):
         import transformers
 
         transformers.logging.disable_progress_bar()
-        from security.audit import FULL_PLAN, QUICK_PLAN, Audit
+        from security.audit import Audit
         from security.claims import CLAIMS, judge
+        from security.plan import FULL_PLAN, QUICK_PLAN
         from security.report import write_html, write_json
 
     for path, what in ((model, "model"), (text, "text")):

@@ -69,12 +69,11 @@ def of_guess(guess: TokenGuess, truth: Truth, confidence: float) -> tuple[Estima
 def of_labels(
     guesses: list[torch.Tensor], truth: Truth, group: int, confidence: float
 ) -> tuple[Estimate, float]:
-    """Of each row of the last layer's gradients."""
-    sent = [s for s in truth.of(group, Direction.BACKWARD) if s.labels is not None]
+    """Of each row of the last layer's gradients; requests in the order in which they were sent."""
     pairs = [
-        (g, s.labels)
-        for g, s in zip(guesses, sent, strict=False)
-        if s.labels is not None and len(g) == s.rows
+        (guess, sent.labels)
+        for guess, sent in zip(guesses, truth.of(group, Direction.BACKWARD), strict=False)
+        if sent.labels is not None and len(guess) == sent.rows
     ]
     if not pairs:
         raise NothingToScore
@@ -86,12 +85,11 @@ def of_spans(
     ranked: list[list[torch.Tensor]], truth: Truth, rows: int, confidence: float
 ) -> tuple[Estimate, float]:
     """How many of a part's n tokens are among the first n guesses; chance: among the guesses for another."""
-    sent = [s for s in truth.of(0, Direction.BACKWARD) if s.tokens is not None]
     parts = [
         (guess, part.unique())
-        for guesses, s in zip(ranked, sent, strict=False)
-        if s.tokens is not None and len(guesses) == -(-s.rows // rows)
-        for guess, part in zip(guesses, s.tokens.split(rows), strict=True)
+        for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=False)
+        if sent.tokens is not None and len(guesses) == -(-sent.rows // rows)
+        for guess, part in zip(guesses, sent.tokens.split(rows), strict=True)
     ]
     if len(parts) < 2:
         raise NothingToScore

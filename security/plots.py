@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import matplotlib as mpl
@@ -12,8 +13,8 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from security.audit import BOTH, PROVIDER, SOURCE, Result
 from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
+from security.plan import BOTH, PROVIDER, SOURCE, Result
 
 COLUMNS = (
     (PLAIN, PROVIDER),
@@ -59,9 +60,8 @@ def heat_map(result: Result) -> str:
             axes.text(
                 column, row, mark, ha="center", va="center", fontsize=8, color="white" if dark else "#333"
             )
-    axes.set_xticks(
-        range(len(COLUMNS)), [f"{mode}\nseen by {sees}".replace(", ", ",\n") for mode, sees in COLUMNS]
-    )
+    labels = [f"{mode}\nseen by {sees}" for mode, sees in COLUMNS]
+    axes.set_xticks(range(len(COLUMNS)), [re.sub("(, | on the | and )", "\\1\n", label) for label in labels])
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0, labelsize=8)
     axes.xaxis.tick_top()

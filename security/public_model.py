@@ -50,13 +50,18 @@ class PublicModel:
         members = self.manifest.groups[group].members
         return torch.cat([self._checkpoint.member_weight(member).float() for member in members])
 
+    def parameter(self, name: str) -> torch.Tensor:
+        """A parameter of the base model, such as ``norm.weight``."""
+        found: torch.Tensor = self._base.get_parameter(name)
+        return found
+
     def scales(self, group: int) -> torch.Tensor:
         """Of the ring's planes, float32 [O]: what backward rows are multiplied by before they are sent."""
         return quantize_weight(self.weight(group)).scales
 
     @contextmanager
     def watching(self, groups: list[int], *, stop: bool = False) -> Iterator[dict[int, torch.Tensor]]:
-        """While the model runs, the inputs of groups: [batch, sequence, D] by group; ``stop`` at the first."""
+        """While the model runs, the inputs of groups, [batch, sequence, D]; ``stop`` at the first."""
         seen: dict[int, torch.Tensor] = {}
         modules = dict(self.model.named_modules())
 
@@ -93,14 +98,27 @@ class PublicModel:
             )
         return tables[0]
 
+    def predictions(self, tokens: torch.Tensor, changes: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The likeliest next token at each place of sequences [N, S], with some weights changed: [N, S]."""
+        for name, change in changes.items():
+            self.parameter(name).add_(change)
+        with torch.inference_mode():
+            found: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits.argmax(-1)
+        for name, change in changes.items():
+            self.parameter(name).sub_(change)
+        return found
+
     def next_inputs(self, group: int, prefix: tuple[int, ...]) -> torch.Tensor:
         """What a group gets for each token of the vocabulary behind a prefix: [V, D]."""
         cache = transformers.DynamicCache(config=self.model.config)
         tokens = torch.arange(self.vocabulary)[:, None]
-        with torch.inference_mode():
-            self._base(input_ids=torch.tensor([prefix]), past_key_values=cache)
-            cache.batch_repeat_interleave(self.vocabulary)
-            with self.watching([group], stop=True) as seen, suppress(_Enough):
+        with torch.inference_mode(), self.watching([group], stop=True) as seen:
+            with suppress(_Enough):  # so that only the layers in front are kept for every candidate
+                self._base(input_ids=torch.tensor([prefix]), past_key_values=cache)
+            for layer in cache.layers:
+                if layer.is_initialized:
+                    layer.batch_repeat_interleave(self.vocabulary)
+            with suppress(_Enough):
                 self._base(input_ids=tokens, past_key_values=cache)
         return seen[group][:, -1].clone()
 

@@ -10,9 +10,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from security import plots
 from security.attacks import ATTACKS
-from security.audit import Result
 from security.claims import CLAIMS, Verdict
 from security.findings import plain
+from security.plan import Result
 
 
 def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
@@ -38,23 +38,26 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
     environment = Environment(
         loader=PackageLoader("security", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    traffic = {f.mode.rpartition(", ")[2]: f for f in result.findings if f.attack.startswith("traffic")}
-    read = {
-        name: f"{round(f.success.value * f.success.trials)} of {f.success.trials}"
-        for name, f in traffic.items()
+    traffic = {
+        (
+            f.sees,
+            f.mode.rpartition(", ")[2],
+        ): f"{round(f.success.value * f.success.trials)} of {f.success.trials}"
+        for f in result.findings
+        if f.attack.startswith("traffic")
     }
     game = [f for f in result.findings if (f.attack, f.mode) == ("distinguishing game", "one-time")]
     page = environment.get_template("report.html.jinja").render(
         about=result.about,
         findings=result.findings,
         figures=result.figures,
+        agreement=result.figures.get("agreement with the tenant's model"),
         verdicts=verdicts,
         rows=list(zip(CLAIMS, verdicts, strict=True)),
         passed=all(verdict.holds for verdict in verdicts),
         controls=sum(claim.identity.startswith("control") for claim in CLAIMS),
         attacks=ATTACKS,
-        traffic_plain=read["rows as they are"],
-        traffic_padded=read["rows padded"],
+        traffic=traffic,
         resolution=max((f.success.high - f.success.value for f in game), default=1.0),
         plots={
             "heat_map": plots.heat_map(result),

@@ -28,9 +28,10 @@ class Size:
     tokens: int  # sent through the finished adapter
 
 
-FULL = Size(prompts=96, new_tokens=6, repeated=5, repeats=10, steps=16, tokens=4096)
-QUICK = Size(prompts=72, new_tokens=2, repeated=1, repeats=12, steps=3, tokens=2048)
+FULL = Size(prompts=96, new_tokens=2, repeated=5, repeats=16, steps=16, tokens=4096)
+QUICK = Size(prompts=60, new_tokens=1, repeated=1, repeats=10, steps=2, tokens=1024)
 REPEATED_TOKENS = 250
+ADAPTER_TOKENS = 128
 
 
 @dataclass
@@ -132,11 +133,11 @@ def run_workload(session: Session, text: list[str], size: Size, truth: Truth, se
         for _ in range(size.repeats):
             with truth.doing(f"repeat {i}", prompt), torch.inference_mode():
                 model(input_ids=prompt, use_cache=False)
-    fine_tuned = _tune(model, blocks_of(stream, 64, first), size.steps, truth)
+    fine_tuned = tune(model, blocks_of(stream, 64, first), size.steps, truth)
     for layer, module in fine_tuned.named_modules():
         if isinstance(module, peft.tuners.lora.Linear):
             truth.adapter[layer.split("layers.")[-1]] = module.get_delta_weight("default").detach()
-    rows = blocks_of(stream, 128, first)[-(size.tokens // 128) :]
+    rows = blocks_of(stream, ADAPTER_TOKENS, first)[-(size.tokens // ADAPTER_TOKENS) :]
     for block in rows.split(8):
         with truth.doing("adapter", block), torch.inference_mode():
             fine_tuned(input_ids=block, use_cache=False)
@@ -158,10 +159,11 @@ def generate(model: Any, prompt: torch.Tensor, new_tokens: int, truth: Truth) ->
         tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
 
 
-def _tune(model: Any, blocks: torch.Tensor, steps: int, truth: Truth) -> Any:
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(ADAPTED), task_type="CAUSAL_LM")
+def tune(model: Any, blocks: torch.Tensor, steps: int, truth: Truth, rank: int = 8) -> Any:
+    """Fine-tune an adapter on sequences of tokens [N, S], four at a time; the tuned model."""
+    config = peft.LoraConfig(r=rank, lora_alpha=16, target_modules=list(ADAPTED), task_type="CAUSAL_LM")
     tuned = peft.get_peft_model(model, config).train()
-    tuned.enable_input_require_grads()  # as whoever checkpoints gradients does; even the first layer gets them
+    tuned.enable_input_require_grads()  # as gradient checkpointing does: then the first layer has some too
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=5e-3)
     for step in range(steps):
         batch = blocks[4 * step : 4 * step + 4]

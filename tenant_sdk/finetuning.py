@@ -296,6 +296,6 @@ def _train(
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         except (KeyboardInterrupt, SymbiosisError):
             if trainer.state.global_step and between.whole:  # so that --resume loses nothing
-                trainer._save_checkpoint(trainer.model, trial=None)
+                trainer._save_checkpoint(model, trial=None)
             raise
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

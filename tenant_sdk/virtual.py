@@ -119,9 +119,10 @@ class Group:
         widths = [self.info.inputs] if direction == Direction.FORWARD else outputs
         if [block.shape[-1] for block in blocks] != widths:
             names = ", ".join(self.info.members[i].name for i in member_indices(members))
+            made = [block.shape[-1] for block in blocks]
             raise ModelMismatch(
-                f"{names} takes rows of {widths} numbers, but the model makes {[b.shape[-1] for b in blocks]}: "
-                "its configuration does not fit the weights"
+                f"{names} takes rows of {widths} numbers, but the model makes rows of {made}: its "
+                "configuration does not fit the weights"
             )
         if not len(blocks[0]):  # an expert without tokens, an empty batch: nothing to ask for
             made = outputs if direction == Direction.FORWARD else [self.info.inputs]

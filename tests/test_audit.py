@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import security
 from provider.executor import BaseExecutor
 from provider.metrics import Metrics
 from provider.scheduler import OneByOne
 from provider.server import Server, server_context
 from provider.tokens import TokenFile
 from provider.transcript import Transcript
-from security.audit import QUICK_PLAN, Audit
+from security.attacks.tokens import KnownMaskSubtraction
+from security.audit import Audit
 from security.capture import ONE_TIME, Parties
 from security.claims import CLAIMS, judge
+from security.cli import app
 from security.executors import Executor
+from security.plan import QUICK_PLAN
+from security.transcript import TranscriptError
 from security.workload import Size
 from shared.header import Direction
 from shared.masks import MaskStream
@@ -35,12 +42,12 @@ MODEL = EXAMPLES / "base_model"
 TEXT = EXAMPLES / "data" / "clinic_notes_train.txt"
 PLAN = replace(
     QUICK_PLAN,
-    size=Size(prompts=48, new_tokens=1, repeats=6, steps=2, tokens=512),
+    size=Size(prompts=16, new_tokens=1, repeated=1, repeats=4, steps=2, tokens=512),
     game_rows=4096,
     deep_places=0,
     replies=400,
     lies=1,
-    timing_moments=0,
+    timing_moments=1,
     modes=(ONE_TIME,),
 )
 
@@ -119,8 +126,60 @@ def refuted(folder: Path) -> set[str]:
     return {verdict.identity for verdict in judge(result) if not verdict.holds} & one_time
 
 
-def test_an_honest_product_passes(tmp_path: Path) -> None:
-    assert refuted(tmp_path) == set()
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """An audit of what nobody changed: its folder, and what it found wrong."""
+    folder = tmp_path_factory.mktemp("honest")
+    return folder, refuted(folder)
+
+
+def test_an_honest_product_passes(honest: tuple[Path, set[str]]) -> None:
+    assert honest[1] == set()
+
+
+@pytest.mark.parametrize(("party", "view"), [("ring", "provider"), ("source", "mask-source")])
+def test_a_transcript_of_a_deployment(party: str, view: str, honest: tuple[Path, set[str]]) -> None:
+    arguments = ["attack", str(honest[0] / party / "transcripts"), "--model", str(MODEL), "--view", view]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    tenant = next(part for part in done.output.split("tenant ")[1:] if part.startswith("4-one-time, as"))
+    matches = re.search(r"vocabulary matching\s*│\s*([0-9.]+)\s*│\s*([0-9.]+)", tenant)
+    assert matches is not None
+    assert abs(float(matches[1]) - float(matches[2])) < 0.02  # no better than random rows
+    assert "0 repeated blocks" in tenant
+    assert "trains" in tenant
+
+
+def test_a_transcript_of_another_model_is_refused(
+    honest: tuple[Path, set[str]], checkpoint: Callable[[str], Path]
+) -> None:
+    arguments = ["attack", str(honest[0] / "ring" / "transcripts"), "--model", str(checkpoint("llama"))]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, TranscriptError)
+    assert "of another model" in str(done.exception)
+
+
+def test_an_attack_that_crashes_is_a_failed_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(KnownMaskSubtraction, "attack", crash)
+    with pytest.raises(ZeroDivisionError):
+        refuted(tmp_path)
+
+
+def test_every_claim_is_in_the_document() -> None:
+    """With its bound, and the figure that was measured last."""
+    text = (Path(security.__file__).parent / "CLAIMS.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
+    assert [row[0].strip("`") for row in rows] == [claim.identity for claim in CLAIMS]
+    for row, claim in zip(rows, CLAIMS, strict=True):
+        assert row[1:5] == [claim.text, claim.mode, claim.attack, claim.bound]
+        assert row[5]
 
 
 def test_a_mask_used_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

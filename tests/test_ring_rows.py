@@ -284,7 +284,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     hidden = (None, ROOM, request, factor)
     assert hide([x], *hidden) is not None
     for blocks in ([wide], [x, x], [x[:1]], [x.double()], [torch.ones(6, 2).T], []):
-        with pytest.raises(ValueError, match="wanted|as wide as"):
+        with pytest.raises(ValueError, match=r"wanted|as wide as"):
             hide(blocks, *hidden)
     for changes in ((torch.ones(5), ROOM, request, factor), (None, ROOM, request, factor[:5])):
         with pytest.raises(ValueError, match="wanted"):
@@ -309,7 +309,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         ("challenge", torch.zeros(6, dtype=torch.int32)),
         ("expected", torch.zeros(1, dtype=torch.int64)),
     ):
-        with pytest.raises(ValueError, match="wanted|as wide as"):
+        with pytest.raises(ValueError, match=r"wanted|as wide as"):
             reveal(**(good | {name: value}))  # type: ignore[arg-type]
 
 

@@ -59,11 +59,17 @@ class Poison:
         self.provider, self.group, self.rows = provider, group, rows
 
     def attack(self, session: Session, kind: str, rng: np.random.Generator) -> bool:
-        """Tell one lie, after an honest answer to the same size of request; whether it was noticed."""
+        """Tell one lie, after an honest answer to the same size of request; whether it was noticed.
+
+        A session that noticed asks for nothing more, so each lie needs one of its own.
+        """
         info = session.manifest.groups[self.group]
         rows = torch.from_numpy(rng.standard_normal((self.rows, info.inputs)).astype(np.float32))
         members = (1 << len(info.members)) - 1
-        ask = lambda: session._privacy.product(self.group, Direction.FORWARD, members, [rows])  # noqa: E731
+
+        def ask() -> None:
+            session._privacy.product(self.group, Direction.FORWARD, members, [rows])
+
         old: list[torch.Tensor] = []
 
         def keep(header: Header, answer: torch.Tensor) -> None:
@@ -80,7 +86,6 @@ class Poison:
         try:
             ask()
         except VerificationError:
-            session._privacy._failed = None  # type: ignore[attr-defined]  # it would never work again
             return True
         finally:
             self.provider.lie = lambda header, answer: None

@@ -47,7 +47,8 @@ def everything(view: View) -> torch.Tensor:
 
 def unit(rows: torch.Tensor) -> torch.Tensor:
     """Rows divided by their lengths, since a ring's rows come without their scales."""
-    return rows / rows.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+    lengths: torch.Tensor = rows.norm(dim=-1, keepdim=True)
+    return rows / lengths.clamp_min(1e-30)
 
 
 def nearest(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch.nn.functional import silu
 
-from security.public_model import PublicModel
 from security.views import View
 
 
@@ -58,18 +57,13 @@ class AdapterExtraction:
             return StolenAdapter(torch.zeros(weight.shape[0] // 2, weight.shape[1]), 0, 0)
         x, z = (torch.cat(side)[: self.tokens] for side in zip(*pairs, strict=True))
         gate, up = weight.chunk(2)
-        x = _rescaled(x, _norm_of(public, self.layer))
+        x = _rescaled(x, public.parameter(f"layers.{self.layer}.post_attention_layernorm.weight"))
         factor, known = silu(x @ gate.T), x @ up.T
         z = z * _power_of_two((factor * known).norm(dim=1) / z.norm(dim=1).clamp_min(1e-30))[:, None]
         delta = _weighted_least_squares(x, factor, z - factor * known)
         left, sizes, right = torch.linalg.svd(delta, full_matrices=False)
         rank = _gap(sizes)
         return StolenAdapter((left[:, :rank] * sizes[:rank]) @ right[:rank], rank, len(x))
-
-
-def _norm_of(public: PublicModel, layer: int) -> torch.Tensor:
-    name = f"layers.{layer}.post_attention_layernorm"
-    return next(m.weight for n, m in public.model.named_modules() if n.endswith(name))
 
 
 def _rescaled(rows: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
@@ -95,7 +89,8 @@ def _weighted_least_squares(x: torch.Tensor, factor: torch.Tensor, target: torch
         normal = (basis * square[:, None]).T @ basis
         normal.diagonal().add_(1e-6 * normal.diagonal().mean() + 1e-30)
         solved.append(torch.linalg.solve(normal, (weight * wanted) @ basis))
-    return (torch.stack(solved).double() @ torch.linalg.pinv(mixed, rtol=1e-7).T).float()
+    delta: torch.Tensor = torch.stack(solved).double() @ torch.linalg.pinv(mixed, rtol=1e-7).T
+    return delta.float()
 
 
 def _gap(sizes: torch.Tensor) -> int:

@@ -34,10 +34,9 @@ class LabelRecovery:
         public = view.public
         layers = public.model.config.num_hidden_layers
         last = public.group_of(f"layers.{layers - 1}.mlp.down_proj")
-        norm = [m for name, m in public.model.named_modules() if name.endswith(".norm")][-1]
         # d loss / d logits is p - y. Taken back through the head by least squares, the label's
         # coordinate is the most negative.
-        head = public.model.get_output_embeddings().weight * norm.weight
+        head = public.model.get_output_embeddings().weight * public.parameter("norm.weight")
         back = head @ torch.linalg.inv((head.T @ head).double()).float()
         return [(_unscaled(seen, public) @ back.T).argmin(1) for seen in view.of(last, Direction.BACKWARD)]
 
@@ -62,7 +61,10 @@ class SpanCheck:
         self.rows = rows
 
     def attack(self, view: View, rng: np.random.Generator) -> list[list[torch.Tensor]]:
-        """For each training request, for each part of its rows, all tokens, the likeliest first."""
+        """For each backward request of the first group and each part of its rows: tokens, likeliest first.
+
+        Empty for a request that belongs to no forward one, such as those that fingerprints are made with.
+        """
         table = unit(view.public.first_inputs)
         ranked: list[list[torch.Tensor]] = []
         previous: Seen | None = None
@@ -71,7 +73,9 @@ class SpanCheck:
                 continue
             if seen.forward:
                 previous = seen
-            elif previous is not None and len(previous.raw) == len(seen.raw):
+            elif previous is None or len(previous.raw) != len(seen.raw):
+                ranked.append([])
+            else:
                 parts = zip(
                     unit(_unscaled(seen, view.public)).split(self.rows),
                     unit(previous.rows).split(self.rows),
@@ -84,4 +88,5 @@ class SpanCheck:
     def _rank(gradients: torch.Tensor, inputs: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         _, sizes, right = torch.linalg.svd((gradients.T @ inputs).double(), full_matrices=False)
         span = right[: int((sizes > 1e-5 * sizes[0]).sum())].float()
-        return (table @ span.T).square().sum(1).argsort(descending=True)
+        inside: torch.Tensor = (table @ span.T).square().sum(1)
+        return inside.argsort(descending=True)

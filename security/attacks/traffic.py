@@ -95,6 +95,7 @@ class TrafficAnalysisOutside:
         self.row_bytes, self.groups = row_bytes, groups
 
     def attack(self, view: NetworkView, rng: np.random.Generator) -> list[int]:
-        """Rows of each forward pass, if passes follow one another without gradients."""
+        """Rows of each prompt, if passes follow one another without gradients."""
         starts = view.sizes[:: self.groups] - HEADER_BYTES - FRAME_BYTES
-        return [int(size // self.row_bytes) for size in starts]
+        rows = starts // self.row_bytes
+        return [int(count) for count in rows if count > rows.min(initial=1 << 31)]

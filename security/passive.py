@@ -1,0 +1,309 @@
+"""The attacks on what was recorded: every one on every view of every mode, scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from security import findings
+from security.attacks.base import TokenGuess
+from security.attacks.extraction import AdapterExtraction, StolenAdapter
+from security.attacks.gradients import LabelRecovery, SpanCheck
+from security.attacks.logs import LogScan, Secrets
+from security.attacks.masking import DistinguishingGame, Uniformity
+from security.attacks.tokens import (
+    Averaging,
+    DeepMatching,
+    KnownMaskSubtraction,
+    MaskReuse,
+    NoiseAware,
+    SubspaceProjection,
+    VocabularyMatching,
+)
+from security.attacks.traffic import TrafficAnalysis, TrafficAnalysisOutside, network_view
+from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Game
+from security.executors import AuditError
+from security.findings import Finding, NothingToScore
+from security.plan import BOTH, NETWORK, PROVIDER, SOURCE, Plan, Result, Stage
+from security.public_model import PublicModel
+from security.statistics import Estimate, rate
+from security.transcript import Request
+from security.views import View, collusion_view, mask_source_view, products_of, provider_view
+from security.workload import ADAPTER_TOKENS, Sent, Truth
+from shared.header import Operation
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was recorded. By mode, or by the name of the session: ``captured``, ``games``, ``traffic``.
+
+    ``public`` and ``ring_public`` are the base model with the manifests of a float and of a ring executor;
+    ``crash`` and ``game_requests`` further one-time requests; ``lengths`` the prompts of ``traffic``.
+    """
+
+    public: PublicModel
+    ring_public: PublicModel
+    captured: dict[str, Captured]
+    games: dict[str, Game]
+    crash: list[Request]
+    game_requests: list[Request]
+    traffic: dict[str, list[Request]]
+    lengths: dict[str, list[int]]
+
+
+class PassiveAttacks:
+    """Runs them and adds what they found to a result.
+
+    Args:
+        confidence: of each interval.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        plan: Plan,
+        result: Result,
+        rng: np.random.Generator,
+        confidence: float,
+        stage: Stage,
+    ) -> None:
+        self.evidence, self.plan, self.result = evidence, plan, result
+        self.rng, self.confidence, self.stage = rng, confidence, stage
+
+    def attack(self) -> None:
+        """Every attack on every view of every mode."""
+        middle = self.evidence.public.model.config.num_hidden_layers // 2
+        self._deep = DeepMatching(
+            self.evidence.public.group_of(f"layers.{middle}.self_attn.q_proj"), {}, self.plan.deep_places
+        )
+        for mode in self.plan.modes:
+            captured = self.evidence.captured[mode]
+            public = self.evidence.ring_public if mode in (RING_BANK, ONE_TIME) else self.evidence.public
+            with self.stage(f"attacks on {mode}"):
+                view = provider_view(public, captured.provider)
+                self._check_aligned(view, captured)
+                self._on(mode, PROVIDER, view, captured.truth)
+                if mode == ONE_TIME:
+                    source = mask_source_view(public, captured.source)
+                    self._on(mode, SOURCE, source, captured.truth)
+                    both = collusion_view(public, captured.provider, captured.source)
+                    self._on(mode, BOTH, both, captured.truth)
+        for mode, game in self.evidence.games.items():
+            with self.stage(f"distinguishing: {mode}"):
+                self._distinguish(mode, game)
+        for mode in {RING_BANK, ONE_TIME}.intersection(self.plan.modes):
+            with self.stage(f"uniformity of bytes: {mode}"):
+                requests = products_of(self.evidence.captured[mode].provider)
+                if mode == ONE_TIME:
+                    requests = requests + self.evidence.crash + self.evidence.game_requests
+                self.result.randomness[mode] = Uniformity().attack(
+                    provider_view(self.evidence.ring_public, requests), self.rng
+                )
+        with self.stage("curves"):
+            self._curves()
+        self._read_traffic()
+
+    def _check_aligned(self, view: View, captured: Captured) -> None:
+        rows = sum(sent.rows for sent in captured.truth.of(0))
+        if rows != len(view.first):
+            raise AuditError(
+                f"the transcript of {captured.mode} holds {len(view.first)} rows of the first group, but the "
+                f"tenant sent {rows}: the attacks could not be scored"
+            )
+
+    def _on(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+        repeats: dict[str, list[int]] = {}
+        for i, sent in self._repeated(truth, 0).items():
+            repeats.setdefault(sent.phase, []).append(i)
+        attacks = (
+            VocabularyMatching(),
+            KnownMaskSubtraction(),
+            MaskReuse(),
+            SubspaceProjection(),
+            NoiseAware(),
+            Averaging(list(repeats.values())),
+        )
+        for attack in attacks:
+            guess: TokenGuess = attack.attack(view, self.rng)
+            self._found(attack, mode, sees, partial(findings.of_guess, guess, truth, self.confidence))
+        deep = self._deep_attack(truth)
+        guesses, wanted = deep.attack(view, self.rng)
+        self._found(deep, mode, sees, lambda: findings.of_tokens(guesses, wanted, self.confidence))
+        labels = LabelRecovery()
+        last = view.public.group_of(f"layers.{view.public.model.config.num_hidden_layers - 1}.mlp.down_proj")
+        guessed = labels.attack(view, self.rng)
+        self._found(labels, mode, sees, lambda: findings.of_labels(guessed, truth, last, self.confidence))
+        span = SpanCheck()
+        ranked = span.attack(view, self.rng)
+        self._found(span, mode, sees, lambda: findings.of_spans(ranked, truth, span.rows, self.confidence))
+        stolen = {}
+        for layer in range(self.plan.layers if mode == PLAIN else 1):
+            stolen[layer] = self._steal(mode, sees, view, truth, layer).delta
+        if len(stolen) == len(truth.adapter):
+            self._compare_models(stolen, truth, view.public)
+
+    def _found(
+        self, attack: Any, mode: str, sees: str, score: Callable[[], tuple[Estimate, float]], detail: str = ""
+    ) -> None:
+        try:
+            success, chance = score()
+        except NothingToScore:
+            # The view holds nothing of the kind: as good as a guess, and said so.
+            success, chance, detail = Estimate(0.0, 0.0, 0.0, 0), 0.0, "this party sees nothing of the kind"
+        self.result.findings.append(Finding(attack.name, mode, sees, attack.metric, success, chance, detail))
+
+    def _repeated(self, truth: Truth, group: int) -> dict[int, Sent]:
+        """Requests of a group for prompts that were sent again and again, by their place."""
+        return {i: sent for i, sent in enumerate(truth.of(group)) if sent.phase.startswith("repeat")}
+
+    def _deep_attack(self, truth: Truth) -> DeepMatching:
+        # The same for all modes, since prompts are the same, and so the tables of candidates are.
+        group = self._deep.group
+        self._deep.prompts = {
+            i: sent.tokens for i, sent in self._repeated(truth, group).items() if sent.tokens is not None
+        }
+        return self._deep
+
+    def _compare_models(self, stolen: dict[int, torch.Tensor], truth: Truth, public: PublicModel) -> None:
+        """How often the stolen model predicts what the tenant's does, and how often the base model."""
+        parts = [sent.tokens for sent in truth.of(0) if sent.phase == "adapter" and sent.tokens is not None]
+        tokens = torch.cat(parts).view(-1, ADAPTER_TOKENS)[:16]
+        real = {f"layers.{name}.weight": delta for name, delta in truth.adapter.items()}
+        copied = {f"layers.{layer}.mlp.up_proj.weight": delta for layer, delta in stolen.items()}
+        theirs = public.predictions(tokens, real)
+        self.result.figures["agreement with the tenant's model"] = {
+            name: float((public.predictions(tokens, changes) == theirs).float().mean())
+            for name, changes in (("stolen", copied), ("base", {}))
+        }
+
+    def _steal(self, mode: str, sees: str, view: View, truth: Truth, layer: int) -> StolenAdapter:
+        attack = AdapterExtraction(layer)
+        stolen = attack.attack(view, self.rng)
+        real = truth.adapter[f"{layer}.mlp.up_proj"]
+        try:
+            success, more = findings.of_adapter(stolen, real, self.confidence, self.rng)
+        except NothingToScore:
+            self._found(attack, mode, sees, _nothing)
+            return stolen
+        detail = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in more.items())
+        self.result.findings.append(
+            Finding(f"{attack.name}, layer {layer}", mode, sees, attack.metric, success, 0.0, detail)
+        )
+        self.result.figures[f"adapter extraction, layer {layer}, {mode}, {sees}"] = more
+        return stolen
+
+    def _distinguish(self, mode: str, game: Game) -> None:
+        half = len(game.answer) // 2
+        guesses = DistinguishingGame().attack((game.rows, game.answer[:half]), self.rng)
+        success = findings.advantage(guesses, game.answer[half:], self.confidence)
+        self.result.findings.append(
+            Finding(DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0)
+        )
+
+    def _curves(self) -> None:
+        """Recovery against messages for each number of masks; stolen adapters against tokens."""
+        reuse: dict[str, list[tuple[int, float]]] = {}
+        for name, captured in self.evidence.captured.items():
+            if captured.mode not in (ELSEWHERE, RING_BANK) or (
+                name in MODES and self.plan.curve_masks and captured.mode == ELSEWHERE
+            ):
+                continue
+            view = provider_view(
+                self.evidence.public if captured.mode == ELSEWHERE else self.evidence.ring_public,
+                captured.provider,
+            )
+            messages = sum(len(seen.rows) > 1 for seen in view.of(0))
+            points = []
+            for count in [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768) if n <= messages]:
+                guess = MaskReuse(count).attack(view, self.rng)
+                points.append((count, findings.of_guess(guess, captured.truth, self.confidence)[0].value))
+            label = captured.mode if name in MODES else f"{name.removeprefix('bank-')} masks"
+            reuse[label] = points
+        self.result.figures["mask reuse"] = reuse
+        self.result.figures["broken after messages"] = {
+            label: next((count for count, value in points if value >= 0.95), None)
+            for label, points in reuse.items()
+        }
+        if PLAIN not in self.evidence.captured:
+            return
+        curve = []
+        captured = self.evidence.captured[PLAIN]
+        view = provider_view(self.evidence.public, captured.provider)
+        real = captured.truth.adapter["0.mlp.up_proj"]
+        for tokens in [n for n in (64, 128, 256, 384, 512, 1024, 2048, 4096) if n <= self.plan.size.tokens]:
+            stolen = AdapterExtraction(0, tokens).attack(view, self.rng)
+            curve.append((tokens, float((stolen.delta - real).norm() / real.norm())))
+        self.result.figures["adapter error by tokens"] = curve
+
+    def _read_traffic(self) -> None:
+        """What headers say about prompts, with and without padded rows, and about training."""
+        for name, lengths in self.evidence.lengths.items():
+            manifest = self.evidence.ring_public.manifest
+            first = manifest.groups[0].inputs * 4
+            outside = TrafficAnalysisOutside(first, sum(not group.head for group in manifest.groups))
+            requests = products_of(self.evidence.traffic[name])
+            for attack, sees, prompts in (
+                (TrafficAnalysis, PROVIDER, TrafficAnalysis().attack(requests, self.rng).prompts),
+                (TrafficAnalysisOutside, NETWORK, outside.attack(network_view(requests), self.rng)),
+            ):
+                # What comes first are the rows that fingerprints are tried with, of a number that is known.
+                right = sum(a == b for a, b in zip(prompts[-len(lengths) :], lengths, strict=False))
+                self.result.findings.append(
+                    Finding(
+                        attack.name,
+                        f"{ONE_TIME}, {name.replace('-', ' ')}",
+                        sees,
+                        attack.metric,
+                        rate(right, len(lengths), self.confidence),
+                        0.0,
+                    )
+                )
+        ranks = [
+            [request.header._replace(request_id=0) for request in self.evidence.traffic[name]]
+            for name in self.evidence.traffic
+            if name.startswith("rank-")
+        ]
+        seen = TrafficAnalysis().attack(self.evidence.captured[ONE_TIME].provider, self.rng)
+        self.result.figures["traffic"] = {
+            "training noticed": seen.training,
+            "rank changes headers": any(headers != ranks[0] for headers in ranks),
+            "lowest group with gradients": seen.lowest,
+            "rows and seconds": [
+                (request.header.rows, request.seconds)
+                for request in products_of(self.evidence.captured[ONE_TIME].provider)
+                if request.header.group == 0
+            ][:2000],
+        }
+
+    def search(self, texts: dict[str, str], passwords: list[str]) -> None:
+        """Search everything that was written for what was secret."""
+        with self.stage("searching logs, metrics and printed objects"):
+            truth = self.evidence.captured[ONE_TIME].truth
+            varied = [b for sent in truth.sent for b in sent.blocks or [] if len(b[0].unique()) > 3]
+            requests = self.evidence.captured[ONE_TIME].provider
+            secrets = Secrets(
+                tensors=varied[:200]
+                + [r.rows for r in products_of(requests)[:200]]
+                + list(truth.adapter.values()),
+                seeds=[
+                    bytes(r.payload)
+                    for r in self.evidence.captured[ONE_TIME].source
+                    if r.header.operation == Operation.SEED_EFFECT
+                ],
+                token_ids=[int(t) for t in truth.first_tokens()[:400] if t >= 0],
+                text=truth.text,
+                passwords=passwords,
+            )
+            self.result.figures["secrets in logs"] = LogScan(secrets).attack(texts, self.rng)
+            self.result.figures["log characters searched"] = {
+                where: len(text) for where, text in texts.items()
+            }
+
+
+def _nothing() -> tuple[Estimate, float]:
+    raise NothingToScore

@@ -1,0 +1,53 @@
+"""How much an audit does, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from security.attacks.masking import Randomness
+from security.capture import MODES
+from security.findings import Finding
+from security.workload import FULL, QUICK, Size
+
+PROVIDER, SOURCE, BOTH = "provider", "mask source", "provider and mask source"
+NETWORK = "network observer"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much an audit does.
+
+    ``family_error`` is the probability that chance alone makes any of the ``one-time`` rows look broken;
+    each interval is widened accordingly (Bonferroni).
+    """
+
+    size: Size
+    game_rows: int
+    deep_places: int
+    layers: int  # whose adapters are stolen in the clear; elsewhere the first one's
+    replies: int
+    lies: int
+    traffic_prompts: int
+    timing_moments: int
+    curve_masks: tuple[int, ...]
+    family_error: float
+    modes: tuple[str, ...] = MODES
+
+
+FULL_PLAN = Plan(FULL, 280_000, 30, 6, 1_000_000, 25, 24, 40, (4, 16, 64, 256), 0.01)
+QUICK_PLAN = Plan(QUICK, 16_384, 16, 1, 20_000, 5, 8, 8, (), 1e-4)
+
+
+@dataclass
+class Result:
+    """Everything that the report shows."""
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    randomness: dict[str, Randomness] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+Stage = Callable[[str], Any]  # a context manager that shows what is being done

@@ -1,0 +1,115 @@
+"""The audit's intervals and scores, against figures that are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from security import statistics
+from security.attacks.logs import LogScan, Secrets
+from security.attacks.masking import DistinguishingGame
+from security.findings import Finding, advantage, of_tokens
+from security.statistics import Estimate, independent_hits, rate
+from shared.errors import ConfigurationError
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (0, 10, 0.0, 0.3085),  # the table of Clopper and Pearson, 95 %
+        (5, 10, 0.1871, 0.8129),
+        (10, 10, 0.6915, 1.0),
+        (50, 1000, 0.0373, 0.0654),
+    ],
+)
+def test_rates(successes: int, trials: int, low: float, high: float) -> None:
+    found = rate(successes, trials, 0.95)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+    assert found.value == successes / trials
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    inside = [f.low <= 0.3 <= f.high for f in (rate(int(k), 200) for k in RNG.binomial(200, 0.3, 2000))]
+    assert np.mean(inside) >= statistics.CONFIDENCE - 3 * np.sqrt(0.01 * 0.99 / 2000)
+
+
+def test_no_trials_are_no_rate() -> None:
+    with pytest.raises(ConfigurationError):
+        rate(0, 0)
+
+
+def test_the_bootstrap() -> None:
+    found = statistics.mean(RNG.normal(2.0, 1.0, 400), RNG)
+    assert found.low < 2.0 < found.high
+    assert found.high - found.low == pytest.approx(2 * 2.58 / 20, rel=0.2)
+
+
+def test_always_guessing_the_commonest_is_chance() -> None:
+    truth = RNG.choice(5, 10_000, p=[0.6, 0.1, 0.1, 0.1, 0.1])
+    guess = np.zeros_like(truth)
+    success, chance = of_tokens(torch.from_numpy(guess), torch.from_numpy(truth), 0.99)
+    assert success.value == pytest.approx(chance) == pytest.approx(0.6, abs=0.02)
+    assert independent_hits(guess, truth) == pytest.approx((truth == 0).mean())
+    assert not Finding("a", "m", "s", "t", success, chance).beats_chance
+
+
+def test_a_small_advantage_is_seen() -> None:
+    """1 % over chance, with as many rows as the whole audit has."""
+    right = RNG.random(145_000) < 0.5 + 0.0075
+    found = advantage(torch.from_numpy(right), torch.ones(len(right), dtype=torch.bool), 1 - 0.01 / 31)
+    assert found.low > 0
+    assert Finding("a", "m", "s", "t", found, 0.0).beats_chance
+    assert not Finding("a", "m", "s", "t", Estimate(0.01, -0.01, 0.03, 9), 0.0).beats_chance
+
+
+@pytest.mark.parametrize("bit", [0, 13, 31])
+def test_the_game_is_won_by_one_bit(bit: int) -> None:
+    """Of one number among 64 that are uniform."""
+    answer = torch.from_numpy(RNG.integers(0, 2, 4000).astype(bool))
+    rows = torch.from_numpy(RNG.integers(-(2**31), 2**31, (4000, 64)).astype(np.int32))
+    rows[:, 5] = rows[:, 5] & ~(1 << bit) | (answer.int() << bit)
+    guesses = DistinguishingGame().attack((rows, answer[:2000]), RNG)
+    assert (guesses == answer[2000:]).float().mean() > 0.95
+
+
+def test_the_game_is_won_by_a_mask_that_serves_twice() -> None:
+    masks = torch.from_numpy(RNG.integers(-(2**31), 2**31, (16, 64)).astype(np.int32))
+    answer = torch.from_numpy(RNG.integers(0, 2, 2000).astype(bool))
+    rows = masks[torch.from_numpy(RNG.integers(0, 16, 2000))] + answer.int()[:, None]
+    guesses = DistinguishingGame().attack((rows, answer[:1000]), RNG)
+    assert torch.equal(guesses, answer[1000:])
+
+
+SEED = bytes(range(100, 132))
+SECRETS = Secrets(
+    tensors=[torch.tensor([0.12345678, -2.5, 3.25, 9.0])],
+    seeds=[SEED],
+    token_ids=[17, 4, 2041, 99, 7, 7, 8, 9, 10],
+    text=["Biscuit, beagle, six years old, was lame"],
+    passwords=["hunter2-hunter2"],
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"drew {SEED.hex()}",
+        f"drew {SEED!r}",
+        f"drew {list(SEED)}",
+        "x = tensor([ 0.1235, -2.5000,  3.2500])",
+        f"x = {torch.tensor([0.12345678, -2.5, 3.25]).tolist()}",
+        "ids [17, 4, 2041, 99]",
+        "prompt: Biscuit, beagle, six",
+        "Authorization: Bearer hunter2-hunter2",
+    ],
+)
+def test_what_is_secret_is_found(line: str) -> None:
+    assert LogScan(SECRETS).attack({"a log": f"2026 INFO {line} and more"}, RNG)
+
+
+def test_what_is_not_secret_is_not_found() -> None:
+    line = "tenant alice connected; 2041 rows, 99 requests, 0.1235 s, digest 64656667"
+    assert not LogScan(SECRETS).attack({"a log": line}, RNG)
