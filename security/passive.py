@@ -219,7 +219,7 @@ class PassiveAttacks:
             )
             messages = sum(len(seen.rows) > 1 for seen in view.of(0))
             points = []
-            for count in [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768) if n <= messages]:
+            for count in [n for n in self.plan.curve_messages if n <= messages]:
                 guess = MaskReuse(count).attack(view, self.rng)
                 points.append((count, findings.of_guess(guess, captured.truth, self.confidence)[0].value))
             label = captured.mode if name in MODES else f"{name.removeprefix('bank-')} masks"
@@ -235,7 +235,7 @@ class PassiveAttacks:
         captured = self.evidence.captured[PLAIN]
         view = provider_view(self.evidence.public, captured.provider)
         real = captured.truth.adapter["0.mlp.up_proj"]
-        for tokens in [n for n in (64, 128, 256, 384, 512, 1024, 2048, 4096) if n <= self.plan.size.tokens]:
+        for tokens in [n for n in self.plan.curve_tokens if n <= self.plan.size.tokens]:
             stolen = AdapterExtraction(0, tokens).attack(view, self.rng)
             curve.append((tokens, float((stolen.delta - real).norm() / real.norm())))
         self.result.figures["adapter error by tokens"] = curve

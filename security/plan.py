@@ -33,11 +33,13 @@ class Plan:
     timing_moments: int
     curve_masks: tuple[int, ...]
     family_error: float
+    curve_messages: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768)
+    curve_tokens: tuple[int, ...] = (64, 128, 256, 384, 512, 1024, 2048)
     modes: tuple[str, ...] = MODES
 
 
-FULL_PLAN = Plan(FULL, 280_000, 30, 6, 1_000_000, 25, 24, 40, (4, 16, 64, 256), 0.01)
-QUICK_PLAN = Plan(QUICK, 16_384, 16, 1, 20_000, 5, 8, 8, (), 1e-4)
+FULL_PLAN = Plan(FULL, 280_000, 20, 6, 1_000_000, 25, 24, 40, (4, 16, 64, 256), 0.01)
+QUICK_PLAN = Plan(QUICK, 16_384, 16, 1, 20_000, 5, 8, 8, (), 1e-4, (1, 16, 64), (256, 512, 1024))
 
 
 @dataclass

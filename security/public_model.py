@@ -110,7 +110,7 @@ class PublicModel:
 
     def next_inputs(self, group: int, prefix: tuple[int, ...]) -> torch.Tensor:
         """What a group gets for each token of the vocabulary behind a prefix: [V, D]."""
-        cache = transformers.DynamicCache(config=self.model.config)
+        cache: Any = transformers.DynamicCache(config=self.model.config)
         tokens = torch.arange(self.vocabulary)[:, None]
         with torch.inference_mode(), self.watching([group], stop=True) as seen:
             with suppress(_Enough):  # so that only the layers in front are kept for every candidate

@@ -262,15 +262,16 @@ class NoiseAware:
         rows, table = view.first, view.public.first_inputs
         if not len(rows):
             return TokenGuess(everything(view), torch.empty(0, dtype=torch.int64), rows)
-        # Rows of a ring have no scale: give them the vocabulary's.
-        rows = rows * (table.norm(dim=1).mean() / rows.norm(dim=1).mean())
+        if view.first_raw.dtype == torch.int32:
+            # Rows of a ring come each with a scale of its own: give them the vocabulary's.
+            rows = unit(rows) * table.norm(dim=1).mean()
+        floor = 1e-6 * table.double().var()
         tokens = nearest(rows, table)
         prior = torch.full((len(table),), 1 / len(table))
         for _ in range(self.rounds):
-            residual = rows - table[tokens]
-            noise = residual.T @ residual / len(rows)
-            noise += torch.eye(len(noise)) * (1e-4 * noise.diagonal().mean() + 1e-12)
-            root = torch.linalg.cholesky(torch.linalg.inv(noise.double())).float()
+            residual = (rows - table[tokens]).double()
+            sizes, directions = torch.linalg.eigh(residual.T @ residual / len(rows))
+            root = (directions / sizes.clamp_min(floor).sqrt()).float()
             seen, known = rows @ root, table @ root
             lengths = known.square().sum(1) / 2 - prior.log()
             tokens = torch.cat([(part @ known.T - lengths).argmax(1) for part in seen.split(2048)])
