@@ -32,7 +32,7 @@ mpl.rcParams.update(
 
 def _svg(figure: Figure) -> str:
     text = io.StringIO()
-    figure.savefig(text, format="svg", bbox_inches="tight")
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     plt.close(figure)
     return text.getvalue()[text.getvalue().index("<svg") :]
 

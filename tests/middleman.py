@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from conftest import Executor
 from raw_peers import FETCH, PRODUCT, REPLY, SUBPROTOCOL, WELCOME, Fields
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import ServerConnection, serve
 
 from shared.messages import encode
@@ -96,14 +96,7 @@ class Middleman:
         authorization = {"Authorization": tenant.request.headers["Authorization"]}
         with (
             contextlib.suppress(ConnectionClosed),
-            connect(
-                self.behind.url,
-                ssl=self._trust,
-                subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]
-                additional_headers=authorization,
-                compression=None,
-                max_size=None,
-            ) as executor,
+            self._reach(authorization) as executor,
         ):
             # Executors answer in order, so one after the other loses nothing.
             for data in tenant:
@@ -114,6 +107,24 @@ class Middleman:
                         self.requests.append(request)
                     self.asked.set()
                 tenant.send(self._changed(request, executor.recv()))
+
+    def _reach(self, headers: dict[str, str]) -> ClientConnection:
+        """The executor. The library reads and writes one TLS socket from two threads, and seldom hangs."""
+        for left in range(4, -1, -1):
+            try:
+                return connect(
+                    self.behind.url,
+                    ssl=self._trust,
+                    subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]
+                    additional_headers=headers,
+                    compression=None,
+                    max_size=None,
+                    open_timeout=5,
+                )
+            except TimeoutError:
+                if not left:
+                    raise
+        raise AssertionError
 
     def _changed(self, request: Message, data: bytes | str) -> bytes:
         fields, body = parse(data)

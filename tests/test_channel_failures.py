@@ -23,6 +23,7 @@ from raw_peers import (
     TEXT,
     WELCOME,
     Peer,
+    eventually,
     frame,
     header,
 )
@@ -32,6 +33,11 @@ from shared.header import Direction, Operation
 from tenant_sdk.remote import RemoteExecutor
 
 pytest_plugins = ("wire_fixtures",)
+
+
+def _state(task: Path) -> str:
+    """Of a thread, such as T: stopped."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_an_executor_that_stops_and_one_that_is_killed(
@@ -48,6 +54,8 @@ def test_an_executor_that_stops_and_one_that_is_killed(
         work(patient)
         work(impatient)
         executor.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{executor.process.pid}/task")
+        eventually(lambda: all(_state(task) == "T" for task in tasks.iterdir()))
         waiting = [threads.submit(work, patient) for _ in range(3)]
         started = time.monotonic()
         with pytest.raises(RequestTimeout, match="no progress"):

@@ -106,11 +106,12 @@ class MaskReuse:
     def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
         """See Attack."""
         requests = view.of(0)
-        first_row = torch.tensor([0, *np.cumsum([len(seen.rows) for seen in requests])[:-1]])
-        begins = first_row[torch.tensor([len(seen.rows) > 1 for seen in requests])]
+        first_row = np.cumsum([0, *(len(seen.raw) for seen in requests)])[:-1]
+        several = [i for i, seen in enumerate(requests) if len(seen.raw) > 1]
+        begins = torch.from_numpy(first_row[several]).long()
         known = view.public.first_inputs[_first_token(view.public)]
         learned = begins[: self.messages]
-        targets = torch.tensor(sorted(set(range(len(view.first))) - set(begins.tolist())))
+        targets = torch.tensor(sorted(set(range(len(view.first))) - set(begins.tolist())), dtype=torch.int64)
         if view.first_raw.dtype == torch.int32:
             estimates = self._ring(view, learned, targets, known)
             return TokenGuess(targets, nearest(estimates, view.public.first_inputs), estimates)
