@@ -38,6 +38,9 @@ from security.workload import ADAPTER_TOKENS, Sent, Truth
 from shared.header import Operation
 
 
+CURVE_ROWS = 500  # that the curves of mask reuse are drawn from
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What was recorded. By mode, or by the name of the session: ``captured``, ``games``, ``traffic``.
@@ -220,7 +223,7 @@ class PassiveAttacks:
             messages = sum(len(seen.rows) > 1 for seen in view.of(0))
             points = []
             for count in [n for n in self.plan.curve_messages if n <= messages]:
-                guess = MaskReuse(count).attack(view, self.rng)
+                guess = MaskReuse(count, CURVE_ROWS).attack(view, self.rng)
                 points.append((count, findings.of_guess(guess, captured.truth, self.confidence)[0].value))
             label = captured.mode if name in MODES else f"{name.removeprefix('bank-')} masks"
             reuse[label] = points

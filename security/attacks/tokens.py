@@ -92,6 +92,7 @@ class MaskReuse:
 
     Args:
         messages: how many messages to learn from; None: all.
+        rows: how many rows to recover, drawn from all; None: all.
     """
 
     name: ClassVar[str] = "mask reuse"
@@ -100,8 +101,8 @@ class MaskReuse:
     metric: ClassVar[str] = "tokens right (top 1)"
     source: ClassVar[str] = "the two-time pad; Symbiosis, section 3.8: a bank of noise, rotated"
 
-    def __init__(self, messages: int | None = None) -> None:
-        self.messages = messages
+    def __init__(self, messages: int | None = None, rows: int | None = None) -> None:
+        self.messages, self.rows = messages, rows
 
     def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
         """See Attack."""
@@ -112,6 +113,8 @@ class MaskReuse:
         known = view.public.first_inputs[_first_token(view.public)]
         learned = begins[: self.messages]
         targets = torch.tensor(sorted(set(range(len(view.first))) - set(begins.tolist())), dtype=torch.int64)
+        if self.rows is not None and self.rows < len(targets):
+            targets = targets[torch.from_numpy(rng.choice(len(targets), self.rows, replace=False))]
         if view.first_raw.dtype == torch.int32:
             estimates = self._ring(view, learned, targets, known)
             return TokenGuess(targets, nearest(estimates, view.public.first_inputs), estimates)
