@@ -37,7 +37,6 @@ from security.views import View, collusion_view, mask_source_view, products_of, 
 from security.workload import ADAPTER_TOKENS, Sent, Truth
 from shared.header import Operation
 
-
 CURVE_ROWS = 500  # that the curves of mask reuse are drawn from
 
 
