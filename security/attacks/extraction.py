@@ -57,9 +57,13 @@ class AdapterExtraction:
             return StolenAdapter(torch.zeros(weight.shape[0] // 2, weight.shape[1]), 0, 0)
         x, z = (torch.cat(side)[: self.tokens] for side in zip(*pairs, strict=True))
         gate, up = weight.chunk(2)
-        x = _rescaled(x, public.parameter(f"layers.{self.layer}.post_attention_layernorm.weight"))
+        on_ring = later[0].raw.dtype == torch.int32
+        if on_ring:
+            x = _rescaled(x, public.parameter(f"layers.{self.layer}.post_attention_layernorm.weight"))
         factor, known = silu(x @ gate.T), x @ up.T
-        z = z * _power_of_two((factor * known).norm(dim=1) / z.norm(dim=1).clamp_min(1e-30))[:, None]
+        if on_ring:
+            # Which power of two a row came with is guessed without the adapter: right while it is small.
+            z = z * _power_of_two((factor * known).norm(dim=1) / z.norm(dim=1).clamp_min(1e-30))[:, None]
         delta = _weighted_least_squares(x, factor, z - factor * known)
         left, sizes, right = torch.linalg.svd(delta, full_matrices=False)
         rank = _gap(sizes)
