@@ -88,25 +88,25 @@ class Transcript:
 
     def close(self) -> None:
         """Mark the transcript as complete."""
-        self._append([RECORD.pack(Record.END, 0, time.time())])
-        with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+        self._append([RECORD.pack(Record.END, 0, time.time())], last=True)
 
-    def _append(self, pieces: list[bytes | memoryview]) -> None:
+    def _append(self, pieces: list[bytes | memoryview], *, last: bool = False) -> None:
         with self._lock:
-            if self._file is None:
+            file = self._file
+            if file is None:
                 return
             try:
                 for piece in pieces:
                     left = memoryview(piece)
                     while left:
-                        left = left[os.write(self._file, left) :]
+                        left = left[os.write(file, left) :]
                 self._complete += sum(len(piece) for piece in pieces)
+                if last:  # under the same lock, so that nothing follows the end
+                    os.close(file)
+                    self._file = None
             except OSError as error:
                 log.error("the transcript %s ends here, serving goes on: %s", self.path, error.strerror)
-                self._abandon(self._file)
+                self._abandon(file)
 
     def _abandon(self, file: int) -> None:
         self._file = None

@@ -1,1 +1,1 @@
-"""The auditor's side: what a provider can learn, measured. So far the threat model, THREAT_MODEL.md."""
+"""The auditor: attacks on what a provider or a mask source sees, and the claims that they try to refute."""

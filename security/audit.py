@@ -79,6 +79,10 @@ class Audit:
         self.result.about |= {
             "model": evidence.public.manifest.model,
             "digest": evidence.public.manifest.digest,
+            "parameters": f"{evidence.public.model.num_parameters():,}",
+            "layers": evidence.public.model.config.num_hidden_layers,
+            "vocabulary": f"{evidence.public.vocabulary:,}",
+            "text_lines": len(self.text),
             "seed": self.seed,
             "confidence_of_one_interval": self.confidence,
             "family_error": self.plan.family_error,

@@ -5,6 +5,7 @@ Controls are claims too: an audit whose attacks fail where they must succeed is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -66,7 +67,8 @@ def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Resu
         if not found:
             return False, "not measured"
         worst = max(found, key=lambda f: f.success.low - f.chance)
-        return not any(f.beats_chance for f in found), _figure(worst)
+        numbers = [n for f in found for n in (f.success.value, f.success.low, f.success.high, f.chance)]
+        return all(map(math.isfinite, numbers)) and not any(f.beats_chance for f in found), _figure(worst)
 
     return judge
 
@@ -94,10 +96,10 @@ def _uniform(result: Result) -> tuple[bool, str]:
     found = result.randomness.get(ONE_TIME)
     if found is None:
         return False, "not measured"
-    holds = found.p_value > 1 - result.about["confidence_of_one_interval"] and found.repeated_blocks == 0
-    return holds, (
-        f"p = {found.p_value:.3g} ({found.worst}), {found.repeated_blocks} repeated blocks, "
-        f"{found.bytes_tested:,} bytes"
+    level = 1 - result.about["confidence_of_one_interval"]
+    return found.bytes_tested > 0 and found.p_value > level and found.repeated_blocks == 0, (
+        f"p = {found.p_value:.3g} ({found.worst}; fails below {level:.2g}), {found.repeated_blocks} repeated "
+        f"blocks, {found.bytes_tested:,} bytes"
     )
 
 
@@ -130,7 +132,9 @@ def _silent(result: Result) -> tuple[bool, str]:
 def _reuse_counted(result: Result) -> tuple[bool, str]:
     broken = result.figures.get("broken after messages", {})
     told = [f"{label}: {count}" for label, count in broken.items() if count is not None]
-    return bool(told), "messages until 95 % are right: " + ("; ".join(told) or "never")
+    return bool(told) and len(told) == len(broken), "messages until 95 % are right: " + (
+        "; ".join(told) or "never"
+    )
 
 
 CLAIMS = (
@@ -144,7 +148,7 @@ CLAIMS = (
     ),
     Claim(
         "one-time-training",
-        "The provider learns nothing of what fine-tuning teaches",
+        "The provider cannot tell labels or a batch's tokens in fine-tuning better than by guessing",
         ONE_TIME,
         ", ".join(LEARNING_ATTACKS),
         "chance within the interval",
@@ -152,7 +156,7 @@ CLAIMS = (
     ),
     Claim(
         "one-time-adapter",
-        "The provider learns nothing of the adapter",
+        "The provider cannot copy the adapter",
         ONE_TIME,
         "adapter extraction",
         "cosine 0 within the interval",
@@ -171,12 +175,12 @@ CLAIMS = (
         "Every byte sent to the provider is uniform, and no block comes twice",
         ONE_TIME,
         "uniformity and independence",
-        "p above the stated level, no repeated block",
+        "smallest p above its level, no repeated block",
         _uniform,
     ),
     Claim(
         "one-time-mask-source",
-        "A mask source learns nothing",
+        "A mask source can tell neither tokens nor labels nor the adapter",
         f"{ONE_TIME}, {SOURCE}",
         "all of the above on masks",
         "chance within the interval",
@@ -264,7 +268,7 @@ CLAIMS = (
     ),
     Claim(
         "control-collusion",
-        "Provider and mask source together read everything",
+        "Provider and mask source together read the tokens",
         f"{ONE_TIME}, {BOTH}",
         "vocabulary matching",
         "at least 95 %",

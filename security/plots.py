@@ -53,7 +53,9 @@ def heat_map(result: Result) -> str:
         grid[row, column] = min(max(above, 0.0), 1.0) if finding.beats_chance else 0.0
         marks[row][column] = f"{finding.success.value:.1%}" if finding.beats_chance else "chance"
     figure, axes = plt.subplots(figsize=(10.5, 0.42 * len(names) + 1.6))
-    axes.imshow(grid, cmap="OrRd", vmin=0, vmax=1.15, aspect="auto")
+    image = axes.imshow(grid, cmap="OrRd", vmin=0, vmax=1.15, aspect="auto")
+    bar = figure.colorbar(image, ax=axes, shrink=0.5, ticks=[0, 0.5, 1], boundaries=np.linspace(0, 1, 101))
+    bar.set_label("success above chance", fontsize=8)
     for row, line in enumerate(marks):
         for column, mark in enumerate(line):
             dark = np.nan_to_num(grid[row, column]) > 0.6
@@ -78,10 +80,15 @@ def reuse_curve(result: Result) -> str:
     """Tokens recovered against messages seen, for each number of masks."""
     figure, axes = plt.subplots(figsize=(5.6, 3.4))
     for label, points in result.figures["mask reuse"].items():
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+        name = f"floats, {label}" if label.endswith("masks") else "ring, 16 masks"
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
     axes.axhline(0.95, color="#999", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="messages seen, each with a known first token", ylabel="tokens right", ylim=(-0.02, 1.03))
+    axes.set(
+        xlabel="messages seen, each with a known first token",
+        ylabel="fraction of tokens right",
+        ylim=(-0.02, 1.03),
+    )
     axes.legend(frameon=False, fontsize=8)
     return _svg(figure)
 
@@ -126,5 +133,5 @@ def timing(result: Result) -> str:
     axes.scatter(points[:, 0] * jitter, points[:, 1] * 1e3, s=6, alpha=0.5, color="#225ea8")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set(xlabel="rows of a request = tokens of a pass", ylabel="milliseconds at the provider")
+    axes.set(xlabel="rows of a request = tokens of a pass", ylabel="ms until the product is there")
     return _svg(figure)

@@ -55,6 +55,8 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
         verdicts=verdicts,
         rows=list(zip(CLAIMS, verdicts, strict=True)),
         passed=all(verdict.holds for verdict in verdicts),
+        failed_claims=[v.identity for v in verdicts if not v.holds and not v.identity.startswith("control")],
+        failed_controls=[v.identity for v in verdicts if not v.holds and v.identity.startswith("control")],
         controls=sum(claim.identity.startswith("control") for claim in CLAIMS),
         attacks=ATTACKS,
         traffic=traffic,

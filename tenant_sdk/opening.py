@@ -85,7 +85,7 @@ def connect(
         allow_transcript: use executors that announce that they record what tenants send.
         mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
         pad_rows: hide how many rows a request has: round it up to a power of two that is at least this;
-            0 rounds nothing. The rows added are zeros, masked like others, and cost what others cost.
+            0 rounds nothing. The rows added are zeros under masks of their own, and cost what others cost.
         verify: ``always``, ``sampled`` or ``off``: check that answers are the right products (ring
             numerics). Default: ``always`` with ``one-time`` or ``fingerprints``, else ``off``.
         verify_rate: with ``sampled``, the fraction of requests that is checked, drawn secretly.
@@ -125,6 +125,11 @@ def connect(
         raise ConfigurationError("mask_budget_mib is in MiB and not negative")
     if not 0 <= pad_rows <= 1 << 16:
         raise ConfigurationError("pad_rows is a number of rows from 0 to 65536")
+    if pad_rows and privacy != "one-time":
+        raise ConfigurationError(
+            f"pad_rows adds rows of zeros, which privacy={privacy!r} would show: they would give away its "
+            "masks, or that they are zeros. Use it with one-time masks"
+        )
     if fingerprint_key and fingerprints is None:
         raise ConfigurationError("fingerprint_key is of no use without fingerprints=FILE (`--fingerprints`)")
     verify = verify or ("always" if privacy == "one-time" or fingerprints is not None else "off")

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Executor
-from ring_sessions import Trio
+from ring_sessions import Trio, one_time
 
 import tenant_sdk
 from shared.errors import ConfigurationError
+from shared.header import Direction
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -122,3 +123,22 @@ def test_a_refused_session_leaves_nothing_open(
     eventually(
         lambda: [metric(executor, "symbiosis_connections") for executor in (provider, source)] == before
     )
+
+
+def test_padded_rows_change_nothing_but_their_number(trio: Callable[[str], Trio]) -> None:
+    provider, source, _ = trio("llama")
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    results, sent = [], []
+    for pad_rows in (0, 1, 16):
+        with one_time(provider, source, pad_rows=pad_rows, verify="off") as session:
+            results.append(session._privacy.product(5, Direction.FORWARD, 1, [x]))
+            sent.append(session.stats.rows)
+    assert sent == [5, 8, 16]
+    for (result,) in results:
+        assert torch.equal(result, results[0][0])
+
+
+@pytest.mark.parametrize("privacy", ["plain", "noise-bank"])
+def test_padding_would_show_other_modes_masks(privacy: str, trio: Callable[[str], Trio]) -> None:
+    with pytest.raises(ConfigurationError, match="pad_rows"):
+        connect(trio("llama")[0], privacy=privacy, pad_rows=8)

@@ -13,6 +13,10 @@ from shared.header import HEADER_BYTES, Direction, Operation
 FRAME_BYTES = 14  # of a masked websocket frame's header, 65,536 bytes and more; TLS adds 22 a record
 
 
+# Fingerprints are made with products in the other direction, of numbers of rows that are known.
+FINGERPRINT_ROWS = (8, 40)
+
+
 @dataclass(frozen=True)
 class NetworkView:
     """A network observer: of each message from the tenant its time (seconds) and size (bytes)."""
@@ -70,9 +74,11 @@ class TrafficAnalysis:
             else:
                 generated[-1] += 1
         backward = [
-            r.header.group
-            for r in view
-            if r.header.direction == Direction.BACKWARD and r.header.operation == Operation.PRODUCT
+            request.header.group
+            for request in view
+            if request.header.direction == Direction.BACKWARD
+            and request.header.operation == Operation.PRODUCT
+            and request.header.rows not in FINGERPRINT_ROWS
         ]
         return Inferred(prompts, generated, bool(backward), min(backward, default=None))
 
