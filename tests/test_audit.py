@@ -28,7 +28,7 @@ from security.attacks.tokens import KnownMaskSubtraction
 from security.audit import Audit
 from security.capture import ONE_TIME, Parties
 from security.claims import CLAIMS, judge
-from security.cli import app
+from security.cli import app, console
 from security.executors import Executor
 from security.plan import QUICK_PLAN
 from security.transcript import TranscriptError
@@ -138,9 +138,12 @@ def test_an_honest_product_passes(honest: tuple[Path, set[str]]) -> None:
 
 
 @pytest.mark.parametrize(("party", "view"), [("ring", "provider"), ("source", "mask-source")])
-def test_a_transcript_of_a_deployment(party: str, view: str, honest: tuple[Path, set[str]]) -> None:
+def test_a_transcript_of_a_deployment(
+    party: str, view: str, honest: tuple[Path, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "width", 200)  # whatever the terminal is
     arguments = ["attack", str(honest[0] / party / "transcripts"), "--model", str(MODEL), "--view", view]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     tenant = next(part for part in done.output.split("tenant ")[1:] if part.startswith("4-one-time, as"))
     matches = re.search(r"vocabulary matching\s*│\s*([0-9.]+)\s*│\s*([0-9.]+)", tenant)
