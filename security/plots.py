@@ -52,9 +52,17 @@ def heat_map(result: Result) -> str:
         above = (abs(finding.success.value) - finding.chance) / (1 - finding.chance)
         grid[row, column] = min(max(above, 0.0), 1.0) if finding.beats_chance else 0.0
         marks[row][column] = f"{finding.success.value:.1%}" if finding.beats_chance else "chance"
-    figure, axes = plt.subplots(figsize=(10.5, 0.42 * len(names) + 1.6))
+    figure, axes = plt.subplots(figsize=(12.5, 0.42 * len(names) + 1.6))
     image = axes.imshow(grid, cmap="OrRd", vmin=0, vmax=1.15, aspect="auto")
-    bar = figure.colorbar(image, ax=axes, shrink=0.5, ticks=[0, 0.5, 1], boundaries=np.linspace(0, 1, 101))
+    bar = figure.colorbar(
+        image,
+        ax=axes,
+        shrink=0.5,
+        fraction=0.02,
+        pad=0.01,
+        ticks=[0, 0.5, 1],
+        boundaries=np.linspace(0, 1, 101),
+    )
     bar.set_label("success above chance", fontsize=8)
     for row, line in enumerate(marks):
         for column, mark in enumerate(line):
@@ -62,7 +70,7 @@ def heat_map(result: Result) -> str:
             axes.text(
                 column, row, mark, ha="center", va="center", fontsize=8, color="white" if dark else "#333"
             )
-    labels = [f"{mode}\nseen by {sees}" for mode, sees in COLUMNS]
+    labels = [f"{mode}\nseen by\n{sees}" for mode, sees in COLUMNS]
     axes.set_xticks(range(len(COLUMNS)), [re.sub("(, | on the | and )", "\\1\n", label) for label in labels])
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0, labelsize=8)
