@@ -132,9 +132,8 @@ def _silent(result: Result) -> tuple[bool, str]:
 def _reuse_counted(result: Result) -> tuple[bool, str]:
     broken = result.figures.get("broken after messages", {})
     told = [f"{label}: {count}" for label, count in broken.items() if count is not None]
-    return bool(told) and len(told) == len(broken), "messages until 95 % are right: " + (
-        "; ".join(told) or "never"
-    )
+    # Any: with few messages a bank on the ring may not have shown all its masks yet.
+    return bool(told), "messages until 95 % are right: " + ("; ".join(told) or "never")
 
 
 CLAIMS = (
