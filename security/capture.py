@@ -82,10 +82,10 @@ class Game:
     answer: torch.Tensor
 
 
-def workload(parties: Parties, mode: str, text: list[str], size: Size, seed: int, name: str = "") -> Truth:
+def workload(parties: Parties, mode: str, text: list[str], size: Size, seed: int) -> Truth:
     """A tenant's work in one mode."""
     truth = Truth()
-    with parties.connect(mode, name or tenant_of(mode)) as session:
+    with parties.connect(mode, tenant_of(mode)) as session:
         run_workload(session, text, size, truth, seed)
     return truth
 

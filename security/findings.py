@@ -36,11 +36,6 @@ class Finding:
         """Whether the whole interval lies above chance."""
         return self.success.low > self.chance
 
-    @property
-    def resolution(self) -> float:
-        """The smallest advantage over chance that would have been seen."""
-        return max(self.success.high, self.chance) - min(self.chance, self.success.value)
-
 
 SHUFFLES = 1000
 

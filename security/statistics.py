@@ -36,16 +36,6 @@ def rate(successes: int, trials: int, confidence: float = CONFIDENCE) -> Estimat
     return Estimate(successes / trials, float(low), float(high), trials)
 
 
-def mean(values: np.ndarray, rng: np.random.Generator, confidence: float = CONFIDENCE) -> Estimate:
-    """A mean with its percentile bootstrap interval (Efron, 1979); 2,000 resamples."""
-    values = np.asarray(values, np.float64)
-    if not len(values):
-        raise ConfigurationError("a mean needs at least one value")
-    picks = rng.integers(0, len(values), (2000, len(values)))
-    low, high = np.quantile(values[picks].mean(1), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Estimate(float(values.mean()), float(low), float(high), len(values))
-
-
 def independent_hits(guesses: np.ndarray, truth: np.ndarray) -> float:
     """How often guesses would be right if they had nothing to do with the truth: the chance level.
 

@@ -41,12 +41,6 @@ def test_no_trials_are_no_rate() -> None:
         rate(0, 0)
 
 
-def test_the_bootstrap() -> None:
-    found = statistics.mean(RNG.normal(2.0, 1.0, 400), RNG)
-    assert found.low < 2.0 < found.high
-    assert found.high - found.low == pytest.approx(2 * 2.58 / 20, rel=0.2)
-
-
 def test_always_guessing_the_commonest_is_chance() -> None:
     truth = RNG.choice(5, 10_000, p=[0.6, 0.1, 0.1, 0.1, 0.1])
     guess = np.zeros_like(truth)

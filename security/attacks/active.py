@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -217,8 +218,7 @@ class CoTenantTiming:
 
 
 def _together(jobs: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """All at once, each in a thread; what one raises is raised."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for done in [threads.submit(job) for job in jobs]:
+            done.result()
