@@ -207,7 +207,7 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
 def test_closing_while_effects_are_under_way(
     trio: Callable[[str], Trio], proxy: Proxy, threads: ThreadPoolExecutor
 ) -> None:
-    """Whoever waits gets an error, close() returns, and no thread of the session is left."""
+    """Whoever waits gets an error, close() returns, and soon no thread of the session is left."""
     provider, source, _ = trio("llama")
     middle = proxy(source)
     with one_time(provider, middle.executor, timeout=SECONDS) as session:
@@ -221,8 +221,8 @@ def test_closing_while_effects_are_under_way(
     assert time.monotonic() - started < 20.0
     with pytest.raises(ConnectionLost):
         waiting.result(SECONDS)
-    ours = [t for t in threading.enumerate() if t.name.startswith("symbiosis-mask-source")]
-    assert not ours
+    # close() does not wait for them: one may be opening a connection, which the other side can make slow.
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("symbiosis-mask-source")])
     with pytest.raises(ConnectionLost, match="closed"):
         fixed_result(model, token_ids())
 
