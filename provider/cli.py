@@ -100,6 +100,28 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM waits for requests.")] = 10.0,
     device: Annotated[str, typer.Option(help="Where products run: cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of one product; 0: one a core.")] = 0,
+    batching: Annotated[
+        str, typer.Option(help="opportunistic, none or lockstep: which requests share a product.")
+    ] = "opportunistic",
+    decode_objective_ms: Annotated[
+        float, typer.Option(help="What the executor may take of one decoded token's time.")
+    ] = 100.0,
+    batch_wait_ms: Annotated[
+        float, typer.Option(help="The most that a request waits for others to join it.")
+    ] = 2.0,
+    tenant_mib: Annotated[
+        int, typer.Option(help="MiB of requests and answers that one tenant may have in flight; 0: any.")
+    ] = 512,
+    total_mib: Annotated[
+        int, typer.Option(help="MiB of requests and answers in flight in all; 0: any.")
+    ] = 2048,
+    tenant_rows: Annotated[int, typer.Option(help="Rows that one tenant may have in flight; 0: any.")] = 0,
+    tenant_requests: Annotated[
+        float, typer.Option(help="Requests that one tenant may send in a second; 0: any.")
+    ] = 0.0,
+    tenant_mib_per_second: Annotated[
+        float, typer.Option(help="MiB of requests that one tenant may send in a second; 0: any.")
+    ] = 0.0,
     transcript: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Record what tenants send into this folder, for an audit; tenants are told."),
@@ -113,12 +135,17 @@ def serve(
     )
     import torch
 
+    from provider.batching import Batcher, profile
     from provider.executor import BaseExecutor
     from provider.metrics import AdminServer, Metrics
-    from provider.scheduler import OneByOne
+    from provider.quota import Limit, Quotas
+    from provider.scheduler import POLICIES, Objective, make_policy
     from provider.server import Server, server_context
+    from provider.session import Service
     from provider.transcript import Transcript
 
+    if batching not in POLICIES:
+        raise ConfigurationError(f"unknown --batching {batching!r}; choose from {', '.join(POLICIES)}")
     keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
@@ -148,16 +175,20 @@ def serve(
             f"[bold red]RECORDING[/] everything that tenants send into {recording.path}; tenants are told, "
             "and refuse unless they allow it"
         )
+    objective = Objective(decode_objective_ms / 1000, wait_seconds=batch_wait_ms / 1000)
+    policy = make_policy(batching, profile(executor), objective)
+    quotas = Quotas(
+        Limit(tenant_mib << 20, tenant_rows, tenant_requests, tenant_mib_per_second * 2**20),
+        Limit(total_mib << 20),
+    )
+    batcher = Batcher(executor, policy, on_batch=metrics.batch)
     server = Server(
-        executor,
-        OneByOne(executor),
+        Service(executor, batcher, metrics, quotas, recording),
         context=context,
         tokens=tokens,
-        metrics=metrics,
         host=host,
         port=port,
         max_connections=max_connections,
-        transcript=recording,
     )
     admin = AdminServer(metrics, admin_port, healthy=lambda: not server.draining)
     _errors.print(

@@ -18,21 +18,12 @@ from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
-from provider.executor import BaseExecutor, Scheduler
-from provider.metrics import Metrics
+from provider.session import Service, TenantSession
 from provider.tokens import TokenFile
-from provider.transcript import Transcript
-from shared.errors import SymbiosisError, WireError
-from shared.header import PRODUCTS, SUBPROTOCOL, Header, Operation
-from shared.messages import ErrorInfo, Fetch, Hello, decode, encode
-from shared.protocol import ExecutorProtocol
-from shared.websocket import (
-    Incoming,
-    MessageReader,
-    Opcode,
-    encode_control,
-    encode_message,
-)
+from shared.errors import WireError
+from shared.header import SUBPROTOCOL, Header
+from shared.messages import ErrorInfo, encode
+from shared.websocket import Incoming, MessageReader, Opcode, encode_control, encode_message
 
 log = logging.getLogger(__name__)
 _quiet = logging.getLogger("symbiosis.websockets")
@@ -122,31 +113,18 @@ class Connection:
 
     Args:
         sock: encrypted and authenticated.
-        tenant: for the log.
-        transcript: records what the tenant sends.
+        tenant: whose token it showed.
+        service: of the executor.
     """
 
-    def __init__(
-        self,
-        sock: ssl.SSLSocket,
-        tenant: str,
-        executor: BaseExecutor,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        transcript: Transcript | None = None,
-    ) -> None:
+    def __init__(self, sock: ssl.SSLSocket, tenant: str, service: Service) -> None:
         self._sock = sock
         self._tenant = tenant
-        self._executor = executor
-        self._scheduler = scheduler
-        self._metrics = metrics
-        self._transcript = transcript
-        self._session = transcript.opened(tenant) if transcript else 0
-        self._protocol = ExecutorProtocol(executor.manifest)
+        self._session = TenantSession(service, tenant, self._send, self._something_to_do)
         self._reader = MessageReader(
-            self._protocol.accept,
+            self._session.accept,
             masked=True,
-            max_message_bytes=executor.manifest.limits.max_message_bytes,
+            max_message_bytes=service.executor.manifest.limits.max_message_bytes,
         )
         self._closing = False
         # To wake the thread when it waits for its tenant. Shutting the socket would wake it too, but
@@ -173,13 +151,12 @@ class Connection:
             self._close(1001 if self._closing else 1000, "")
         except WireError as error:
             log.warning("tenant %s broke the protocol: %s", self._tenant, error)
-            self._refuse(0, error)
+            self._last_word(error)
             self._close(1009 if error.code == "too_large" else 1002, error.code)
         except (OSError, EOFError) as error:
             log.info("tenant %s: connection ended: %s", self._tenant, type(error).__name__)
         finally:
-            if self._transcript:
-                self._transcript.closed(self._session)
+            self._session.close()
             for each in (self._sock, self._wake, self._woken):
                 each.close()
 
@@ -199,77 +176,21 @@ class Connection:
             return False
         for event in self._reader.received(count):
             if isinstance(event, Incoming):
-                self._answer(event)
+                self._session.answer(event)
             elif event.opcode == Opcode.PING:
                 self._sock.sendall(encode_control(Opcode.PONG, event.data))
             elif event.opcode == Opcode.CLOSE:
                 return False
         return True
 
-    def _answer(self, message: Incoming) -> None:
-        header = message.header
-        try:
-            if message.error is not None:
-                raise message.error
-            if message.payload is None:
-                raise WireError("payload_length", "the message has no payload")
-            if header.operation in PRODUCTS:
-                started = time.perf_counter()
-                answer = self._protocol.answer(header)
-                out = self._scheduler.run(header, message.payload, answer)
-                seconds = time.perf_counter() - started
-                self._send(answer, [out])
-                self._after(message, answer, seconds)
-                return
-            data = message.payload.numpy().data.cast("B") if message.payload.numel() else b""
-            if header.operation == Operation.HELLO:
-                hello = decode(data, Hello)
-                log.info("tenant %s connected with %.40r", self._tenant, hello.client)
-                manifest = encode(self._executor.manifest)
-                self._send(
-                    Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(manifest)),
-                    manifest,
-                )
-            else:
-                self._send(*self._fetch(decode(data, Fetch), header.request_id))
-        except WireError as error:
-            self._refuse(header.request_id, error)
-        except OSError:
-            raise  # the connection, not the request
-        except Exception:
-            # One request's failure is that request's alone; the peer learns nothing of its cause.
-            log.exception("request of tenant %s failed", self._tenant)
-            self._refuse(
-                header.request_id, WireError("internal", "the executor failed on this request; report it")
-            )
-
-    def _after(self, message: Incoming, answer: Header, seconds: float) -> None:
-        """What is done while the tenant goes on. A failure here is no second answer."""
-        try:
-            self._metrics.product(message.header, answer, seconds)
-            if self._transcript and message.payload is not None:
-                self._transcript.request(self._session, message.header, message.payload, seconds)
-            self._scheduler.answered(message.header, self._something_to_do)
-        except Exception:
-            log.exception("after a request of tenant %s", self._tenant)
-
     def _something_to_do(self) -> bool:
         return bool(self._sock.pending() or self._poll.poll(0))
 
-    def _fetch(self, request: Fetch, request_id: int) -> tuple[Header, list[torch.Tensor]]:
-        header, tensor = self._executor.fetch(request, request_id)
-        self._metrics.sent.inc(header.payload_bytes)
-        return header, [tensor]
-
-    def _refuse(self, request_id: int, error: SymbiosisError) -> None:
-        self._metrics.refused.labels(error.code).inc()
-        data = encode(ErrorInfo(error.code, error.message, error.retry_after))
-        header = Header(Operation.ERROR, request_id=request_id, rows=1, columns=len(data))
+    def _last_word(self, error: WireError) -> None:
         try:
-            self._send(header, data)
+            self._session.refuse(0, error)
         except OSError:
-            if request_id:
-                raise
+            pass  # the peer may be gone
 
     def _send(self, header: Header, blocks: list[torch.Tensor] | bytes) -> None:
         for piece in encode_message(header, blocks):

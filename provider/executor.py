@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from shared.errors import ConfigurationError, WireError
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Header, Operation
 from shared.masks import MaskStream
 from shared.messages import Fetch, Limits, Manifest
+from shared.protocol import GroupShape, split_blocks
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +28,6 @@ Progress = Callable[[Iterable[T], str], Iterable[T]]
 
 def _silent(items: Iterable[T], _what: str) -> Iterable[T]:
     return items
-
-
-class Scheduler(Protocol):
-    """Decides when a request's product runs and with which others."""
-
-    def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
-        """Block until the product is done; the answer's payload, flat."""
-        ...
-
-    def answered(self, header: Header, stop: Callable[[], bool]) -> None:
-        """The answer is on its way; use the time until ``stop()``, when the tenant's next request is here."""
-        ...
 
 
 class BaseExecutor:
@@ -98,31 +87,49 @@ class BaseExecutor:
             files=self.checkpoint.tenant_files(),
             recorded=recorded,
         )
+        self._shapes = [GroupShape.of(g, numerics) for g in groups]
         self._by_name = {str(group): weight for group, weight in enumerate(self._weights)}
         self._parameters = {p.name: p for p in found.parameters}
         self._files = {f.name: f for f in self.manifest.files}
 
-    def product(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
-        """The product of an accepted request.
+    def blocks(self, header: Header, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of an accepted request: [T, D] forward; backward one [T, O_m] for each member.
+
+        On the ring there is one block in both directions. Seeds are expanded into their masks.
 
         Args:
-            header: of the request; one of PRODUCTS.
-            rows: its payload, any shape.
-            answer: header of the answer, for its size.
+            header: of one of PRODUCTS.
+            payload: any shape; not copied.
 
         Raises:
             WireError: ``non_finite``, for rows with NaN or infinity.
         """
         if header.operation == Operation.SEED_EFFECT:
-            rows = MaskStream(rows.numpy().tobytes()).draw(header.rows, header.columns)
+            return [MaskStream(payload.numpy().tobytes()).draw(header.rows, header.columns)]
         # One reduction is cheaper than looking at every element; a finite tensor whose sum
         # overflows gets the second look.
-        elif rows.is_floating_point() and not math.isfinite(rows.sum().item()) and not rows.isfinite().all():
+        if (
+            payload.is_floating_point()
+            and not math.isfinite(payload.sum().item())
+            and not payload.isfinite().all()
+        ):
             raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
-        there = rows.view(-1).to(self._device)
-        out = torch.empty(answer.rows * answer.columns, dtype=rows.dtype, device=self._device)
-        self._weights[header.group].product(header.direction, header.members, there, out)
-        return out.cpu()
+        return split_blocks(
+            payload, self._shapes[header.group].plan(header.direction, header.members).request_widths
+        )
+
+    def product(
+        self, group: int, direction: int, members: int, blocks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Multiply blocks of any number of rows: see ``GroupWeight``. Fresh blocks on the CPU."""
+        there = [block.to(self._device) for block in blocks]
+        return [out.cpu() for out in self._weights[group].product(direction, members, there)]
+
+    def zeros(self, group: int, direction: int, members: int, rows: int) -> list[torch.Tensor]:
+        """Blocks of a request, to measure with."""
+        widths = self._shapes[group].plan(direction, members).request_widths
+        dtype = DTYPE_NAMES[self.manifest.wire_dtypes[0]]
+        return [torch.zeros((rows, width), dtype=dtype) for width in widths]
 
     def read_ahead(self, group: int, stop: Callable[[], bool]) -> None:
         """Bring a group's weight nearer to the processor, until ``stop()``; past the last comes the first."""

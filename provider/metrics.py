@@ -10,8 +10,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 
+from provider.batching import Done
 from shared.errors import ConfigurationError
-from shared.header import Direction, Header, Operation
+from shared.header import Direction, Header, Operation, RequestClass
 
 _DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
 _OPERATIONS = {
@@ -22,7 +23,7 @@ _OPERATIONS = {
 
 
 class Metrics:
-    """Counters of one executor. Labels have few values and none that a peer chooses."""
+    """Counters of one executor. Labels have few values; the provider chose the tenants' names."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -45,6 +46,44 @@ class Metrics:
             for o, operation in _OPERATIONS.items()
             for d, direction in _DIRECTIONS.items()
         }
+        buckets = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1, 3, 10)
+        self._queue = Histogram(
+            "symbiosis_queue_seconds",
+            "From a complete request to the beginning of its first product.",
+            ("request_class",),
+            registry=self.registry,
+            buckets=buckets,
+        )
+        self._reply = Histogram(
+            "symbiosis_reply_seconds",
+            "From a complete request to its computed answer.",
+            ("request_class",),
+            registry=self.registry,
+            buckets=buckets,
+        )
+        self._batch_rows = Histogram(
+            "symbiosis_batch_rows",
+            "Rows of products.",
+            registry=self.registry,
+            buckets=tuple(4**i for i in range(9)),
+        )
+        self._batch_seconds = Histogram(
+            "symbiosis_batch_seconds", "Time of products.", registry=self.registry, buckets=buckets
+        )
+        self._tenant_rows = Counter(
+            "symbiosis_tenant_rows", "Rows by tenant.", ("tenant",), registry=self.registry
+        )
+        self._tenant_bytes = Counter(
+            "symbiosis_tenant_bytes",
+            "Payload bytes of products by tenant, both ways.",
+            ("tenant",),
+            registry=self.registry,
+        )
+        self._by_class = {
+            c: (self._queue.labels(c.name.lower()), self._reply.labels(c.name.lower()))
+            for c in RequestClass
+            if c
+        }
         self.received = Counter("symbiosis_received_bytes", "Payload bytes received.", registry=self.registry)
         self.sent = Counter("symbiosis_sent_bytes", "Payload bytes sent.", registry=self.registry)
         self.refused = Counter(
@@ -58,13 +97,23 @@ class Metrics:
         )
         self.connections = Gauge("symbiosis_connections", "Open tenant sessions.", registry=self.registry)
 
-    def product(self, header: Header, answer: Header, seconds: float) -> None:
+    def product(self, tenant: str, header: Header, answer: Header, done: Done) -> None:
         """Count one answered product or effect."""
         rows, histogram = self._products[Operation(header.operation), Direction(header.direction)]
         rows.inc(header.rows)
-        histogram.observe(seconds)
+        histogram.observe(done.reply_seconds)
+        queue, reply = self._by_class[done.request_class]
+        queue.observe(done.queue_seconds)
+        reply.observe(done.reply_seconds)
         self.received.inc(header.payload_bytes)
         self.sent.inc(answer.payload_bytes)
+        self._tenant_rows.labels(tenant).inc(header.rows)
+        self._tenant_bytes.labels(tenant).inc(header.payload_bytes + answer.payload_bytes)
+
+    def batch(self, rows: int, seconds: float) -> None:
+        """Count one product, of one request or many."""
+        self._batch_rows.observe(rows)
+        self._batch_seconds.observe(seconds)
 
 
 class _AdminWSGIServer(ThreadingMixIn, WSGIServer):

@@ -1,38 +1,319 @@
-"""When products run. Connections call ``run`` from their own threads and block until it is their turn."""
+"""Which rows are multiplied next, and with whom: decisions without I/O, clock or tensors.
+
+``next(now)`` takes pieces of waiting requests out of the queue and returns them as one batch, or says
+until when it would rather wait. ``provider.batching`` asks, and does what it is told.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-import torch
+from provider.fairness import Counters
+from provider.latency import LatencyModel
+from shared.header import Direction, RequestClass
 
-from provider.executor import BaseExecutor
-from shared.header import Header
+DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it calls itself
+ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
+QUIET_SECONDS = 1.0  # after the last decode, fine-tuning need not make room for the next
+PIECE_SECONDS = 0.05  # no product is longer while nobody decodes: the first token must not wait for ever
+ROW_STEP = 16  # windows are whole tiles of the kernels
 
-READ_AHEAD_ROWS = 16
+
+class Kind(NamedTuple):
+    """What requests must have in common to share a product."""
+
+    group: int
+    direction: int
+    members: int
+    dtype: int
 
 
-class OneByOne:
-    """Every request alone, one at a time: each product may use all processors.
+@dataclass(eq=False, slots=True)
+class Work:
+    """A request on its way through the scheduler.
 
-    Two products at once would only fight over the same cores and caches.
+    Attributes:
+        row_cost: virtual tokens of one row, see ``provider.fairness``.
+        taken: rows that products have taken, [0, taken).
     """
 
-    def __init__(self, executor: BaseExecutor) -> None:
-        self._executor = executor
-        self._turn = threading.Lock()
+    tenant: str
+    kind: Kind
+    rows: int
+    request_class: RequestClass
+    row_cost: float
+    arrived: float
+    taken: int = 0
 
-    def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
-        """See ``provider.executor.Scheduler``."""
-        with self._turn:
-            return self._executor.product(header, rows, answer)
+    @property
+    def left(self) -> int:
+        """Rows that no product has taken."""
+        return self.rows - self.taken
 
-    def answered(self, header: Header, stop: Callable[[], bool]) -> None:
-        """Read the next group's weight ahead while the tenant computes its attention.
+    @property
+    def decodes(self) -> bool:
+        """Whether somebody waits for a token."""
+        return self.request_class == RequestClass.DECODE
 
-        A product of few rows takes as long as its weight takes to arrive from memory, and groups
-        are called in the order of their ids. Only while nobody else's product runs.
-        """
-        if header.rows <= READ_AHEAD_ROWS:
-            self._executor.read_ahead(header.group + 1, lambda: self._turn.locked() or stop())
+    def take(self, rows: int) -> Piece:
+        """The next rows, for a product."""
+        self.taken += rows
+        return Piece(self, self.taken - rows, self.taken)
+
+
+class Piece(NamedTuple):
+    """Rows [start, stop) of a request."""
+
+    work: Work
+    start: int
+    stop: int
+
+
+Batch = list[Piece]  # of one kind
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows a batch has."""
+    return sum(stop - start for _, start, stop in batch)
+
+
+def bounded_class(declared: int, direction: int, rows: int) -> RequestClass:
+    """The class that a request gets: what was declared, as far as its size allows."""
+    if declared == RequestClass.FINETUNING or direction == Direction.BACKWARD:
+        return RequestClass.FINETUNING
+    if rows <= DECODE_ROWS and declared != RequestClass.PREFILL:
+        return RequestClass.DECODE
+    return RequestClass.PREFILL
+
+
+class Policy(Protocol):
+    """What is multiplied next. Not thread-safe: one caller at a time."""
+
+    def add(self, work: Work, now: float) -> None:
+        """A request arrived."""
+        ...
+
+    def next(self, now: float) -> Batch | float | None:
+        """A batch to multiply now; or when to ask again, at the latest; or None: nothing waits."""
+        ...
+
+    def drop(self, work: Work) -> None:
+        """Forget a request, if it is here: a product of it failed."""
+        ...
+
+    def finished(self, batch: Batch, seconds: float) -> None:
+        """A batch was multiplied, in so many seconds."""
+        ...
+
+
+class Alone:
+    """Every request by itself, in the order of arrival: what there is without batching."""
+
+    def __init__(self) -> None:
+        self._queue: list[Work] = []
+
+    def add(self, work: Work, now: float) -> None:
+        """See Policy."""
+        self._queue.append(work)
+
+    def next(self, now: float) -> Batch | float | None:
+        """See Policy."""
+        if not self._queue:
+            return None
+        work = self._queue.pop(0)
+        return [work.take(work.rows)]
+
+    def drop(self, work: Work) -> None:
+        """See Policy."""
+        if work in self._queue:
+            self._queue.remove(work)
+
+    def finished(self, batch: Batch, seconds: float) -> None:
+        """See Policy."""
+
+
+class Lockstep:
+    """Wait until every active tenant asks, then multiply all that share the oldest request's kind.
+
+    What batching costs without opportunism (Symbiosis §4.5): the slowest tenant sets the pace.
+
+    Args:
+        patience: seconds after which a tenant that does not ask is no longer active.
+    """
+
+    def __init__(self, patience: float = 1.0) -> None:
+        self._queue: list[Work] = []
+        self._active = _Active(patience)
+
+    def add(self, work: Work, now: float) -> None:
+        """See Policy."""
+        self._queue.append(work)
+        self._active.seen(work.tenant, now)
+
+    def next(self, now: float) -> Batch | float | None:
+        """See Policy."""
+        if not self._queue:
+            return None
+        missing = self._active.latest_of_others({work.tenant for work in self._queue}, now)
+        if missing is not None:
+            return missing + self._active.seconds
+        kind = self._queue[0].kind
+        batch = [work for work in self._queue if work.kind == kind]
+        self._queue = [work for work in self._queue if work.kind != kind]
+        return [work.take(work.rows) for work in batch]
+
+    def drop(self, work: Work) -> None:
+        """See Policy."""
+        if work in self._queue:
+            self._queue.remove(work)
+
+    def finished(self, batch: Batch, seconds: float) -> None:
+        """See Policy."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the provider promises, and how long it lets requests wait for company.
+
+    Attributes:
+        decode_seconds: the executor's part of one token: waiting and products of all groups together.
+        wait_share: how long a request waits for others to join it, as a share of the time that its own
+            product takes, so that larger ones wait longer (Symbiosis §3.7).
+        wait_seconds: the most that any request waits for others.
+    """
+
+    decode_seconds: float = 0.1
+    wait_share: float = 0.25
+    wait_seconds: float = 0.002
+
+
+class Opportunistic:
+    """Decode first, then the least served tenant; whoever shares the weight comes along.
+
+    Batches without padding or lockstep (Symbiosis §3.7); windows of rows that nobody waits for, sized
+    by a latency model (FlexLLM §6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
+    wait, none gets further ahead of the least served than one largest piece costs, whatever it
+    declares: FlexLLM's lemma 1 with that cost as the bound.
+
+    Args:
+        latency: how long products take.
+        objective: see there.
+    """
+
+    def __init__(self, latency: LatencyModel, objective: Objective | None = None) -> None:
+        self._latency, self._objective = latency, objective or Objective()
+        # A token passes all groups: each request has its part of the time.
+        self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
+        self._queue: list[Work] = []
+        self._active = _Active(ACTIVE_SECONDS)
+        self._last_decode = -math.inf
+        self.counters = Counters()
+
+    def add(self, work: Work, now: float) -> None:
+        """See Policy."""
+        self.counters.joined(work.tenant)
+        self._queue.append(work)
+        self._active.seen(work.tenant, now)
+        if work.decodes:
+            self._last_decode = now
+
+    def next(self, now: float) -> Batch | float | None:
+        """See Policy."""
+        if not self._queue:
+            return None
+        alone = self._active.latest_of_others({work.tenant for work in self._queue}, now) is None
+        costs = {work: self._most_rows(work, now) * work.row_cost for work in self._queue}
+        # Nobody who is further ahead than this is multiplied before the least served has caught up.
+        limit = self.counters.least() + max(costs.values())
+        fair = [work for work in self._queue if self.counters.of(work.tenant) + costs[work] <= limit]
+        ripe = {work: now if alone else self._ripe(work) for work in fair}
+        heads = [work for work in fair if ripe[work] <= now]
+        if not heads:
+            return min(ripe.values())
+        head = min(heads, key=self._precedence)
+        return self._batch(head, [work for work in fair if work.kind == head.kind], limit, now)
+
+    def drop(self, work: Work) -> None:
+        """See Policy."""
+        if work in self._queue:
+            self._queue.remove(work)
+            self.counters.left(work.tenant)
+
+    def finished(self, batch: Batch, seconds: float) -> None:
+        """See Policy."""
+        group, direction, members, _ = batch[0].work.kind
+        self._latency.observe(group, direction, members, rows_of(batch), seconds)
+
+    def _precedence(self, work: Work) -> tuple[bool, float, int, float]:
+        return (not work.decodes, self.counters.of(work.tenant), work.request_class, work.arrived)
+
+    def _ripe(self, work: Work) -> float:
+        """When a request has waited long enough for others; one that has begun waits no more."""
+        if work.taken:
+            return work.arrived
+        group, direction, members, _ = work.kind
+        wait = self._objective.wait_share * self._latency.seconds(group, direction, members, work.rows)
+        return work.arrived + min(wait, self._objective.wait_seconds)
+
+    def _window(self, kind: Kind, now: float) -> int:
+        """Rows that nobody waits for in one product, so that the next decode does not wait too long."""
+        group, direction, members, _ = kind
+        seconds = PIECE_SECONDS
+        if now - self._last_decode <= QUIET_SECONDS:
+            own = self._latency.seconds(group, Direction.FORWARD, members, 1)
+            seconds = min(seconds, self._request_seconds - own)
+        rows = self._latency.rows(group, direction, members, seconds)
+        return max(ROW_STEP, rows - rows % ROW_STEP)
+
+    def _most_rows(self, work: Work, now: float) -> int:
+        """Rows that a request can have in one product."""
+        return work.left if work.decodes else min(work.left, self._window(work.kind, now))
+
+    def _batch(self, head: Work, fair: list[Work], limit: float, now: float) -> Batch:
+        """The head, all decodes of its kind, and of the rest as many rows as there is room for."""
+        room, batch = self._window(head.kind, now), []
+        for work in sorted(fair, key=lambda work: (work is not head, *self._precedence(work))):
+            rows = work.left if work.decodes else min(work.left, room)
+            cost = rows * work.row_cost
+            if not rows or (work is not head and self.counters.of(work.tenant) + cost > limit):
+                continue  # passed over, not waited for
+            room = max(0, room - rows)
+            batch.append(work.take(rows))
+            self.counters.charge(work.tenant, cost)
+        for piece in batch:
+            if not piece.work.left:
+                self.drop(piece.work)
+        return batch
+
+
+class _Active:
+    """Tenants that asked within the last ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._last: dict[str, float] = {}  # the latest at the end
+
+    def seen(self, tenant: str, now: float) -> None:
+        self._last.pop(tenant, None)
+        self._last[tenant] = now
+
+    def latest_of_others(self, tenants: set[str], now: float) -> float | None:
+        """When an active tenant that is none of these asked last; None: there is none."""
+        for tenant, at in reversed(self._last.items()):
+            if now - at > self.seconds:
+                return None
+            if tenant not in tenants:
+                return at
+        return None
+
+
+POLICIES = ("opportunistic", "none", "lockstep")
+
+
+def make_policy(name: str, latency: LatencyModel, objective: Objective) -> Policy:
+    """A policy by the name that ``--batching`` takes; one of POLICIES."""
+    if name == "none":
+        return Alone()
+    return Lockstep() if name == "lockstep" else Opportunistic(latency, objective)

@@ -13,10 +13,8 @@ from pathlib import Path
 import msgspec
 
 from provider.connection import HANDSHAKE_ERRORS, Connection, Refused, handshake
-from provider.executor import BaseExecutor, Scheduler
-from provider.metrics import Metrics
+from provider.session import Service
 from provider.tokens import TokenFile
-from provider.transcript import Transcript
 from shared.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -55,26 +53,21 @@ class Server:
 
     Args:
         max_connections: further ones are closed at once; each costs a thread.
-        transcript: records what tenants send; the manifest must say so.
     """
 
     def __init__(
         self,
-        executor: BaseExecutor,
-        scheduler: Scheduler,
+        service: Service,
         *,
         context: ssl.SSLContext,
         tokens: TokenFile,
-        metrics: Metrics,
         host: str = "127.0.0.1",
         port: int = 8765,
         max_connections: int = 256,
-        transcript: Transcript | None = None,
     ) -> None:
-        self._executor, self._scheduler = executor, scheduler
-        self._context, self._tokens, self._metrics = context, tokens, metrics
+        self.service, self._metrics = service, service.metrics
+        self._context, self._tokens = context, tokens
         self._max_connections = max_connections
-        self._transcript = transcript
         self._threads: set[threading.Thread] = set()
         self._sessions: set[Connection] = set()
         self._lock = threading.Lock()
@@ -160,9 +153,7 @@ class Server:
                 self._metrics.handshakes_failed.labels(reason).inc()
                 log.info("no session: %s (%s)", reason, type(error).__name__)
                 return
-            session = Connection(
-                sock, tenant, self._executor, self._scheduler, self._metrics, self._transcript
-            )
+            session = Connection(sock, tenant, self.service)
             with self._lock:
                 self._sessions.add(session)
             self._metrics.connections.inc()

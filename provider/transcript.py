@@ -80,9 +80,10 @@ class Transcript:
         """A session ended."""
         self._append([RECORD.pack(Record.CLOSED, session, time.time())])
 
-    def request(self, session: int, header: Header, payload: torch.Tensor, seconds: float) -> None:
-        """A product was asked for, and computed ``seconds`` later."""
-        arrived = time.time() - seconds
+    def request(
+        self, session: int, header: Header, payload: torch.Tensor, arrived: float, seconds: float
+    ) -> None:
+        """A product was asked for at a time since the epoch, and computed ``seconds`` later."""
         fixed = RECORD.pack(Record.REQUEST, session, arrived) + SECONDS.pack(seconds) + header.pack()
         self._append([fixed, payload.contiguous().view(torch.uint8).numpy().data.cast("B")])
 

@@ -16,7 +16,7 @@ from shared.checkpoint import Checkpoint
 from shared.header import Direction, member_indices
 from shared.messages import GroupInfo
 from shared.protocol import RING
-from shared.ring import bounds
+from shared.ring import PLANES, bounds
 from shared.ring_product import PlaneProducts, group_planes
 
 _READ_AHEAD_STEP = 1 << 16  # elements: about 20 microseconds of memory bandwidth
@@ -25,14 +25,17 @@ _READ_AHEAD_STEP = 1 << 16  # elements: about 20 microseconds of memory bandwidt
 class GroupWeight(Protocol):
     """Products of one group. Members are a bit mask; all tensors lie on the executor's device."""
 
-    def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiply one request and write its answer.
+    def product(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Multiply rows, of one request or many.
 
         Args:
             direction: a ``Direction``.
             members: which members take part.
-            rows: flat, the request's payload (``shared/PROTOCOL.md``, "Products").
-            out: flat, the answer's payload. Same dtype as ``rows``.
+            blocks: of one dtype: [T, D] forward, backward one [T, O_m] for each member; on the ring
+                always one.
+
+        Returns:
+            Fresh contiguous blocks of that dtype, the other way round.
         """
         ...
 
@@ -60,43 +63,30 @@ class FloatWeight:
         for part, member in zip(self._parts, info.members, strict=True):
             part.copy_(checkpoint.member_weight(member))
 
-    def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """See GroupWeight: blocks [T, O_m] lie one behind the other.
-
-        Requests in another dtype are rounded to the weight's, and answers back.
-        """
-        given = out
-        if rows.dtype != self._weight.dtype:
-            rows = rows.to(self._weight.dtype)
-            out = torch.empty_like(out, dtype=self._weight.dtype)
+    def product(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """See GroupWeight. Rows in another dtype are rounded to the weight's, and answers back."""
+        given = blocks[0].dtype
+        blocks = [block.to(self._weight.dtype) for block in blocks]
+        rows = len(blocks[0])
         if direction == Direction.FORWARD:
-            x = rows.view(-1, self._inputs)
-            if x.shape[0] == 1 and members == self._all:  # one row: the blocks are the row, one product
-                torch.mm(x, self._weight_t, out=out.view(1, -1))
+            x = blocks[0]
+            if rows == 1 and members == self._all:  # the blocks are the row: one product
+                out = list(torch.mm(x, self._weight_t).split(self._widths, 1))
             else:
-                for i, block in self._blocks(out, members):
-                    torch.mm(x, self._parts[i].T, out=block)
+                out = [torch.mm(x, self._parts[i].T) for i in member_indices(members)]
         else:
-            gx = out.view(-1, self._inputs)
-            for at, (i, block) in enumerate(self._blocks(rows, members)):
+            gx = blocks[0].new_empty((rows, self._inputs))
+            for at, (i, block) in enumerate(zip(member_indices(members), blocks, strict=True)):
                 if at == 0:
                     torch.mm(block, self._parts[i], out=gx)
                 else:
                     gx.addmm_(block, self._parts[i])
-        if given is not out:
-            given.copy_(out)
+            out = [gx]
+        return [block.to(given) for block in out]
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
         """See GroupWeight."""
         _touch(self._weight, stop)
-
-    def _blocks(self, flat: torch.Tensor, members: int) -> list[tuple[int, torch.Tensor]]:
-        """Member indices and views [T, O_m] of their blocks, which lie one behind the other."""
-        indices = member_indices(members)
-        widths = [self._widths[i] for i in indices]
-        rows = flat.numel() // sum(widths)
-        parts = flat.split([rows * width for width in widths])
-        return [(i, part.view(rows, -1)) for i, part in zip(indices, parts, strict=True)]
 
 
 class RingWeight:
@@ -115,13 +105,14 @@ class RingWeight:
         self._products = PlaneProducts(self._planes, self._widths)
         self._inputs = info.inputs
 
-    def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """See GroupWeight: int32 rows [T, columns], the answers of the planes side by side."""
-        width = self._inputs
-        if direction == Direction.BACKWARD:
-            width = sum(self._widths[i] for i in member_indices(members))
-        rows = rows.view(-1, width)
-        self._products.product(direction, members, rows, out.view(len(rows), -1))
+    def product(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """See GroupWeight: int32 [T, columns], the answers of the planes side by side."""
+        (rows,) = blocks
+        width = sum(self._widths[i] for i in member_indices(members))
+        width = width if direction == Direction.FORWARD else self._inputs
+        out = rows.new_empty((len(rows), PLANES * width))
+        self._products.product(direction, members, rows, out)
+        return [out]
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
         """See GroupWeight."""

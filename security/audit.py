@@ -17,6 +17,7 @@ import tenant_sdk
 from provider.executor import BaseExecutor
 from provider.metrics import Metrics
 from provider.server import Server, server_context
+from provider.session import Service
 from provider.tokens import TokenFile
 from security import capture
 from security.attacks.active import CanaryRows, CoTenantTiming, LyingProvider, Poison, WeightExtraction
@@ -225,9 +226,8 @@ class Audit:
         liar = LyingProvider(base)
         here = parties.ring.folder
         tokens = TokenFile(here / "tokens.json")
-        server = Server(
-            base, liar, context=server_context(here / "tls"), tokens=tokens, metrics=Metrics(), port=0
-        )
+        service = Service(base, liar, Metrics())
+        server = Server(service, context=server_context(here / "tls"), tokens=tokens, port=0)
         try:
             for verify in ("always", "off"):
                 noticed: dict[str, list[bool]] = {kind: [] for kind in Poison.LIES}

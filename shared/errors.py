@@ -87,8 +87,10 @@ class WireError(_CodedError):
     otherwise only the one request fails.
     """
 
-    def __init__(self, code: str, message: str, *, fatal: bool = False) -> None:
-        super().__init__(code, message)
+    def __init__(
+        self, code: str, message: str, *, fatal: bool = False, retry_after: float | None = None
+    ) -> None:
+        super().__init__(code, message, retry_after=retry_after)
         self.fatal = fatal
 
 

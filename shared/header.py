@@ -11,7 +11,7 @@
          8     4  request_id   chosen by the tenant, repeated in the answer
         12     4  rows
         16     4  columns      of the payload's tensor; of the mask, if the payload is its seed
-        20     2  flags        0 in this version
+        20     2  request_class  RequestClass of a product or effect, else 0
         22     2  reserved     0
         24     8  members      bit i: member i of the group takes part
 """
@@ -60,6 +60,17 @@ class Direction(enum.IntEnum):
     BACKWARD = 2
 
 
+class RequestClass(enum.IntEnum):
+    """How urgent a product is, as its tenant declares; executors believe no more than its size allows."""
+
+    UNDECLARED = 0
+    DECODE = 1  # somebody waits for the next token
+    PREFILL = 2  # somebody waits for the first token
+    FINETUNING = 3  # nobody waits: training, and effects fetched ahead
+
+
+MAX_CLASS = max(RequestClass)
+
 # The closed table of element types. A code that is not here is refused; no type name ever
 # comes from the wire. Code 0 is raw bytes (JSON of control messages, parts of files).
 DTYPES: dict[int, torch.dtype] = {
@@ -88,6 +99,7 @@ class Header(NamedTuple):
     rows: int = 0
     columns: int = 0
     members: int = 0
+    request_class: int = RequestClass.UNDECLARED
 
     @property
     def payload_shape(self) -> tuple[int, int]:
@@ -116,7 +128,7 @@ class Header(NamedTuple):
             self.request_id,
             self.rows,
             self.columns,
-            0,
+            self.request_class,
             0,
             self.members,
         )
@@ -128,9 +140,19 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
     Raises:
         WireError: ``protocol_version`` (fatal), ``operation``, ``direction``, ``dtype`` or ``reserved``.
     """
-    (version, operation, direction, dtype, group, request_id, rows, columns, flags, reserved, members) = (
-        _STRUCT.unpack_from(data)
-    )
+    (
+        version,
+        operation,
+        direction,
+        dtype,
+        group,
+        request_id,
+        rows,
+        columns,
+        request_class,
+        reserved,
+        members,
+    ) = _STRUCT.unpack_from(data)
     if version != PROTOCOL_VERSION:
         raise WireError(
             "protocol_version",
@@ -144,9 +166,9 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
         raise WireError("direction", f"unknown direction {direction}; forward is 1, backward is 2")
     if dtype not in DTYPES:
         raise WireError("dtype", f"unknown dtype code {dtype}")
-    if flags or reserved:
-        raise WireError("reserved", "flags and reserved must be 0 in this version")
-    return Header(operation, direction, dtype, group, request_id, rows, columns, members)
+    if reserved or request_class > (MAX_CLASS if operation in PRODUCTS else 0):
+        raise WireError("reserved", f"reserved must be 0, and a product's class at most {MAX_CLASS}")
+    return Header(operation, direction, dtype, group, request_id, rows, columns, members, request_class)
 
 
 def request_id_of(data: bytes | bytearray | memoryview) -> int:

@@ -24,6 +24,7 @@ from shared.header import (
     Direction,
     Header,
     Operation,
+    RequestClass,
     member_indices,
 )
 from shared.messages import GroupInfo, Manifest
@@ -43,7 +44,8 @@ class Plan(NamedTuple):
 
     request_columns: int  # D forward, the sum of the members' O backward
     answer_columns: int  # the other way round; on the ring twice that, one half for each plane
-    answer_widths: tuple[int, ...]  # of the answer's blocks; on the ring there is one
+    request_widths: tuple[int, ...]  # of the request's blocks; on the ring there is one
+    answer_widths: tuple[int, ...]  # of the answer's
 
 
 class GroupShape:
@@ -72,10 +74,19 @@ class GroupShape:
         if self._ring:
             ends = (self.inputs, sum(widths))
             request, answer = ends if direction == Direction.FORWARD else ends[::-1]
-            return Plan(request, PLANES * answer, (PLANES * answer,))
+            return Plan(request, PLANES * answer, (request,), (PLANES * answer,))
         if direction == Direction.FORWARD:
-            return Plan(self.inputs, sum(widths), widths)
-        return Plan(sum(widths), self.inputs, (self.inputs,))
+            return Plan(self.inputs, sum(widths), (self.inputs,), widths)
+        return Plan(sum(widths), self.inputs, widths, (self.inputs,))
+
+
+def split_blocks(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Views [T, width] of the blocks that lie one behind the other in a payload."""
+    if len(widths) == 1:
+        return [payload.view(-1, widths[0])]
+    rows = payload.numel() // sum(widths)
+    parts = payload.view(-1).split([rows * width for width in widths])
+    return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
 
 
 class ExecutorProtocol:
@@ -147,7 +158,7 @@ class ExecutorProtocol:
 
     def answer(self, header: Header) -> Header:
         """Header of the answer to an accepted product or effect."""
-        _, direction, dtype, group, request_id, rows, _, members = header
+        _, direction, dtype, group, request_id, rows, _, members, _ = header
         columns = self._shapes[group].plan(direction, members).answer_columns
         return Header(Operation.REPLY, direction, dtype, group, request_id, rows, columns, members)
 
@@ -210,6 +221,7 @@ class TenantProtocol:
         members: int,
         rows: int,
         dtype: torch.dtype,
+        request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Header:
         """Header of a product or effect request."""
         request_id = self._new_id()
@@ -218,7 +230,8 @@ class TenantProtocol:
         self._expected[request_id] = Header(
             Operation.REPLY, direction, code, group, request_id, rows, plan.answer_columns, members
         )
-        return Header(operation, direction, code, group, request_id, rows, plan.request_columns, members)
+        columns = plan.request_columns
+        return Header(operation, direction, code, group, request_id, rows, columns, members, request_class)
 
     def _new_id(self) -> int:
         request_id = self._next_id

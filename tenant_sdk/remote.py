@@ -15,7 +15,7 @@ import torch
 from shared.errors import ConfigurationError, ModelMismatch, WireError
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
 from shared.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
-from shared.protocol import RING, GroupShape, TenantProtocol, validate_manifest
+from shared.protocol import RING, GroupShape, TenantProtocol, split_blocks, validate_manifest
 from shared.websocket import Incoming, tensor_bytes
 from tenant_sdk.channel import Channel, Pending, control_payload
 
@@ -161,7 +161,7 @@ class RemoteExecutor:
         channel = self.channel
         if rows <= limit:
             pending = self._submit(channel, operation, group, direction, members, blocks)
-            results = _split(_payload(channel.wait(pending)), plan.answer_widths)
+            results = split_blocks(_payload(channel.wait(pending)), plan.answer_widths)
             sent = 1
         else:
             under_way = [
@@ -170,7 +170,7 @@ class RemoteExecutor:
                 )
                 for at in range(0, rows, limit)
             ]
-            parts = [_split(_payload(channel.wait(p)), plan.answer_widths) for p in under_way]
+            parts = [split_blocks(_payload(channel.wait(p)), plan.answer_widths) for p in under_way]
             results = [torch.cat(column) for column in zip(*parts, strict=True)]
             sent = len(parts)
         stats = self.stats
@@ -308,12 +308,3 @@ def _payload(answer: Incoming) -> torch.Tensor:
     if answer.payload is None:
         raise WireError("unexpected", "an answer without payload", fatal=True)
     return answer.payload
-
-
-def _split(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Blocks [T, width] that lie one behind the other in a payload."""
-    if len(widths) == 1:
-        return [payload]
-    rows = payload.shape[0]
-    parts = payload.view(-1).split([rows * width for width in widths])
-    return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]

@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 import tenant_sdk
 from provider.certificates import write_certificates
 from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.scheduler import OneByOne
 from provider.server import Server, server_context
+from provider.session import Service
 from provider.tokens import TokenFile
 from shared.messages import Limits
 
@@ -83,11 +82,9 @@ def serve(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Callable[...,
     def start(folder: Path, *, limits: Limits | None = None, **options: Any) -> Executor:
         base = BaseExecutor(folder, limits=limits, **options)
         server = Server(
-            base,
-            OneByOne(base),
+            Service.of(base),
             context=server_context(tls_dir),
             tokens=TokenFile(token_file[0]),
-            metrics=Metrics(),
             port=0,
         )
         servers.append(server)

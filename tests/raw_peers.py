@@ -42,7 +42,7 @@ class Fields(NamedTuple):
     request_id: int
     rows: int
     columns: int
-    flags: int
+    request_class: int
     reserved: int
     members: int
 
@@ -318,7 +318,7 @@ def eventually(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
 def metric(executor: Executor, name: str, **labels: str) -> float:
     """The current value of an executor's metric; 0 if it was never counted."""
     assert executor.server is not None
-    return executor.server._metrics.registry.get_sample_value(name, labels) or 0.0
+    return executor.server.service.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 @contextlib.contextmanager

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 import security
 from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.scheduler import OneByOne
 from provider.server import Server, server_context
+from provider.session import Service
 from provider.tokens import TokenFile
 from provider.transcript import Transcript
 from security.attacks.tokens import KnownMaskSubtraction
@@ -64,13 +63,10 @@ class Here(Executor):
         base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
         self.recording = Transcript(self.folder / "transcripts", base.manifest)
         self.server = Server(
-            base,
-            OneByOne(base),
+            Service.of(base, self.recording),
             context=server_context(self.folder / "tls"),
             tokens=TokenFile(self.folder / "tokens.json"),
-            metrics=Metrics(),
             port=port,
-            transcript=self.recording,
         )
         self.url = self.server.url
         self.log.touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib
 import json
@@ -37,11 +38,9 @@ def also_at(llama: Executor, context: ssl.SSLContext, folder: Path) -> Iterator[
     """The same executor behind another port with other certificates."""
     assert llama.server is not None
     server = Server(
-        llama.server._executor,
-        llama.server._scheduler,
+        dataclasses.replace(llama.server.service, metrics=Metrics()),
         context=context,
         tokens=llama.server._tokens,
-        metrics=Metrics(),
         port=0,
     )
     yield Executor(server.url, llama.token, folder / "ca.pem", server=server)

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[str, tuple[bytes, bytes]]] = {
     "no members": ("members", (product(1, 64, members=0), ROW)),
     "a member too many": ("members", (product(1, 64, members=0b1000), ROW)),
     "all 64 members": ("members", (product(1, 64, members=2**64 - 1), ROW)),
-    "flags": ("reserved", (product(1, 64, flags=1), ROW)),
+    "request class": ("reserved", (product(1, 64, request_class=4), ROW)),
     "reserved field": ("reserved", (product(1, 64, reserved=0x100), ROW)),
     "payload too short": ("payload_length", (product(2, 64), ROW)),
     "payload missing": ("payload_length", (product(1, 64), b"")),
@@ -209,7 +209,7 @@ RING_REFUSED: dict[str, tuple[str, tuple[bytes, bytes]]] = {
     "a seed of bytes": ("dtype", (seed_effect(2, 64, dtype=0), SEED)),
     "floats": ("dtype", (product(1, 64), ROW)),
     "bfloat16": ("dtype", (product(1, 64, dtype=2), ROW[:128])),
-    "flags": ("reserved", (seed_effect(2, 64, flags=1), SEED)),
+    "request class": ("reserved", (seed_effect(2, 64, request_class=4), SEED)),
     "unknown scales": ("fetch", fetch(kind="scales", name="8")),
     "no scales": ("fetch", fetch(kind="scales", name="0", stop=0)),
 }  # fmt: skip

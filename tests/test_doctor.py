@@ -15,9 +15,8 @@ from conftest import Executor
 
 from provider.certificates import write_certificates
 from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.scheduler import OneByOne
 from provider.server import Server, server_context
+from provider.session import Service
 from provider.tokens import TokenFile
 from shared.messages import Limits
 from tenant_sdk.doctor import Finding, Target, examine
@@ -135,9 +134,7 @@ def with_certificates(
         base = BaseExecutor(checkpoint("llama"))
         context = server_context(tmp_path, tmp_path / "ca.pem" if client_ca else None)
         tokens = TokenFile(token_file[0])
-        servers.append(
-            Server(base, OneByOne(base), context=context, tokens=tokens, metrics=Metrics(), port=0)
-        )
+        servers.append(Server(Service.of(base), context=context, tokens=tokens, port=0))
         return Executor(servers[-1].url, token_file[1], tmp_path / "ca.pem")
 
     yield start

@@ -18,9 +18,8 @@ from ring_sessions import Trio
 import tenant_sdk
 from provider.certificates import write_certificates
 from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.scheduler import OneByOne
 from provider.server import Server, server_context
+from provider.session import Service
 from provider.tokens import TokenFile
 from shared.errors import ConfigurationError
 from tenant_sdk.operators import Operators
@@ -133,11 +132,9 @@ class Elsewhere:
         self.token = tokens.add("alice")
         base = BaseExecutor(folder, numerics="ring")
         self.server = Server(
-            base,
-            OneByOne(base),
+            Service.of(base),
             context=server_context(at),
             tokens=tokens,
-            metrics=Metrics(),
             host="127.0.0.2",
             port=0,
         )

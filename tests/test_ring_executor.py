@@ -59,7 +59,7 @@ def ring(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> C
 
 def base_of(executor: Executor) -> BaseExecutor:
     assert executor.server is not None
-    return executor.server._executor
+    return executor.server.service.executor
 
 
 def integers(seed: int, *shape: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def ask(
     got, body = peer.receive()
     assert got.operation == REPLY, body
     assert (got.direction, got.dtype, got.group, got.request_id) == (direction, INT32, group, 9)
-    assert (got.rows, got.members, got.flags, got.reserved) == (count, members, 0, 0)
+    assert (got.rows, got.members, got.request_class, got.reserved) == (count, members, 0, 0)
     return torch.frombuffer(bytearray(body), dtype=torch.int32).view(count, got.columns)
 
 
@@ -199,12 +199,12 @@ def test_tenants_at_once_get_what_they_get_alone(ring: Callable[[str], Executor]
 
 def test_what_the_tenant_sent_stays_as_it_is(ring: Callable[[str], Executor]) -> None:
     request = Header(Operation.PRODUCT, Direction.FORWARD, INT32, 0, 1, 20, 64, 1)
-    answer = request._replace(operation=Operation.REPLY, columns=128)
     rows = integers(3, 20, 64)
     before = rows.clone()
-    out = base_of(ring("llama")).product(request, rows, answer)
+    base = base_of(ring("llama"))
+    (out,) = base.product(0, Direction.FORWARD, 1, base.blocks(request, rows))
     assert torch.equal(rows, before)
-    assert (out.dtype, out.numel()) == (torch.int32, 20 * 128)
+    assert (out.dtype, out.shape) == (torch.int32, (20, 128))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import logging
@@ -20,10 +21,10 @@ import torch
 from conftest import TENANT, Executor
 from raw_peers import REPLY, SECONDS, eventually, header, metric, open_raw, product
 
-from provider.executor import Scheduler
+from provider.batching import Batcher, Done
 from provider.metrics import AdminServer, Metrics
-from provider.scheduler import OneByOne
 from provider.server import Server, server_context
+from provider.session import Scheduler, Service
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestRefused
 from shared.header import Direction, Header, Operation
 from tenant_sdk import Session
@@ -38,14 +39,12 @@ def another(llama: Executor, tls_dir: Path) -> Iterator[Callable[..., Executor]]
 
     def start(scheduler: Scheduler | None = None, **options: Any) -> Executor:
         assert llama.server is not None
-        base = llama.server._executor
+        base = llama.server.service.executor
         servers.append(
             Server(
-                base,
-                scheduler or OneByOne(base),
+                Service(base, scheduler or Batcher(base), Metrics()),
                 context=server_context(tls_dir),
                 tokens=llama.server._tokens,
-                metrics=Metrics(),
                 port=0,
                 **options,
             )
@@ -57,19 +56,19 @@ def another(llama: Executor, tls_dir: Path) -> Iterator[Callable[..., Executor]]
         server.drain(SECONDS)
 
 
-class Held(OneByOne):
+class Held(Batcher):
     """A scheduler whose products wait until the test lets them go."""
 
     def __init__(self, executor: Executor) -> None:
         assert executor.server is not None
-        super().__init__(executor.server._executor)
+        super().__init__(executor.server.service.executor)
         self.started, self.go = threading.Semaphore(0), threading.Event()
 
-    def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
-        """See ``provider.executor.Scheduler``."""
+    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
+        """See ``provider.session.Scheduler``."""
         self.started.release()
         assert self.go.wait(SECONDS)
-        return super().run(header, rows, answer)
+        return super().run(tenant, header, blocks)
 
 
 def ask(session: Session, rows: int = 1) -> torch.Tensor:
@@ -125,14 +124,14 @@ def test_further_connections_are_closed_at_once(another: Callable[..., Executor]
 def test_a_failure_inside_fails_one_request_and_tells_nothing(
     another: Callable[..., Executor], llama: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(OneByOne):
-        def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
-            if len(rows) == 13:
+    class Broken(Batcher):
+        def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
+            if len(blocks[0]) == 13:
                 raise RuntimeError("/secret/path")
-            return super().run(header, rows, answer)
+            return super().run(tenant, header, blocks)
 
     assert llama.server is not None
-    executor = another(Broken(llama.server._executor))
+    executor = another(Broken(llama.server.service.executor))
     with executor.connect() as session, caplog.at_level(logging.ERROR, "provider"):
         with pytest.raises(RequestRefused) as caught:
             ask(session, 13)
@@ -146,12 +145,12 @@ def test_a_failure_inside_fails_one_request_and_tells_nothing(
 def test_a_failure_after_the_answer_is_no_second_answer(
     another: Callable[..., Executor], llama: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(OneByOne):
+    class Broken(Batcher):
         def answered(self, header: Header, stop: Callable[[], bool]) -> None:
             raise RuntimeError("too late")
 
     assert llama.server is not None
-    with another(Broken(llama.server._executor)).connect() as session:
+    with another(Broken(llama.server.service.executor)).connect() as session:
         for _ in range(3):
             ask(session)
     assert "too late" in caplog.text
@@ -374,11 +373,9 @@ def test_a_port_that_is_taken(llama: Executor, another: Callable[..., Executor])
         pytest.raises(ConfigurationError, match="cannot listen"),
     ):
         Server(
-            llama.server._executor,
-            llama.server._scheduler,
+            dataclasses.replace(llama.server.service, metrics=Metrics()),
             context=llama.server._context,
             tokens=llama.server._tokens,
-            metrics=Metrics(),
             port=taken.getsockname()[1],
         )
 

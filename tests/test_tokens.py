@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -115,11 +116,9 @@ def test_changes_take_effect_without_a_restart(llama: Executor, tls_dir: Path, t
     alice = tokens.add("alice")
     assert llama.server is not None
     server = Server(
-        llama.server._executor,
-        llama.server._scheduler,
+        dataclasses.replace(llama.server.service, metrics=Metrics()),
         context=server_context(tls_dir),
         tokens=tokens,
-        metrics=Metrics(),
         port=0,
     )
     executor = Executor(server.url, alice, llama.ca, server=server)

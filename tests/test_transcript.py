@@ -16,9 +16,8 @@ from parity import fixed_result, token_ids
 
 import tenant_sdk
 from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.scheduler import OneByOne
 from provider.server import Server, server_context
+from provider.session import Service
 from provider.tokens import TokenFile
 from provider.transcript import MAGIC, Transcript
 from security.transcript import TranscriptError, read_transcript
@@ -33,13 +32,10 @@ class Recorded:
         base = BaseExecutor(checkpoint, recorded=True)
         self.transcript = Transcript(folder, base.manifest)
         self.server = Server(
-            base,
-            OneByOne(base),
+            Service.of(base, self.transcript),
             context=server_context(tls_dir),
             tokens=TokenFile(token_file[0]),
-            metrics=Metrics(),
             port=0,
-            transcript=self.transcript,
         )
         self.executor = Executor(self.server.url, token_file[1], tls_dir / "ca.pem")
 

@@ -12,15 +12,16 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from provider.batching import Batcher, Done, shapes_of
 from provider.executor import BaseExecutor
-from provider.scheduler import OneByOne
+from provider.latency import LatencyModel
+from provider.scheduler import Opportunistic
 from shared.errors import VerificationError
 from shared.header import DTYPE_CODES, Direction, Header, Operation
-from shared.protocol import ExecutorProtocol
 from tenant_sdk.session import Session
 
 
-class LyingProvider(OneByOne):
+class LyingProvider(Batcher):
     """Alters some answers: the malicious provider's view and power.
 
     Attributes:
@@ -33,16 +34,16 @@ class LyingProvider(OneByOne):
         self.lie: Callable[[Header, torch.Tensor], torch.Tensor | None] = lambda header, answer: None
         self.told = 0
 
-    def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
-        """See ``provider.executor.Scheduler``."""
-        honest = super().run(header, rows, answer)
+    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
+        """See ``provider.session.Scheduler``."""
+        done = super().run(tenant, header, blocks)
         if header.operation != Operation.PRODUCT:
-            return honest
-        lie = self.lie(header, honest)
+            return done
+        lie = self.lie(header, torch.cat([block.view(-1) for block in done.blocks]))
         if lie is None:
-            return honest
+            return done
         self.told += 1
-        return lie
+        return done._replace(blocks=[lie])
 
 
 class Poison:
@@ -150,9 +151,8 @@ class CanaryRows:
 
     def attack(self, view: BaseExecutor, rng: np.random.Generator) -> CrossTalk:
         """Through the executor's scheduler, one row a request."""
-        scheduler = OneByOne(view)
+        scheduler = Batcher(view, Opportunistic(LatencyModel(shapes_of(view))))
         info = view.manifest.groups[self.group]
-        protocol = ExecutorProtocol(view.manifest)
         members = (1 << len(info.members)) - 1
         dtype = torch.int32 if view.manifest.numerics == "ring" else torch.float32
         wrong = [0] * self.tenants
@@ -169,12 +169,15 @@ class CanaryRows:
                 info.inputs,
                 members,
             )
-            answer = protocol.answer(header)
             canary = torch.zeros(1, info.inputs, dtype=dtype)
             canary[0, number] = 1 << number  # a column of the weight times a power of two: exact
-            expected = scheduler.run(header, canary, answer).clone()
+
+            def answer() -> torch.Tensor:
+                return torch.cat(scheduler.run(f"tenant {number}", header, [canary]).blocks, 1)
+
+            expected = answer()
             for _ in range(each):
-                if not torch.equal(scheduler.run(header, canary, answer), expected):
+                if not torch.equal(answer(), expected):
                     wrong[number] += 1
 
         _together([lambda n=n: tenant(n) for n in range(self.tenants)])  # type: ignore[misc]

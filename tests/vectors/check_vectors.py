@@ -16,7 +16,17 @@ from pathlib import Path
 VERSION = 1
 SUBPROTOCOL = "symbiosis.v1"
 HEADER = struct.Struct("<BBBBIIIIHHQ")
-NAMES = ("operation", "direction", "dtype", "group", "request_id", "rows", "columns", "members")
+NAMES = (
+    "operation",
+    "direction",
+    "dtype",
+    "group",
+    "request_id",
+    "rows",
+    "columns",
+    "request_class",
+    "members",
+)
 HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR, SEED_EFFECT = range(1, 9)
 REQUESTS = (HELLO, PRODUCT, EFFECT, FETCH, SEED_EFFECT)
 FORWARD = 1
@@ -113,14 +123,14 @@ def message_of(
 def header_of(message: bytes) -> dict[str, int]:
     """Parse the first 32 bytes, checks in the order of the text."""
     values = HEADER.unpack_from(message)
-    header = dict(zip(NAMES, (*values[1:8], values[10]), strict=True))
+    header = dict(zip(NAMES, (*values[1:9], values[10]), strict=True))
     if values[0] != VERSION:
         raise Refused("protocol_version", fatal=True)
     checks = {
         "operation": 1 <= header["operation"] <= 8,
         "direction": header["direction"] <= 2,
         "dtype": header["dtype"] in DTYPES,
-        "reserved": values[8] == values[9] == 0,
+        "reserved": values[9] == 0 and values[8] <= (3 if values[1] in (3, 4, 8) else 0),
     }
     for code, right in checks.items():
         if not right:

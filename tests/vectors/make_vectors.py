@@ -175,7 +175,9 @@ def messages() -> list[dict[str, Any]]:
         ),
         message(
             "forward of the second member alone, with the largest id",
-            ask._replace(request_id=2**32 - 1, columns=4, **(both | {"members": 0b10, "rows": 1})),
+            ask._replace(
+                request_id=2**32 - 1, columns=4, request_class=1, **(both | {"members": 0b10, "rows": 1})
+            ),
             [x[:1]],
         ),
         message(
@@ -327,7 +329,7 @@ def refused_requests() -> list[dict[str, Any]]:
         "operation of executors": framed(changed(pack, 1, 6) + row, MASK),
         "direction 3": framed(changed(pack, 2, 3) + row, MASK),
         "dtype 8": framed(changed(pack, 3, 8) + row, MASK),
-        "flags": framed(changed(pack, 20, 1) + row, MASK),
+        "request class": framed(changed(pack, 20, 4) + row, MASK),
         "reserved": framed(changed(pack, 23, 1) + row, MASK),
         "direction 0": framed(changed(pack, 2, 0) + row, MASK),
         "dtype that is not offered": framed(changed(pack, 3, 6) + row, MASK),

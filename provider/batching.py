@@ -1,0 +1,282 @@
+"""Does what the scheduler decides: gathers rows of many requests, multiplies, hands answers back.
+
+Connections call ``run`` from their own threads and block until their answer is there. A request that
+finds nobody at work is multiplied by its own thread, without any hand-over between threads; whatever
+arrives meanwhile is left to one thread that works until nothing waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from provider.executor import BaseExecutor
+from provider.fairness import Weights
+from provider.latency import LatencyModel, Shape
+from provider.scheduler import (
+    Batch,
+    Kind,
+    Objective,
+    Policy,
+    Work,
+    bounded_class,
+    make_policy,
+    rows_of,
+)
+from shared.header import Direction, Header, RequestClass
+
+log = logging.getLogger(__name__)
+
+READ_AHEAD_ROWS = 16
+PROFILE_ROWS = 128
+
+
+class Done(NamedTuple):
+    """An answer and where its time went.
+
+    Attributes:
+        blocks: the answer's payload, in pieces that lie one behind the other.
+        request_class: the class that it was given.
+        queue_seconds: until its first row was multiplied.
+        reply_seconds: until its last was.
+    """
+
+    blocks: list[torch.Tensor]
+    request_class: RequestClass
+    queue_seconds: float
+    reply_seconds: float
+
+
+class _Request:
+    """A request's tensors, and the thread that waits for it."""
+
+    __slots__ = ("answers", "blocks", "done", "error", "first", "last", "waiting", "work")
+
+    def __init__(self, work: Work, blocks: list[torch.Tensor]) -> None:
+        self.work, self.blocks = work, blocks
+        self.answers: list[list[torch.Tensor]] = []  # of each piece, in order of rows
+        self.first = self.last = 0.0
+        self.done = 0  # rows
+        self.error: BaseException | None = None
+        self.waiting = threading.Lock()  # held until the answer is there
+        self.waiting.acquire()
+
+    def finished(self) -> bool:
+        return self.error is not None or self.done == self.work.rows
+
+
+class Batcher:
+    """Runs products as a policy decides, one at a time: each may use all processors.
+
+    Args:
+        executor: multiplies.
+        policy: decides; None: every request by itself, in order.
+        on_batch: told rows and seconds of every product.
+    """
+
+    def __init__(
+        self,
+        executor: BaseExecutor,
+        policy: Policy | None = None,
+        *,
+        weights: Weights | None = None,
+        on_batch: Callable[[int, float], None] = lambda rows, seconds: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._executor, self._clock, self._on_batch = executor, clock, on_batch
+        self._policy = policy or make_policy("none", LatencyModel([]), Objective())
+        self._weights = weights or Weights()
+        self._latency = LatencyModel(shapes_of(executor))
+        self._all = sum(shape.size for shape in self._latency.shapes)
+        self._changed = threading.Condition()  # guards all below
+        self._requests: dict[Work, _Request] = {}
+        self._busy = False  # a thread takes decisions; nobody else may
+        self._engine: threading.Thread | None = None
+
+    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
+        """Block until a request's product is done.
+
+        Args:
+            tenant: for fairness.
+            header: of the accepted request.
+            blocks: from ``BaseExecutor.blocks``.
+
+        Raises:
+            what the product raised.
+        """
+        work = self._work(tenant, header)
+        request = _Request(work, blocks)
+        with self._changed:
+            self._requests[work] = request
+            self._policy.add(work, work.arrived)
+            ours = not self._busy
+            self._busy = True
+            if not ours:
+                self._changed.notify()  # whoever decides may be waiting for company
+        if ours:
+            try:
+                self._work_until(request.finished)
+            finally:
+                self._hand_over()
+        request.waiting.acquire()
+        if request.error is not None:
+            raise request.error
+        pieces = zip(*request.answers, strict=True)  # of each block
+        return Done(
+            [piece for block in pieces for piece in block],
+            work.request_class,
+            request.first - work.arrived,
+            request.last - work.arrived,
+        )
+
+    def answered(self, header: Header, stop: Callable[[], bool]) -> None:
+        """Read the next group's weight ahead while the tenant computes its attention.
+
+        A product of few rows takes as long as its weight takes to arrive from memory, and groups
+        are called in the order of their ids. Only while nobody else's product runs.
+        """
+        if header.rows <= READ_AHEAD_ROWS and not self._busy:
+            self._executor.read_ahead(header.group + 1, lambda: self._busy or stop())
+
+    def _work(self, tenant: str, header: Header) -> Work:
+        kind = Kind(header.group, header.direction, header.members, header.dtype)
+        shape = self._latency.shapes[header.group]
+        share = shape.size * self._latency.share(header.group, header.members) / self._all
+        cost = share * self._weights.of(header.operation, header.direction)
+        request_class = bounded_class(header.request_class, header.direction, header.rows)
+        return Work(tenant, kind, header.rows, request_class, cost, self._clock())
+
+    # -- whoever is at work ----------------------------------------------------------------------
+
+    def _work_until(self, enough: Callable[[], bool]) -> None:
+        """Take decisions and multiply; ``_busy`` is ours."""
+        try:
+            while not enough():
+                with self._changed:
+                    decision = self._policy.next(self._clock())
+                    if decision is None:
+                        return
+                    if isinstance(decision, float):
+                        self._changed.wait(max(0.0, decision - self._clock()))
+                        continue
+                    pieces = [(self._requests[work], start, stop) for work, start, stop in decision]
+                self._multiply(decision, pieces)
+        except BaseException as error:  # a fault of ours, or an interrupt: nobody waits for ever
+            with self._changed:
+                left, self._requests = list(self._requests.values()), {}
+                for request in left:
+                    self._policy.drop(request.work)
+            for request in left:
+                request.error = RuntimeError(f"the scheduler failed: {error!r}")
+                request.waiting.release()
+            if not isinstance(error, Exception):
+                raise
+            log.exception("the scheduler failed")
+
+    def _hand_over(self) -> None:
+        """End one's turn; what still waits is for the engine's thread."""
+        with self._changed:
+            if not self._requests:
+                self._busy = False
+                return
+            if self._engine is None:
+                self._engine = threading.Thread(target=self._serve, name="products", daemon=True)
+                self._turn = threading.Semaphore(0)
+                self._engine.start()
+            self._turn.release()
+
+    def _serve(self) -> None:
+        """The engine's thread."""
+        while True:
+            self._turn.acquire()
+            more = True
+            while more:
+                self._work_until(lambda: False)
+                with self._changed:
+                    more = self._busy = bool(self._requests)
+
+    def _multiply(self, batch: Batch, pieces: list[tuple[_Request, int, int]]) -> None:
+        started = self._clock()
+        try:
+            answers = self._product(batch[0].work.kind, pieces)
+        except Exception as error:
+            if len(pieces) > 1:  # who of them asked for too much fails alone
+                for piece, each in zip(batch, pieces, strict=True):
+                    self._multiply([piece], [each])
+                return
+            answers = [error]
+        ended = self._clock()
+        rows = rows_of(batch)
+        finished = []
+        with self._changed:
+            for (request, start, stop), answer in zip(pieces, answers, strict=True):
+                if start == 0:
+                    request.first = started
+                request.last = ended
+                if isinstance(answer, Exception):
+                    request.error = answer
+                    self._policy.drop(request.work)
+                else:
+                    request.answers.append(answer)
+                    request.done += stop - start
+                if request.finished():
+                    self._requests.pop(request.work, None)
+                    finished.append(request)
+            self._policy.finished(batch, ended - started)
+        for request in finished:
+            request.waiting.release()
+        self._on_batch(rows, ended - started)
+
+    def _product(
+        self, kind: Kind, pieces: list[tuple[_Request, int, int]]
+    ) -> list[list[torch.Tensor] | Exception]:
+        """The answers' blocks for each piece."""
+        if len(pieces) == 1:
+            request, start, stop = pieces[0]
+            rows = [block[start:stop] for block in request.blocks]
+            return [self._executor.product(kind.group, kind.direction, kind.members, rows)]
+        columns = zip(
+            *([b[start:stop] for b in request.blocks] for request, start, stop in pieces), strict=True
+        )
+        out = self._executor.product(
+            kind.group, kind.direction, kind.members, [torch.cat(column) for column in columns]
+        )
+        sizes = [stop - start for _, start, stop in pieces]
+        parts = zip(*(block.split(sizes) for block in out), strict=True)
+        # An answer of its own for each: else who does not read holds the memory of all.
+        return [[block.clone() for block in part] for part in parts]
+
+
+def shapes_of(executor: BaseExecutor) -> list[Shape]:
+    """The shapes of an executor's groups."""
+    return [Shape(g.inputs, tuple(m.outputs for m in g.members)) for g in executor.manifest.groups]
+
+
+def profile(executor: BaseExecutor, rounds: int = 3) -> LatencyModel:
+    """Measure products of one and of many rows, for each shape and direction; takes seconds at most."""
+    model = LatencyModel(shapes_of(executor))
+    groups: dict[Shape, list[int]] = {}
+    for group, shape in enumerate(model.shapes):
+        groups.setdefault(shape, []).append(group)
+    for shape, alike in groups.items():
+        everyone = (1 << len(shape.outputs)) - 1
+        for direction in (Direction.FORWARD, Direction.BACKWARD):
+            times: dict[int, list[float]] = {1: [], PROFILE_ROWS: []}
+            for turn in range(rounds + 1):
+                for rows, seconds in times.items():
+                    group = alike[turn % len(alike)]  # another one each time, as in a pass through a model
+                    blocks = executor.zeros(group, direction, everyone, rows)
+                    started = time.perf_counter()
+                    executor.product(group, direction, everyone, blocks)
+                    if turn:  # the first warms up
+                        seconds.append(time.perf_counter() - started)
+            few, many = (sorted(seconds)[rounds // 2] for seconds in times.values())
+            line = model.line(alike[0], direction)
+            line.per_row = max(many - few, 0.01 * many) / (PROFILE_ROWS - 1)
+            line.fixed = max(few - line.per_row, 0.1 * few)
+    return model

@@ -1,0 +1,138 @@
+"""How much a tenant, and all together, may have in flight and ask for in a second.
+
+Pure accounting; the caller passes the time. What does not fit is refused with the time after which it
+may, so that the executor's memory is bounded whatever tenants do.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from shared.errors import WireError
+
+RETRY_SECONDS = 0.05  # when room depends on answers that are under way
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What somebody may use; 0 stands for no limit.
+
+    Attributes:
+        bytes_in_flight: of requests and their answers, from a request's header to its answer's last byte.
+        rows_in_flight: of the same.
+        requests_per_second, bytes_per_second: bytes of requests; twice as much at once after a rest.
+    """
+
+    bytes_in_flight: int = 0
+    rows_in_flight: int = 0
+    requests_per_second: float = 0.0
+    bytes_per_second: float = 0.0
+
+
+@dataclass
+class _Bucket:
+    """A token bucket that holds two seconds' worth."""
+
+    rate: float
+    level: float = field(init=False)
+    filled: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.level = 2 * self.rate
+
+    def wait(self, amount: float, now: float) -> float:
+        """Seconds until an amount may be taken; one larger than the bucket needs a full one."""
+        if not self.rate:
+            return 0.0
+        self.level = min(2 * self.rate, self.level + (now - self.filled) * self.rate)
+        self.filled = now
+        return max(0.0, min(amount, 2 * self.rate) - self.level) / self.rate
+
+    def take(self, amount: float) -> None:
+        if self.rate:
+            self.level -= amount
+
+
+class _Account:
+    """What is used of one limit."""
+
+    def __init__(self, limit: Limit, now: float) -> None:
+        self.limit = limit
+        self.bytes = self.rows = 0
+        self.requests_bucket, self.bytes_bucket = (
+            _Bucket(limit.requests_per_second),
+            _Bucket(limit.bytes_per_second),
+        )
+        self.requests_bucket.filled = self.bytes_bucket.filled = now
+
+    def wait(self, rows: int, held: int, received: int, now: float) -> float:
+        """Seconds until a request may come in; 0: now."""
+        limit = self.limit
+        # Whoever has nothing in flight gets one request of any size: the manifest's limits allow it.
+        full = self.bytes and (
+            (limit.bytes_in_flight and self.bytes + held > limit.bytes_in_flight)
+            or (limit.rows_in_flight and self.rows + rows > limit.rows_in_flight)
+        )
+        rates = max(self.requests_bucket.wait(1, now), self.bytes_bucket.wait(received, now))
+        return max(RETRY_SECONDS if full else 0.0, rates)
+
+    def take(self, rows: int, held: int, received: int) -> None:
+        self.rows += rows
+        self.bytes += held
+        self.requests_bucket.take(1)
+        self.bytes_bucket.take(received)
+
+
+class Quotas:
+    """Admission of requests. Any thread may call.
+
+    Args:
+        tenant: of each tenant, by its name, over all its connections.
+        everyone: of all together.
+    """
+
+    def __init__(self, tenant: Limit | None = None, everyone: Limit | None = None) -> None:
+        self._limit = tenant or Limit()
+        self._lock = threading.Lock()
+        self._all = _Account(everyone or Limit(), 0.0)
+        self._tenants: dict[str, _Account] = {}
+
+    def admit(self, tenant: str, rows: int, held: int, received: int, now: float) -> None:
+        """Count a request in, before anything is allocated for it.
+
+        Args:
+            rows: of the request.
+            held: bytes of its request and answer together.
+            received: bytes of its request.
+            now: seconds.
+
+        Raises:
+            WireError: ``overloaded``, with ``retry_after``.
+        """
+        with self._lock:
+            own = self._tenants.get(tenant)
+            if own is None:
+                own = self._tenants[tenant] = _Account(self._limit, now)
+            for account, whose in ((own, "your requests"), (self._all, "all requests together")):
+                seconds = account.wait(rows, held, received, now)
+                if seconds:
+                    raise WireError(
+                        "overloaded",
+                        f"{whose} are over the executor's quota; repeat this one later",
+                        retry_after=round(max(seconds, 0.001), 3),
+                    )
+            for account in (own, self._all):
+                account.take(rows, held, received)
+
+    def release(self, tenant: str, rows: int, held: int) -> None:
+        """A request that was counted in is answered, or gone."""
+        with self._lock:
+            for account in (self._tenants[tenant], self._all):
+                account.rows -= rows
+                account.bytes -= held
+
+    def in_flight(self) -> tuple[int, int]:
+        """Rows and bytes of all tenants."""
+        with self._lock:
+            return self._all.rows, self._all.bytes
