@@ -227,7 +227,7 @@ class Batcher:
                 if request.finished():
                     self._requests.pop(request.work, None)
                     finished.append(request)
-            self._policy.finished(batch, ended - started)
+            self._policy.finished(batch, ended - started, ended)
         for request in finished:
             request.waiting.release()
         self._on_batch(rows, ended - started)

@@ -103,8 +103,8 @@ class Policy(Protocol):
         """Forget a request, if it is here: a product of it failed."""
         ...
 
-    def finished(self, batch: Batch, seconds: float) -> None:
-        """A batch was multiplied, in so many seconds."""
+    def finished(self, batch: Batch, seconds: float, now: float) -> None:
+        """A batch was multiplied, in so many seconds, until now."""
         ...
 
 
@@ -130,7 +130,7 @@ class Alone:
         if work in self._queue:
             self._queue.remove(work)
 
-    def finished(self, batch: Batch, seconds: float) -> None:
+    def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""
 
 
@@ -169,7 +169,7 @@ class Lockstep:
         if work in self._queue:
             self._queue.remove(work)
 
-    def finished(self, batch: Batch, seconds: float) -> None:
+    def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""
 
 
@@ -204,6 +204,7 @@ class Opportunistic:
 
     def __init__(self, latency: LatencyModel, objective: Objective | None = None) -> None:
         self._latency, self._objective = latency, objective or Objective()
+        self.tokens = Tokens(self._objective.decode_seconds)
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
         self._queue: list[Work] = []
@@ -241,10 +242,13 @@ class Opportunistic:
             self._queue.remove(work)
             self.counters.left(work.tenant)
 
-    def finished(self, batch: Batch, seconds: float) -> None:
+    def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""
         group, direction, members, _ = batch[0].work.kind
         self._latency.observe(group, direction, members, rows_of(batch), seconds)
+        for work, _, stop in batch:
+            if work.decodes and stop == work.rows:
+                self.tokens.answered(work.tenant, group, now - work.arrived)
 
     def _precedence(self, work: Work) -> tuple[bool, float, int, float]:
         return (not work.decodes, self.counters.of(work.tenant), work.request_class, work.arrived)
@@ -263,7 +267,7 @@ class Opportunistic:
         seconds = PIECE_SECONDS
         if now - self._last_decode <= QUIET_SECONDS:
             own = self._latency.seconds(group, Direction.FORWARD, members, 1)
-            seconds = min(seconds, self._request_seconds - own)
+            seconds = min(seconds, self.tokens.room * self._request_seconds - own)
         rows = self._latency.rows(group, direction, members, seconds)
         return max(ROW_STEP, rows - rows % ROW_STEP)
 
@@ -288,6 +292,41 @@ class Opportunistic:
         return batch
 
 
+class Tokens:
+    """Decoded tokens, told from requests by their groups, and whether they met the objective.
+
+    A token's requests pass the groups in order, so a tenant's next token begins where the groups begin
+    again. ``room`` follows: what others may take of a token's time grows while tokens are in time and
+    shrinks when one is late, so that LATE of them are.
+
+    Attributes:
+        met, late: counts.
+        room: factor of the time that a product nobody waits for may take.
+    """
+
+    LATE = 0.02
+    STEP = 0.5
+    LEAST_ROOM, MOST_ROOM = 0.1, 2.0
+
+    def __init__(self, objective: float) -> None:
+        self._objective = objective
+        self._under_way: dict[str, tuple[int, float]] = {}  # last group, seconds so far
+        self.met = self.late = 0
+        self.room = 1.0
+
+    def answered(self, tenant: str, group: int, seconds: float) -> None:
+        """A decode of the tenant has its answer."""
+        last, spent = self._under_way.get(tenant, (-1, 0.0))
+        if group <= last:
+            late = spent > self._objective
+            self.late += late
+            self.met += not late
+            room = self.room * math.exp(self.STEP * (self.LATE - late))
+            self.room = min(self.MOST_ROOM, max(self.LEAST_ROOM, room))
+            spent = 0.0
+        self._under_way[tenant] = (group, spent + seconds)
+
+
 class _Active:
     """Tenants that asked within the last ``seconds``."""
 
@@ -302,7 +341,7 @@ class _Active:
     def latest_of_others(self, tenants: set[str], now: float) -> float | None:
         """When an active tenant that is none of these asked last; None: there is none."""
         for tenant, at in reversed(self._last.items()):
-            if now - at > self.seconds:
+            if at + self.seconds <= now:  # as callers add, so that they do not come back too early
                 return None
             if tenant not in tenants:
                 return at

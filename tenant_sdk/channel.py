@@ -73,7 +73,7 @@ class Channel:
     def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:
         self._sock = sock
         self.peer = peer
-        self._timeout = timeout
+        self.timeout = timeout
         self._entropy = entropy
         self._protocol = TenantProtocol()
         self._reader = MessageReader(self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES)
@@ -230,7 +230,7 @@ class Channel:
         last_progress = time.monotonic()
         while not pending.done:
             blocked = self._write()
-            left = last_progress + self._timeout - time.monotonic()
+            left = last_progress + self.timeout - time.monotonic()
             if left <= 0:
                 raise self._no_progress()
             # What TLS has decrypted already does not wake poll().
@@ -258,7 +258,7 @@ class Channel:
 
     def _no_progress(self) -> RequestTimeout:
         return RequestTimeout(
-            f"{self.peer} made no progress for {self._timeout:.0f} s; it may be overloaded or "
+            f"{self.peer} made no progress for {self.timeout:.0f} s; it may be overloaded or "
             "gone. `symbiosis-tenant doctor` tests the connection"
         )
 

@@ -8,7 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition, Thread
 from typing import Protocol
 
@@ -23,6 +25,7 @@ from tenant_sdk.channel import Entropy
 from tenant_sdk.forecast import Forecast, Kind, Order
 from tenant_sdk.mask_sources import MaskSource, SeedSource
 from tenant_sdk.noise_bank import NoiseBankOptions
+from tenant_sdk.urgency import nobody_waits
 
 log = logging.getLogger(__name__)
 
@@ -321,7 +324,7 @@ class OneTimePads:
         """Have every source multiply the mask of a fresh seed."""
         seeds = [self._entropy(SEED_BYTES) for _ in self._sources]
         effects = [
-            pool.submit(source.seed_effect, *kind, rows, seed)
+            pool.submit(copy_context().run, partial(source.seed_effect, *kind, rows, seed))
             for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
         ]
         self._store.setdefault(kind, deque()).append(
@@ -339,7 +342,7 @@ class OneTimePads:
             self._changed.notify_all()
 
     def _fetch_ahead(self) -> None:
-        with self._changed:
+        with nobody_waits(), self._changed:
             while not self._closed:
                 if not self._resting and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
                     order = self._forecast.next_order(

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.errors import ConfigurationError, ModelMismatch, WireError
+from shared.errors import ConfigurationError, ModelMismatch, RequestRefused, WireError
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
 from shared.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
 from shared.protocol import RING, GroupShape, TenantProtocol, split_blocks, validate_manifest
 from shared.websocket import Incoming, tensor_bytes
 from tenant_sdk.channel import Channel, Pending, control_payload
+from tenant_sdk.urgency import declared
 
 log = logging.getLogger(__name__)
 
 FETCH_BYTES = 4 << 20
+MAX_RETRY_SECONDS = 5.0  # whatever an executor asks for
+TELL_SECONDS = 10.0  # between two warnings
 
 
 @dataclass
@@ -33,7 +36,8 @@ class Stats:
     ``seconds_waiting`` is from handing a product to the connection to having its answer: network,
     encryption and the executor's work; ``seconds_waiting_for_effects`` is what came on top because an
     effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding and
-    subtracting masks, and on checking answers, which goes with them.
+    subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
+    an overloaded executor put off, and ``seconds_throttled`` how long they waited to be sent again.
     """
 
     requests: int = 0
@@ -46,6 +50,8 @@ class Stats:
     seconds_waiting: float = 0.0
     seconds_waiting_for_effects: float = 0.0
     seconds_masking: float = 0.0
+    refusals: int = 0
+    seconds_throttled: float = 0.0
 
     def __post_init__(self) -> None:
         """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain figures."""
@@ -81,6 +87,7 @@ class RemoteExecutor:
     ) -> None:
         self.stats = stats or Stats()
         self._open_channel = open_channel
+        self._told = -TELL_SECONDS
         self._reconnecting = threading.Lock()
         self._closed = False
         self._channel = open_channel()
@@ -160,8 +167,8 @@ class RemoteExecutor:
         started = time.perf_counter()
         channel = self.channel
         if rows <= limit:
-            pending = self._submit(channel, operation, group, direction, members, blocks)
-            results = split_blocks(_payload(channel.wait(pending)), plan.answer_widths)
+            answer = self._submit(channel, operation, group, direction, members, blocks)
+            results = split_blocks(answer(), plan.answer_widths)
             sent = 1
         else:
             under_way = [
@@ -170,7 +177,7 @@ class RemoteExecutor:
                 )
                 for at in range(0, rows, limit)
             ]
-            parts = [split_blocks(_payload(channel.wait(p)), plan.answer_widths) for p in under_way]
+            parts = [split_blocks(answer(), plan.answer_widths) for answer in under_way]
             results = [torch.cat(column) for column in zip(*parts, strict=True)]
             sent = len(parts)
         stats = self.stats
@@ -202,14 +209,14 @@ class RemoteExecutor:
 
         ``rows`` is at most ``max_rows``.
         """
-        shape, channel = self.shapes[group], self.channel
+        shape, channel, urgency = self.shapes[group], self.channel, declared()
 
         def header(protocol: TenantProtocol) -> Header:
             return protocol.product(
-                Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype
+                Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype, urgency
             )
 
-        answer = _payload(channel.wait(channel.submit(header, seed)))
+        answer = self._answer(channel, lambda: channel.submit(header, seed))
         self.stats.add(
             effect_requests=1,
             effect_rows=rows,
@@ -232,14 +239,50 @@ class RemoteExecutor:
         direction: Direction,
         members: int,
         blocks: list[torch.Tensor],
-    ) -> Pending:
+    ) -> Callable[[], torch.Tensor]:
+        """Send a request; the call that waits for its answer."""
         wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
-        shape, rows = self.shapes[group], wire[0].shape[0]
+        shape, rows, urgency = self.shapes[group], wire[0].shape[0], declared()
 
         def header(protocol: TenantProtocol) -> Header:
-            return protocol.product(operation, group, shape, direction, members, rows, self.wire_dtype)
+            return protocol.product(
+                operation, group, shape, direction, members, rows, self.wire_dtype, urgency
+            )
 
-        return channel.submit(header, wire)
+        def ask() -> Pending:
+            return channel.submit(header, wire)
+
+        first = ask()
+        return lambda: self._answer(channel, ask, first)
+
+    def _answer(
+        self, channel: Channel, ask: Callable[[], Pending], first: Pending | None = None
+    ) -> torch.Tensor:
+        """The payload of an answer; asked for again when the executor says that it is overloaded.
+
+        Raises:
+            RequestRefused: anything else, or it has been overloaded for as long as the timeout.
+        """
+        pending, began = first or ask(), time.monotonic()
+        while True:
+            try:
+                return _payload(channel.wait(pending))
+            except RequestRefused as error:
+                waited = time.monotonic() - began
+                if error.code != "overloaded" or error.retry_after is None or waited > channel.timeout:
+                    raise
+                self._overloaded(error.retry_after)
+            pending = ask()
+
+    def _overloaded(self, seconds: float) -> None:
+        """Wait as long as the executor asks for, and say so now and then."""
+        seconds = min(max(seconds, 0.001), MAX_RETRY_SECONDS)
+        now = time.monotonic()
+        if now - self._told > TELL_SECONDS:
+            self._told = now
+            log.warning("%s is overloaded, or this tenant over its quota; waiting and going on", self.url)
+        time.sleep(seconds)
+        self.stats.add(refusals=1, seconds_throttled=seconds)
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
         """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype."""

@@ -19,6 +19,7 @@ from shared.header import Direction, member_indices
 from shared.messages import GroupInfo
 from tenant_sdk.privacy import Privacy
 from tenant_sdk.remote_weight import RemoteWeight
+from tenant_sdk.urgency import nobody_waits
 
 
 @dataclass
@@ -160,7 +161,8 @@ class _GroupProduct(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group, members: int) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.group, ctx.members, ctx.shape = group, members, x.shape
-        return group.forward_product(members, x)
+        with nobody_waits():
+            return group.forward_product(members, x)
 
     @staticmethod
     @once_differentiable
@@ -175,7 +177,8 @@ class _GroupProduct(torch.autograd.Function):
             return None, None, None
         members = sum(1 << index for index, _ in reached)
         blocks = [grad.reshape(-1, grad.shape[-1]) for _, grad in reached]
-        (gradient,) = ctx.group.product(Direction.BACKWARD, members, blocks)
+        with nobody_waits():
+            (gradient,) = ctx.group.product(Direction.BACKWARD, members, blocks)
         return gradient.view(ctx.shape), None, None
 
 

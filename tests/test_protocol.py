@@ -175,6 +175,7 @@ ANY_HEADER = st.builds(
     rows=SMALL | st.integers(0, 2**32 - 1),
     columns=SMALL | st.sampled_from([24_000]) | st.integers(0, 2**32 - 1),
     members=SMALL | st.integers(0, 2**64 - 1),
+    request_class=st.integers(0, 2**16 - 1),
 )
 PRODUCT_CODES = st.sampled_from([Operation.PRODUCT, Operation.EFFECT, Operation.SEED_EFFECT])
 

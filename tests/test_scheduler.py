@@ -1,0 +1,452 @@
+"""Scheduling decisions with a simulated clock: no sockets, no tensors, no sleeping."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from provider.latency import LatencyModel, Shape
+from provider.scheduler import (
+    DECODE_ROWS,
+    PIECE_SECONDS,
+    Alone,
+    Batch,
+    Kind,
+    Lockstep,
+    Objective,
+    Opportunistic,
+    Policy,
+    Tokens,
+    Work,
+    bounded_class,
+    make_policy,
+    rows_of,
+)
+from shared.header import Direction, RequestClass
+
+GROUPS = 8
+SHAPES = [Shape(1000, (500, 500))] * GROUPS
+# A product takes a millisecond, and every row 0.1 more.
+FIXED, PER_ROW = 1e-3, 1e-4
+DECODE, PREFILL, FINETUNING = RequestClass.DECODE, RequestClass.PREFILL, RequestClass.FINETUNING
+
+
+def model() -> LatencyModel:
+    """A latency model that knows how long products take."""
+    made = LatencyModel(SHAPES)
+    for direction in (Direction.FORWARD, Direction.BACKWARD):
+        line = made.line(0, direction)
+        line.fixed, line.per_row = FIXED, PER_ROW
+    return made
+
+
+def work(
+    tenant: str = "a", group: int = 0, rows: int = 1, what: RequestClass = DECODE, now: float = 0.0
+) -> Work:
+    """A request of some rows; one row through all groups is one virtual token."""
+    return Work(tenant, Kind(group, Direction.FORWARD, 0b11, 1), rows, what, 1 / GROUPS, now)
+
+
+@dataclass
+class Tenant:
+    """Asks for its groups one after the other, each when it has the answer to the last.
+
+    Args:
+        think: seconds between an answer and the next request.
+        at_once: requests under way at the same time, for one who floods.
+    """
+
+    name: str
+    rows: int
+    what: RequestClass
+    think: float = 0.0
+    at_once: int = 1
+    begins: float = 0.0
+    ends: float = float("inf")
+    served: list[tuple[float, float]] = field(default_factory=list)  # time and virtual tokens
+    replies: list[float] = field(default_factory=list)  # seconds of each
+    group: int = 0
+
+    def next(self, now: float) -> Work:
+        self.group = (self.group + 1) % GROUPS
+        return work(self.name, self.group, self.rows, self.what, now)
+
+
+def simulate(policy: Policy, tenants: list[Tenant], seconds: float) -> list[tuple[float, Batch]]:
+    """Run tenants against a policy; products take what the model says. Batches and when they began."""
+    by_name = {tenant.name: tenant for tenant in tenants}
+    asked = [t for t in tenants for _ in range(t.at_once)]
+    arrivals = [(tenant.begins, i, tenant) for i, tenant in enumerate(asked)]
+    heapq.heapify(arrivals)
+    now, order = 0.0, len(arrivals)
+    done: list[tuple[float, Batch]] = []
+    left: dict[Work, int] = {}
+    while now < seconds:
+        while arrivals and arrivals[0][0] <= now:
+            at, _, tenant = heapq.heappop(arrivals)
+            request = tenant.next(at)
+            left[request] = request.rows
+            policy.add(request, now)
+        decision = policy.next(now)
+        if not isinstance(decision, list):
+            following = [arrivals[0][0]] if arrivals else []
+            now = max(now, min([*following, *([decision] if decision is not None else [])], default=seconds))
+            continue
+        assert len({piece.work.kind for piece in decision}) == 1
+        done.append((now, decision))
+        took = FIXED + PER_ROW * rows_of(decision)
+        for request, start, stop in decision:
+            by_name[request.tenant].served.append((now, (stop - start) * request.row_cost))
+        now += took
+        policy.finished(decision, took, now)
+        for request, start, stop in decision:
+            left[request] -= stop - start
+            if not left[request]:
+                del left[request]
+                tenant = by_name[request.tenant]
+                tenant.replies.append(now - request.arrived)
+                if now < tenant.ends:
+                    order += 1
+                    heapq.heappush(arrivals, (now + tenant.think, order, tenant))
+    return done
+
+
+def tokens(tenant: Tenant, begin: float, end: float) -> float:
+    """Virtual tokens that a tenant got in an interval."""
+    return sum(amount for at, amount in tenant.served if begin <= at < end)
+
+
+# -- who comes along -------------------------------------------------------------------------------
+
+
+def test_requests_of_one_kind_share_a_product() -> None:
+    policy = Opportunistic(model())
+    asked = [work(f"tenant {i}", group=i % 2, rows=1 + i) for i in range(6)]
+    for request in asked:
+        policy.add(request, 0.0)
+    batches = [policy.next(1.0), policy.next(1.0)]
+    assert all(isinstance(batch, list) for batch in batches)
+    assert policy.next(1.0) is None
+    found = [{piece.work for piece in batch} for batch in batches if isinstance(batch, list)]
+    assert sorted(map(len, found)) == [3, 3]
+    assert set.union(*found) == set(asked)
+
+
+@pytest.mark.parametrize(
+    "other", [Kind(0, 2, 3, 1), Kind(0, 1, 2, 1), Kind(0, 1, 3, 2), Kind(1, 1, 3, 1)], ids=str
+)
+def test_other_kinds_do_not(other: Kind) -> None:
+    policy = Opportunistic(model())
+    policy.add(work("a"), 0.0)
+    request = work("b")
+    request.kind = other
+    policy.add(request, 0.0)
+    assert [len(batch) for batch in (policy.next(9.0), policy.next(9.0)) if isinstance(batch, list)] == [1, 1]
+
+
+def test_a_lone_tenant_never_waits() -> None:
+    policy = Opportunistic(model())
+    for now in range(10):
+        policy.add(work(rows=1 + 100 * now, now=now * 0.01), now * 0.01)
+        assert isinstance(policy.next(now * 0.01), list)
+        while policy.next(now * 0.01) is not None:
+            pass
+
+
+def test_larger_requests_wait_longer_for_others_but_never_longer_than_the_bound() -> None:
+    def waits(rows: int, what: RequestClass) -> float:
+        policy = Opportunistic(model(), Objective(wait_seconds=0.002))
+        policy.add(work("other"), 0.0)
+        assert isinstance(policy.next(0.01), list)  # somebody else was here a moment ago
+        policy.add(work(rows=rows, what=what, now=0.01), 0.01)
+        decision = policy.next(0.01)
+        assert isinstance(decision, float)
+        assert isinstance(policy.next(decision), list)
+        return decision - 0.01
+
+    assert waits(1, DECODE) < waits(8, DECODE) < waits(40, PREFILL) < waits(4000, FINETUNING)
+    assert waits(4000, FINETUNING) == pytest.approx(0.002)
+
+
+def test_nobody_waits_once_everybody_is_here() -> None:
+    policy = Opportunistic(model())
+    policy.add(work("a"), 0.0)
+    policy.add(work("b", group=3), 0.0)
+    assert isinstance(policy.next(0.0), list)
+
+
+# -- latency ---------------------------------------------------------------------------------------
+
+
+def test_a_large_request_is_divided_and_comes_back_whole() -> None:
+    policy = Opportunistic(model())
+    request = work(rows=5000, what=FINETUNING)
+    policy.add(request, 0.0)
+    pieces = []
+    while (batch := policy.next(0.0)) is not None:
+        assert isinstance(batch, list)
+        assert FIXED + PER_ROW * rows_of(batch) <= PIECE_SECONDS
+        pieces += batch
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces)][:-1]
+    assert pieces[-1].stop == 5000
+    assert all((piece.stop - piece.start) % 16 == 0 for piece in pieces[:-1])
+
+
+def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
+    """While somebody decodes, windows of fine-tuning leave room for the next decode; a late token less."""
+    policy = Opportunistic(model(), Objective(decode_seconds=0.04))  # 5 ms a request
+    batches = simulate(
+        policy,
+        [
+            Tenant("chat", 1, DECODE, think=0.002),
+            Tenant("tune", 2048, FINETUNING),
+        ],
+        5.0,
+    )
+    chat_began = 0.01
+    for at, batch in batches:
+        if at > chat_began and any(piece.work.tenant == "tune" for piece in batch):
+            assert FIXED + PER_ROW * rows_of(batch) <= Tokens.MOST_ROOM * 0.005 - FIXED
+
+
+def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() -> None:
+    def run(chats: int) -> tuple[Opportunistic, list[Tenant], float]:
+        policy = Opportunistic(model(), Objective(decode_seconds=0.08))  # 10 ms a request
+        people = [Tenant(f"chat {i}", 1, DECODE, think=0.01) for i in range(chats)]
+        tune = Tenant("tune", 2048, FINETUNING)
+        simulate(policy, [*people, tune], 20.0)
+        return policy, people, tokens(tune, 1.0, 20.0)
+
+    policy, people, kept = run(4)
+    _, _, alone = run(0)
+    times = [sum(t.replies[i : i + GROUPS]) for t in people for i in range(0, len(t.replies), GROUPS)]
+    assert sum(seconds <= 0.08 for seconds in times) / len(times) >= 0.95
+    assert policy.tokens.met / (policy.tokens.met + policy.tokens.late) >= 0.95
+    assert policy.tokens.met + policy.tokens.late == pytest.approx(len(times), rel=0.05)
+    assert kept / alone > 0.6
+
+
+def test_room_shrinks_when_tokens_are_late_and_grows_when_they_are_not() -> None:
+    made = Tokens(0.1)
+    for group in [0, 1, 2, 3] * 3:
+        made.answered("a", group, 0.05)
+    assert (made.met, made.late) == (0, 2)
+    assert made.room < 0.5
+    for group in [0, 1, 2, 3] * 500:
+        made.answered("b", group, 0.01)
+    assert (made.met, made.late) == (499, 2)
+    assert made.room == Tokens.MOST_ROOM
+
+
+def test_a_decode_that_is_not_one() -> None:
+    assert bounded_class(DECODE, Direction.FORWARD, DECODE_ROWS) == DECODE
+    assert bounded_class(DECODE, Direction.FORWARD, DECODE_ROWS + 1) == PREFILL
+    assert bounded_class(DECODE, Direction.BACKWARD, 1) == FINETUNING
+    assert bounded_class(FINETUNING, Direction.FORWARD, 1) == FINETUNING
+    assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 1) == DECODE
+    assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 500) == PREFILL
+    assert bounded_class(PREFILL, Direction.FORWARD, 1) == PREFILL
+
+
+# -- fairness --------------------------------------------------------------------------------------
+
+
+def largest_piece() -> float:
+    """U of FlexLLM's lemma 1: the most virtual tokens that one piece costs."""
+    rows = int((PIECE_SECONDS - FIXED) / PER_ROW)
+    return rows / GROUPS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_backlogged_tenants_get_the_same_within_the_bound_of_the_theorem(seed: int) -> None:
+    """FlexLLM, theorem 1: |W_f - W_g| <= 2 U in any interval in which both wait all the time."""
+    draw = random.Random(seed)
+    tenants = [
+        Tenant(
+            f"tenant {i}",
+            draw.choice([1, 8, 100, 1000, 3000]),
+            draw.choice([DECODE, PREFILL, FINETUNING]),
+            at_once=draw.choice([1, 2, 12]) + 1,  # so that one always waits
+        )
+        for i in range(5)
+    ]
+    for tenant in tenants:
+        tenant.what = bounded_class(tenant.what, Direction.FORWARD, tenant.rows)
+    simulate(Opportunistic(model()), tenants, 8.0)
+    for _ in range(200):
+        begin, end = sorted((draw.uniform(0.1, 8.0), draw.uniform(0.1, 8.0)))
+        got = [tokens(tenant, begin, end) for tenant in tenants]
+        assert max(got) - min(got) <= 2 * largest_piece()
+
+
+def test_whoever_floods_gets_no_more_than_its_share() -> None:
+    """One that has forty decodes under way all the time, beside one that fine-tunes."""
+    flood = Tenant("flood", 16, DECODE, at_once=40)
+    tune = Tenant("tune", 512, FINETUNING, at_once=2)
+    simulate(Opportunistic(model()), [flood, tune], 20.0)
+    assert tokens(tune, 1.0, 20.0) >= 0.95 * tokens(flood, 1.0, 20.0)
+
+
+def test_a_tenant_that_rested_saved_nothing_up() -> None:
+    """And owes nothing: from its return on it gets half, not all that it did not use."""
+    steady = Tenant("steady", 256, FINETUNING, at_once=2)
+    late = Tenant("late", 256, FINETUNING, at_once=2, begins=10.0)
+    simulate(Opportunistic(model()), [steady, late], 20.0)
+    first, second = tokens(steady, 10.5, 15.0), tokens(late, 10.5, 15.0)
+    assert abs(first - second) <= 2 * largest_piece()
+
+
+def test_who_does_not_fit_is_passed_over() -> None:
+    """A tenant that is too far ahead keeps nobody else out of a product."""
+    policy = Opportunistic(model(), Objective(decode_seconds=0.04))
+    policy.counters.joined("greedy")
+    policy.counters.charge("greedy", 1e6)
+    policy.counters.left("greedy")
+    policy.add(work("modest", rows=1), 0.0)
+    policy.counters._tokens["modest"] = 0.0
+    policy.add(work("greedy", rows=1), 0.0)
+    policy.add(work("other", rows=1), 0.0)
+    policy.counters._tokens["other"] = 0.0
+    batch = policy.next(1.0)
+    assert isinstance(batch, list)
+    assert {piece.work.tenant for piece in batch} == {"modest", "other"}
+    assert isinstance(policy.next(1.0), list)
+
+
+# -- the other policies ----------------------------------------------------------------------------
+
+
+def test_alone_is_first_come_first_served() -> None:
+    policy = Alone()
+    asked = [work(f"tenant {i}", rows=i + 1) for i in range(5)]
+    for request in asked:
+        policy.add(request, 0.0)
+    served = []
+    while (batch := policy.next(0.0)) is not None:
+        assert isinstance(batch, list)
+        served.append([(piece.work, piece.start, piece.stop) for piece in batch])
+    assert served == [[(request, 0, request.rows)] for request in asked]
+
+
+def test_lockstep_goes_at_the_pace_of_the_slowest() -> None:
+    def tokens_of_fast(make: Callable[[], Policy]) -> float:
+        fast = [Tenant(f"fast {i}", 1, DECODE, think=0.001) for i in range(3)]
+        simulate(make(), [*fast, Tenant("slow", 1, DECODE, think=0.1)], 10.0)
+        return tokens(fast[0], 0.0, 10.0)
+
+    lockstep = tokens_of_fast(Lockstep)
+    assert lockstep == pytest.approx(10.0 / 0.1 / GROUPS, rel=0.1)
+    assert tokens_of_fast(lambda: Opportunistic(model())) > 10 * lockstep
+
+
+def test_lockstep_does_not_wait_for_whoever_left() -> None:
+    policy = Lockstep(patience=1.0)
+    policy.add(work("gone"), 0.0)
+    assert isinstance(policy.next(0.0), list)
+    policy.add(work("here", now=0.5), 0.5)
+    assert policy.next(0.5) == pytest.approx(1.0)
+    assert isinstance(policy.next(1.01), list)
+
+
+# -- whatever happens ------------------------------------------------------------------------------
+
+REQUESTS = st.tuples(
+    st.integers(0, 4),  # tenant
+    st.integers(0, 2),  # group
+    st.sampled_from([1, 2, 17, 300, 5000]),
+    st.sampled_from([DECODE, PREFILL, FINETUNING]),
+    st.sampled_from([0.0, 0.0001, 0.01, 2.0]),  # seconds since the one before
+    st.booleans(),  # ask for a decision in between
+)
+
+
+@given(st.lists(REQUESTS, max_size=40), st.sampled_from(["opportunistic", "none", "lockstep"]))
+def test_every_row_is_served_once_and_the_queue_ends_empty(
+    requests: list[tuple[int, int, int, RequestClass, float, bool]], name: str
+) -> None:
+    policy, now = make_policy(name, model(), Objective()), 0.0
+    rows: dict[Work, int] = defaultdict(int)
+    asked = []
+
+    def serve() -> Iterator[None]:
+        nonlocal now
+        while (decision := policy.next(now)) is not None:
+            if isinstance(decision, float):
+                assert decision > now  # or the executor would spin
+                now = decision
+                yield
+                continue
+            assert len({piece.work.kind for piece in decision}) == 1
+            for request, start, stop in decision:
+                assert rows[request] == start < stop <= request.rows
+                rows[request] = stop
+            policy.finished(decision, FIXED, now)
+            yield
+
+    for tenant, group, count, what, pause, between in requests:
+        now += pause
+        request = work(f"tenant {tenant}", group, count, bounded_class(what, 1, count), now)
+        asked.append(request)
+        policy.add(request, now)
+        if between:
+            next(serve(), None)
+    for _ in serve():
+        pass
+    assert rows == {request: request.rows for request in asked}
+
+
+@given(st.lists(REQUESTS, max_size=20), st.data())
+def test_a_request_that_failed_is_forgotten(
+    requests: list[tuple[int, int, int, RequestClass, float, bool]], data: st.DataObject
+) -> None:
+    policy = Opportunistic(model())
+    asked = [
+        work(f"tenant {t}", group, count, bounded_class(what, 1, count))
+        for t, group, count, what, _, _ in requests
+    ]
+    for request in asked:
+        policy.add(request, 0.0)
+    failed = data.draw(st.sets(st.sampled_from(asked))) if asked else set()
+    for request in failed:
+        policy.drop(request)
+        policy.drop(request)
+    served = set()
+    while (batch := policy.next(10.0)) is not None:
+        assert isinstance(batch, list)
+        served |= {piece.work for piece in batch}
+    assert served == set(asked) - failed
+
+
+# -- the latency model -----------------------------------------------------------------------------
+
+
+def test_a_forecast_learns_from_products() -> None:
+    """Whatever it begins with, it comes near the truth, for few rows and for many."""
+    made, draw = LatencyModel(SHAPES), random.Random(1)
+    for _ in range(400):
+        rows = draw.choice([1, 2, 200, 500])
+        made.observe(3, Direction.FORWARD, 0b11, rows, (FIXED + PER_ROW * rows) * draw.uniform(0.9, 1.1))
+    for rows in (1, 8, 100, 500):
+        assert made.seconds(5, Direction.FORWARD, 0b11, rows) == pytest.approx(
+            FIXED + PER_ROW * rows, rel=0.25
+        )
+    assert made.rows(0, Direction.FORWARD, 0b11, FIXED + PER_ROW * 100) == pytest.approx(100, rel=0.25)
+
+
+def test_one_interrupted_product_does_not_mislead_it() -> None:
+    made = model()
+    made.observe(0, Direction.FORWARD, 0b11, 1, 30.0)
+    assert made.seconds(0, Direction.FORWARD, 0b11, 1) < 1.5 * FIXED
+
+
+def test_members_take_their_part_of_the_time() -> None:
+    made = LatencyModel([Shape(100, (300, 100))])
+    assert made.seconds(0, 1, 0b10, 50) == pytest.approx(made.seconds(0, 1, 0b11, 50) / 4)
+    assert made.rows(0, 1, 0b10, 1.0) > made.rows(0, 1, 0b11, 1.0)
