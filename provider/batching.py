@@ -52,6 +52,20 @@ class Done(NamedTuple):
     reply_seconds: float
 
 
+class _Part(NamedTuple):
+    """Rows [start, stop) of a product."""
+
+    product: list[torch.Tensor]
+    start: int
+    stop: int
+
+    def blocks(self) -> list[torch.Tensor]:
+        """Copies, if others have rows of the product: or who does not read would hold the memory of all."""
+        if self.stop - self.start == len(self.product[0]):
+            return self.product
+        return [block[self.start : self.stop].clone() for block in self.product]
+
+
 class _Request:
     """A request's tensors, and the thread that waits for it."""
 
@@ -59,7 +73,7 @@ class _Request:
 
     def __init__(self, work: Work, blocks: list[torch.Tensor]) -> None:
         self.work, self.blocks = work, blocks
-        self.answers: list[list[torch.Tensor]] = []  # of each piece, in order of rows
+        self.answers: list[_Part] = []  # of each piece, in order of rows
         self.first = self.last = 0.0
         self.done = 0  # rows
         self.error: BaseException | None = None
@@ -126,9 +140,8 @@ class Batcher:
         request.waiting.acquire()
         if request.error is not None:
             raise request.error
-        pieces = zip(*request.answers, strict=True)  # of each block
         return Done(
-            [piece for block in pieces for piece in block],
+            _answer(request.answers),
             work.request_class,
             request.first - work.arrived,
             request.last - work.arrived,
@@ -232,24 +245,30 @@ class Batcher:
             request.waiting.release()
         self._on_batch(rows, ended - started)
 
-    def _product(
-        self, kind: Kind, pieces: list[tuple[_Request, int, int]]
-    ) -> list[list[torch.Tensor] | Exception]:
-        """The answers' blocks for each piece."""
-        if len(pieces) == 1:
-            request, start, stop = pieces[0]
-            rows = [block[start:stop] for block in request.blocks]
-            return [self._executor.product(kind.group, kind.direction, kind.members, rows)]
-        columns = zip(
-            *([b[start:stop] for b in request.blocks] for request, start, stop in pieces), strict=True
+    def _product(self, kind: Kind, pieces: list[tuple[_Request, int, int]]) -> list[_Part | Exception]:
+        """The answers of each piece.
+
+        As few calls into torch as can be: each lets go of Python's lock, for which all connections queue.
+        """
+        inputs = [
+            request.blocks if stop - start == request.work.rows else [b[start:stop] for b in request.blocks]
+            for request, start, stop in pieces
+        ]
+        blocks = (
+            inputs[0] if len(pieces) == 1 else [torch.cat(column) for column in zip(*inputs, strict=True)]
         )
-        out = self._executor.product(
-            kind.group, kind.direction, kind.members, [torch.cat(column) for column in columns]
-        )
-        sizes = [stop - start for _, start, stop in pieces]
-        parts = zip(*(block.split(sizes) for block in out), strict=True)
-        # An answer of its own for each: else who does not read holds the memory of all.
-        return [[block.clone() for block in part] for part in parts]
+        out = self._executor.product(kind.group, kind.direction, kind.members, blocks)
+        parts: list[_Part | Exception] = []
+        at = 0
+        for _, start, stop in pieces:
+            parts.append(_Part(out, at, at + stop - start))
+            at += stop - start
+        return parts
+
+
+def _answer(parts: list[_Part]) -> list[torch.Tensor]:
+    """A request's payload out of its products: each block's rows, from every product, in order."""
+    return [piece for block in zip(*(part.blocks() for part in parts), strict=True) for piece in block]
 
 
 def shapes_of(executor: BaseExecutor) -> list[Shape]:
