@@ -23,7 +23,6 @@ from tenant_sdk.urgency import declared
 log = logging.getLogger(__name__)
 
 FETCH_BYTES = 4 << 20
-MAX_RETRY_SECONDS = 5.0  # whatever an executor asks for
 TELL_SECONDS = 10.0  # between two warnings
 
 
@@ -261,22 +260,21 @@ class RemoteExecutor:
         """The payload of an answer; asked for again when the executor says that it is overloaded.
 
         Raises:
-            RequestRefused: anything else, or it has been overloaded for as long as the timeout.
+            RequestRefused: for anything else, or overloaded for longer than the timeout.
         """
         pending, began = first or ask(), time.monotonic()
         while True:
             try:
                 return _payload(channel.wait(pending))
             except RequestRefused as error:
-                waited = time.monotonic() - began
-                if error.code != "overloaded" or error.retry_after is None or waited > channel.timeout:
+                patience = began + channel.timeout - time.monotonic()
+                if error.code != "overloaded" or not 0 < (error.retry_after or 0) < patience:
                     raise
-                self._overloaded(error.retry_after)
+                self._overloaded(error.retry_after or 0.0)
             pending = ask()
 
     def _overloaded(self, seconds: float) -> None:
         """Wait as long as the executor asks for, and say so now and then."""
-        seconds = min(max(seconds, 0.001), MAX_RETRY_SECONDS)
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
