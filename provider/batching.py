@@ -147,6 +147,11 @@ class Batcher:
             request.last - work.arrived,
         )
 
+    @property
+    def waiting(self) -> int:
+        """Requests without an answer."""
+        return len(self._requests)
+
     def answered(self, header: Header, stop: Callable[[], bool]) -> None:
         """Read the next group's weight ahead while the tenant computes its attention.
 

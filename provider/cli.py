@@ -90,7 +90,9 @@ def serve(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Gets {url, pid, admin_url} once the port is open."),
     ] = None,
-    admin_port: Annotated[int, typer.Option(help="Loopback port of /metrics and /healthz; 0 picks one.")] = 0,
+    admin_port: Annotated[
+        int, typer.Option(help="Loopback port of the status page, /metrics and /healthz; 0 picks one.")
+    ] = 0,
     client_ca: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Also ask tenants for a certificate signed by this authority."),
@@ -135,13 +137,15 @@ def serve(
     )
     import torch
 
+    from provider.admin import AdminServer
     from provider.batching import Batcher, profile
     from provider.executor import BaseExecutor
-    from provider.metrics import AdminServer, Metrics
+    from provider.metrics import Metrics
     from provider.quota import Limit, Quotas
-    from provider.scheduler import POLICIES, Objective, make_policy
+    from provider.scheduler import POLICIES, Objective, Opportunistic, make_policy
     from provider.server import Server, server_context
     from provider.session import Service
+    from provider.status import Status
     from provider.transcript import Transcript
 
     if batching not in POLICIES:
@@ -190,11 +194,24 @@ def serve(
         port=port,
         max_connections=max_connections,
     )
-    admin = AdminServer(metrics, admin_port, healthy=lambda: not server.draining)
+    metrics.watch(
+        lambda: batcher.waiting,
+        lambda: quotas.in_flight()[1],
+        lambda: policy.tokens.counts if isinstance(policy, Opportunistic) else (0, 0),
+    )
+    about = f"{executor.manifest.architecture}, {numerics}, {len(executor.manifest.groups)} groups"
+    status = Status(
+        metrics,
+        {
+            "model": executor.manifest.model,
+            "summary": f"{about}; {batching} batching; decode objective {decode_objective_ms:g} ms a token",
+        },
+    )
+    admin = AdminServer(metrics, admin_port, lambda: not server.draining, status)
     _errors.print(
         f"serving [bold]{executor.manifest.model}[/] ({executor.manifest.architecture}, {numerics}, "
         f"{len(executor.manifest.groups)} groups, digest {executor.manifest.digest[:16]}) "
-        f"to {tenants} tenants at {server.url}; metrics at http://127.0.0.1:{admin.port}/metrics"
+        f"to {tenants} tenants at {server.url}; status at http://127.0.0.1:{admin.port}/"
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -207,6 +224,7 @@ def serve(
     _errors.print("draining")
     clean = server.drain(drain_seconds)
     admin.close()
+    status.close()
     if recording is not None:
         recording.close()
     _errors.print("stopped" if clean else "stopped; some requests were cut off")

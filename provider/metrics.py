@@ -1,17 +1,12 @@
-"""What the executor counts, and the loopback port that shows it (``/metrics``, ``/healthz``)."""
+"""What the executor counts."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from provider.batching import Done
-from shared.errors import ConfigurationError
 from shared.header import Direction, Header, Operation, RequestClass
 
 _DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
@@ -97,6 +92,36 @@ class Metrics:
         )
         self.connections = Gauge("symbiosis_connections", "Open tenant sessions.", registry=self.registry)
 
+    def watch(
+        self, waiting: Callable[[], int], in_flight: Callable[[], int], tokens: Callable[[], tuple[int, int]]
+    ) -> None:
+        """Show what others keep: requests that wait, bytes in flight, and tokens met and late."""
+        for name, text, value in (
+            ("waiting_requests", "Requests without an answer.", waiting),
+            ("in_flight_bytes", "Of requests and answers, as quotas count them.", in_flight),
+            ("decode_tokens_met", "Decoded tokens within the objective.", lambda: tokens()[0]),
+            ("decode_tokens_late", "Decoded tokens that took longer.", lambda: tokens()[1]),
+        ):
+            Gauge(f"symbiosis_{name}", text, registry=self.registry).set_function(value)
+
+    def value(self, name: str) -> float:
+        """Of a metric without labels; 0 if there is none."""
+        return self.registry.get_sample_value(name) or 0.0
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The values of a metric by one of its labels."""
+        found: dict[str, float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if sample.name == name:
+                    value = sample.labels.get(label, "")
+                    found[value] = found.get(value, 0.0) + sample.value
+        return found
+
+    def total(self, name: str) -> float:
+        """The values of a metric under all its labels together."""
+        return sum(self.by_label(name, "").values())
+
     def product(self, tenant: str, header: Header, answer: Header, done: Done) -> None:
         """Count one answered product or effect."""
         rows, histogram = self._products[Operation(header.operation), Direction(header.direction)]
@@ -114,58 +139,3 @@ class Metrics:
         """Count one product, of one request or many."""
         self._batch_rows.observe(rows)
         self._batch_seconds.observe(seconds)
-
-
-class _AdminWSGIServer(ThreadingMixIn, WSGIServer):
-    """A thread for each scrape, so that a client that says nothing holds up neither others nor the end."""
-
-    daemon_threads = True
-    block_on_close = False
-
-
-class _QuietHandler(WSGIRequestHandler):
-    timeout = 5  # seconds for a request to arrive
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not worth a log line each."""
-
-
-class AdminServer:
-    """Serves ``/metrics`` and ``/healthz`` on a loopback port, in a thread of its own.
-
-    Args:
-        metrics: what to show.
-        port: 0 picks one; see ``port`` for which.
-        healthy: asked at every ``/healthz``; 200 if true, 503 if not (draining).
-    """
-
-    def __init__(self, metrics: Metrics, port: int, healthy: Callable[[], bool]) -> None:
-        show_metrics = make_wsgi_app(metrics.registry)
-
-        def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            path = environ["PATH_INFO"]
-            if path == "/metrics":
-                shown: Iterable[bytes] = show_metrics(environ, start_response)
-                return shown
-            if path == "/healthz":
-                ok = healthy()
-                start_response(
-                    "200 OK" if ok else "503 Service Unavailable", [("Content-Type", "text/plain")]
-                )
-                return [b"ok\n" if ok else b"draining\n"]
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"try /metrics or /healthz\n"]
-
-        try:
-            self._server: WSGIServer = make_server(
-                "127.0.0.1", port, app, server_class=_AdminWSGIServer, handler_class=_QuietHandler
-            )
-        except OSError as error:
-            raise ConfigurationError(f"cannot listen on admin port {port}: {error.strerror}") from error
-        self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, name="admin", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()

@@ -314,6 +314,11 @@ class Tokens:
         self.met = self.late = 0
         self.room = 1.0
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens met and late."""
+        return self.met, self.late
+
     def answered(self, tenant: str, group: int, seconds: float) -> None:
         """A decode of the tenant has its answer."""
         last, spent = self._under_way.get(tenant, (-1, 0.0))

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import Executor
 
-from provider.metrics import AdminServer, Metrics
+from provider.admin import AdminServer
+from provider.metrics import Metrics
 
 
 def test_a_signal_that_another_thread_takes_still_drains(

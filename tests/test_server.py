@@ -21,8 +21,9 @@ import torch
 from conftest import TENANT, Executor
 from raw_peers import REPLY, SECONDS, eventually, header, metric, open_raw, product
 
+from provider.admin import AdminServer
 from provider.batching import Batcher, Done
-from provider.metrics import AdminServer, Metrics
+from provider.metrics import Metrics
 from provider.server import Server, server_context
 from provider.session import Scheduler, Service
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestRefused
