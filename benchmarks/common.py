@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,20 +18,29 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from provider.tokens import TokenFile
+
 # The model of the design's figures: per token and layer 4,352 inputs and 7,936 outputs go over the wire.
 LAYERS, WIDTH, FEED_FORWARD, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
 
 
-def write_model(folder: Path) -> None:
-    """Save the 12-layer, d = 768, Llama-shaped model with random weights, float32."""
+def write_model(
+    folder: Path,
+    *,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+    feed_forward: int = FEED_FORWARD,
+    vocabulary: int = VOCABULARY,
+) -> None:
+    """Save a Llama-shaped model with random weights, float32; by default 12 layers and d = 768."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=FEED_FORWARD,
-        num_hidden_layers=LAYERS,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         max_position_embeddings=2048,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -44,6 +55,7 @@ class Executor:
     token: str
     ca: Path
     admin_url: str
+    tokens: TokenFile  # to add tenants
 
 
 def provider(*arguments: str) -> str:
@@ -69,7 +81,7 @@ def executor(folder: Path, work: Path, *options: str) -> Iterator[Executor]:
                 raise SystemExit((work / "executor.log").read_text())
             time.sleep(0.1)
         told = json.loads(ready.read_text())
-        yield Executor(told["url"], told["pid"], token, tls / "ca.pem", told["admin_url"])
+        yield Executor(told["url"], told["pid"], token, tls / "ca.pem", told["admin_url"], TokenFile(tokens))
     finally:
         ready.unlink(missing_ok=True)
         process.terminate()
@@ -82,6 +94,30 @@ def peak_memory_mib(pid: int | None = None) -> float:
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / 1024
     raise SystemExit("no VmHWM: the memory figures need Linux")
+
+
+def pss_mib(pid: int | None = None) -> float:
+    """Memory of a process in MiB, with what it shares divided among those who share it."""
+    for line in Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    raise SystemExit("no Pss: the memory figures need Linux")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def metrics(running: Executor) -> dict[str, float]:
+    """An executor's metrics, summed over labels."""
+    with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=10) as answer:  # noqa: S310
+        text = answer.read().decode()
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"(?m)^(symbiosis_\w+)(?:\{.*\})? (\S+)$", text):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 def spread(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:

@@ -42,6 +42,7 @@ class Tenant(threading.Thread):
         self.tokens: list[tuple[float, float]] = []  # when it came, and how long it took
         self.first_tokens: list[tuple[float, float]] = []
         self.steps: list[tuple[float, float]] = []
+        self.rows = 0  # through one group each
         self.session = tenant_sdk.connect(url, token=plan["token"], ca=ca, privacy="plain", timeout=timeout)
         self.remote = self.session._remote
         self.groups = range(len(self.remote.shapes))
@@ -85,6 +86,7 @@ class Tenant(threading.Thread):
             widths = shape.plan(direction, members).request_widths
             blocks = [torch.zeros((rows, width), dtype=self.remote.wire_dtype) for width in widths]
             self.remote.product(Operation.PRODUCT, group, direction, members, blocks)
+            self.rows += rows
             if self.plan.get("think"):
                 time.sleep(self.plan["think"])
 
@@ -138,7 +140,7 @@ def main() -> None:
         tenant.until(begin, begin + plan["seconds"])
     for tenant in tenants:
         tenant.join()
-    fields = ("tokens", "first_tokens", "steps", "errors")
+    fields = ("tokens", "first_tokens", "steps", "rows", "errors")
     print(json.dumps([{"name": t.plan["name"], **{f: getattr(t, f) for f in fields}} for t in tenants]))
 
 

@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +30,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from common import Executor, executor, peak_memory_mib, spread, write_model
+from common import Executor, executor, metrics, peak_memory_mib, spread, write_model
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +38,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from websockets.sync.client import connect as websocket_connect
 
 import tenant_sdk
+from provider.tokens import TokenFile
 from shared.header import Direction, Operation
 from shared.memory import keep_freed_memory
 
@@ -131,8 +130,7 @@ def fill(session: tenant_sdk.Session | None, budget: int) -> None:
 
 def product_seconds(running: Executor) -> float:
     """Seconds that the executor has spent on products and effects, from its own metrics."""
-    text = urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=10).read().decode()  # noqa: S310
-    return sum(float(v) for v in re.findall(r"symbiosis_product_seconds_sum\{.*\} (\S+)", text))
+    return metrics(running).get("symbiosis_batch_seconds_sum", 0.0)
 
 
 def measure_modes(folder: Path, running: Executors, rounds: int) -> dict[str, dict[str, Any]]:
@@ -243,7 +241,8 @@ def probe_memory(mode: str, folder: Path, running: Executors) -> float:
 
 def probe(mode: str, folder: Path, given: list[list[str]]) -> None:
     """The other side of ``probe_memory``."""
-    running = Executors(*(Executor(url, 0, token, Path(ca), "") for url, ca, token in given))
+    none = TokenFile("")  # the other side's
+    running = Executors(*(Executor(url, 0, token, Path(ca), "", none) for url, ca, token in given))
     model, session = load(mode, folder, running)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     iteration(model, optimizer, torch.randint(0, 32000, (BATCH, SEQUENCE)))

@@ -90,7 +90,7 @@ class Batcher:
     Args:
         executor: multiplies.
         policy: decides; None: every request by itself, in order.
-        on_batch: told rows and seconds of every product.
+        on_batch: told rows, seconds and the deciding thread's processor seconds of every product.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Batcher:
         policy: Policy | None = None,
         *,
         weights: Weights | None = None,
-        on_batch: Callable[[int, float], None] = lambda rows, seconds: None,
+        on_batch: Callable[[int, float, float], None] = lambda rows, seconds, processor: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._executor, self._clock, self._on_batch = executor, clock, on_batch
@@ -219,7 +219,7 @@ class Batcher:
                     more = self._busy = bool(self._requests)
 
     def _multiply(self, batch: Batch, pieces: list[tuple[_Request, int, int]]) -> None:
-        started = self._clock()
+        started, processor = self._clock(), time.thread_time()
         try:
             answers = self._product(batch[0].work.kind, pieces)
         except Exception as error:
@@ -228,7 +228,7 @@ class Batcher:
                     self._multiply([piece], [each])
                 return
             answers = [error]
-        ended = self._clock()
+        ended, processor = self._clock(), time.thread_time() - processor
         rows = rows_of(batch)
         finished = []
         with self._changed:
@@ -248,7 +248,7 @@ class Batcher:
             self._policy.finished(batch, ended - started, ended)
         for request in finished:
             request.waiting.release()
-        self._on_batch(rows, ended - started)
+        self._on_batch(rows, ended - started, processor)
 
     def _product(self, kind: Kind, pieces: list[tuple[_Request, int, int]]) -> list[_Part | Exception]:
         """The answers of each piece.

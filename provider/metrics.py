@@ -65,6 +65,11 @@ class Metrics:
         self._batch_seconds = Histogram(
             "symbiosis_batch_seconds", "Time of products.", registry=self.registry, buckets=buckets
         )
+        self._processor = Counter(
+            "symbiosis_product_cpu_seconds",
+            "Processor time of products, in the thread that gathers and begins them; with --threads 1, all.",
+            registry=self.registry,
+        )
         self._tenant_rows = Counter(
             "symbiosis_tenant_rows", "Rows by tenant.", ("tenant",), registry=self.registry
         )
@@ -135,7 +140,8 @@ class Metrics:
         self._tenant_rows.labels(tenant).inc(header.rows)
         self._tenant_bytes.labels(tenant).inc(header.payload_bytes + answer.payload_bytes)
 
-    def batch(self, rows: int, seconds: float) -> None:
-        """Count one product, of one request or many."""
+    def batch(self, rows: int, seconds: float, processor: float) -> None:
+        """Count one product, of one request or many; ``processor`` seconds are those of its first thread."""
+        self._processor.inc(processor)
         self._batch_rows.observe(rows)
         self._batch_seconds.observe(seconds)

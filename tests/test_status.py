@@ -30,7 +30,7 @@ def counted() -> Metrics:
 
 def work(metrics: Metrics) -> None:
     """Two requests of two tenants in one product of 40 rows."""
-    metrics.batch(40, 0.25)
+    metrics.batch(40, 0.25, 0.2)
     for tenant, rows in (("alice", 30), ("bob", 10)):
         request = Header(Operation.PRODUCT, Direction.FORWARD, 1, 0, 1, rows, 64, 1)
         answer = request._replace(operation=Operation.REPLY)

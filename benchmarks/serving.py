@@ -1,0 +1,470 @@
+"""One executor for many tenants: batching, co-serving, and against one model instance a job.
+
+    make bench                       # or: python benchmarks/serving.py --rounds 5 --only batching
+
+Every comparison alternates between its sides in each round, so that a machine whose speed drifts favours
+neither. "Replayed" tenants send the requests of real ones and compute nothing (``load.py``); "real" ones
+are processes with transformers, PEFT and the SDK (``tenant.py``). Everything runs on one machine: tenants
+and executor share its processors. Prints tables, and writes serving.json and serving.png into --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import numpy as np
+from common import Executor, cpu_seconds, executor, metrics, peak_memory_mib, pss_mib, spread, write_model
+from load import bursty
+from rich.console import Console
+from rich.table import Table
+
+console = Console(width=None if sys.stdout.isatty() else 150)
+HERE = Path(__file__).parent
+CORES = os.cpu_count() or 1
+Plan = dict[str, Any]
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def started(script: str, plans: list[Plan]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that have said that they are ready."""
+    running = []
+    try:
+        for plan in plans:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(plan) + "\n")
+            process.stdin.flush()
+            running.append(process)
+        for process in running:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise SystemExit(f"a process of {script} ended before it was ready")
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def results(running: list[subprocess.Popen[str]], begin: float) -> list[Any]:
+    """Let them begin, and collect what they print."""
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write(f"{begin}\n")
+        process.stdin.flush()
+    return [json.loads(process.stdout.read()) for process in running if process.stdout is not None]
+
+
+def replay(running: Executor, plans: list[Plan], seconds: float, processes: int = 2) -> dict[str, Any]:
+    """What replayed tenants saw, and what the executor did meanwhile."""
+    plans = [{**plan, "token": running.tokens.add(plan["name"])} for plan in plans]
+    common = {"url": running.url, "ca": str(running.ca), "timeout": 120, "seconds": seconds}
+    parts = [part for part in (plans[i::processes] for i in range(processes)) if part]
+    with started("load.py", [{**common, "tenants": part} for part in parts]) as tenants:
+        before, processor = metrics(running), cpu_seconds(running.pid)
+        told = [tenant for part in results(tenants, time.time() + 0.2) for tenant in part]
+        after, processor = metrics(running), cpu_seconds(running.pid) - processor
+    change = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    errors: Counter[str] = Counter()
+    for tenant in told:
+        errors.update(tenant["errors"])
+    return {
+        "seconds": seconds,
+        "tokens": [latency for tenant in told for _, latency in tenant["tokens"]],
+        "steps": [latency for tenant in told for _, latency in tenant["steps"]],
+        "by_tenant": {t["name"]: len(t["tokens"]) + len(t["steps"]) for t in told},
+        "rows": {t["name"]: t["rows"] for t in told},
+        "errors": dict(errors),
+        "rows_per_product": change["symbiosis_batch_rows_sum"] / max(1, change["symbiosis_batch_rows_count"]),
+        "in_products": change["symbiosis_product_cpu_seconds_total"] / processor if processor else 0.0,
+        "met": change.get("symbiosis_decode_tokens_met", 0.0),
+        "late": change.get("symbiosis_decode_tokens_late", 0.0),
+        "peak_mib": peak_memory_mib(running.pid),
+    }
+
+
+def real(plans: list[Plan], watched: int | None = None) -> dict[str, Any]:
+    """What real tenants, or processes with a whole model, reached; memory of all together."""
+    with started("tenant.py", plans) as running:
+        executor_mib = pss_mib(watched) if watched else 0.0
+        told = results(running, time.time() + 1.0)
+    return {
+        "done": sum(len(each["times"]) for each in told) / plans[0]["seconds"],
+        "latency": [latency for each in told for _, latency in each["times"]],
+        "memory_mib": sum(each["pss_mib"] for each in told) + executor_mib,
+        "executor_mib": executor_mib,
+    }
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+def batching(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """32 decoding tenants under each policy; and lockstep with one slow tenant."""
+    tenants = [{"name": f"tenant-{i}", "prompt": 0, "tokens": 1 << 30} for i in range(32)]
+    few = [{"name": f"fast-{i}", "prompt": 0, "tokens": 1 << 30, "think": 0.002} for i in range(3)]
+    slow = [{"name": "slow", "prompt": 0, "tokens": 1 << 30, "think": 0.05}]
+    found: dict[str, list[dict[str, Any]]] = {}
+    with ExitStack() as stack:
+        running = {
+            policy: stack.enter_context(executor(folder, work / f"batching-{policy}", "--batching", policy))
+            for policy in ("none", "opportunistic", "lockstep")
+        }
+        for number in range(rounds):
+            for policy in ("none", "opportunistic"):
+                console.print(f"batching {number + 1}/{rounds}: {policy}, 32 tenants", highlight=False)
+                found.setdefault(policy, []).append(replay(running[policy], tenants, seconds))
+            for policy in ("opportunistic", "lockstep"):
+                for plans, name in ((few, "fast alone"), (few + slow, "with a slow one")):
+                    console.print(f"batching {number + 1}/{rounds}: {policy}, {name}", highlight=False)
+                    found.setdefault(f"{policy}, {name}", []).append(
+                        replay(running[policy], plans, seconds / 2)
+                    )
+    return found
+
+
+def show_batching(found: dict[str, Any]) -> list[Table]:
+    table = Table(title="32 replayed tenants decode: tokens a second, milliseconds a token")
+    for column in ("policy", "tokens/s", "ratio", "median ms", "rows in a product", "errors"):
+        table.add_column(column)
+    base = _median(found["none"], _rate)
+    for policy in ("none", "opportunistic"):
+        runs = found[policy]
+        table.add_row(
+            policy,
+            spread([_rate(run) for run in runs], 1, 1),
+            f"{_median(runs, _rate) / base:.2f}",
+            spread([statistics.median(run["tokens"]) for run in runs], 1e3, 0),
+            spread([run["rows_per_product"] for run in runs], 1, 1),
+            _errors(runs),
+        )
+    other = Table(title="Three fast tenants, alone and beside a slow one: tokens a second of the fast")
+    for column in ("policy", "alone", "beside", "kept"):
+        other.add_column(column)
+    for policy in ("opportunistic", "lockstep"):
+        alone, beside = found[f"{policy}, fast alone"], found[f"{policy}, with a slow one"]
+        kept = _median(beside, _fast) / max(1e-9, _median(alone, _fast))
+        other.add_row(
+            policy,
+            spread([_fast(run) for run in alone], 1, 1),
+            spread([_fast(run) for run in beside], 1, 1),
+            f"{kept:.2f}",
+        )
+    return [table, other]
+
+
+def coserving(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """Conversations in bursts beside fine-tuning; against taking turns, and either alone."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    tune = [{"name": f"tune-{i}", "tune": 256} for i in range(2)]
+    objective = OBJECTIVE_MS
+    with executor(folder, work / "coserving", "--decode-objective-ms", str(objective)) as running:
+        for number in range(rounds):
+            draw = random.Random(number)
+            chats = [
+                {
+                    "name": f"chat-{i}",
+                    "prompt": 32,
+                    "tokens": 12,
+                    "think": 0.001,
+                    "arrivals": bursty(0.12, seconds, draw, period=seconds / 2),
+                }
+                for i in range(4)
+            ]
+            for plans, name in (
+                (tune, "fine-tuning alone"),
+                (chats, "chats alone"),
+                (chats + tune, "together"),
+            ):
+                console.print(f"co-serving {number + 1}/{rounds}: {name}", highlight=False)
+                found.setdefault(name, []).append(replay(running, plans, seconds))
+    return found
+
+
+OBJECTIVE_MS = 150.0
+
+
+def show_coserving(found: dict[str, Any]) -> list[Table]:
+    table = Table(title=f"Chats in bursts beside fine-tuning; objective {OBJECTIVE_MS:g} ms a token")
+    for column in ("", "tokens", "within the objective", "median ms", "fine-tuning rows/s", "kept"):
+        table.add_column(column)
+    alone = _median(found["fine-tuning alone"], _tuned)
+    for name, runs in found.items():
+        met, late = sum(run["met"] for run in runs), sum(run["late"] for run in runs)
+        latencies = [latency for run in runs for latency in run["tokens"]]
+        table.add_row(
+            name,
+            str(len(latencies)),
+            f"{met / (met + late):.1%}" if met + late else "",
+            f"{statistics.median(latencies) * 1e3:.0f}" if latencies else "",
+            spread([_tuned(run) for run in runs], 1, 0),
+            f"{_median(runs, _tuned) / alone:.0%}" if _median(runs, _tuned) else "",
+        )
+    return [table]
+
+
+def _tuned(run: dict[str, Any]) -> float:
+    """Rows through one group, a second, of all fine-tuning tenants."""
+    return sum(rows for name, rows in run["rows"].items() if name.startswith("tune")) / run["seconds"]
+
+
+def _rate(run: dict[str, Any]) -> float:
+    return len(run["tokens"]) / run["seconds"]
+
+
+def _fast(run: dict[str, Any]) -> float:
+    return sum(count for name, count in run["by_tenant"].items() if name.startswith("fast")) / run["seconds"]
+
+
+def _median(runs: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
+    return statistics.median(map(of, runs))
+
+
+def _errors(runs: list[dict[str, Any]]) -> str:
+    total: Counter[str] = Counter()
+    for run in runs:
+        total.update(run["errors"])
+    return ", ".join(f"{code}: {count}" for code, count in total.items()) or "none"
+
+
+def dedicated(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """Eight decoding and four tuning tenants, real ones, against as many processes with a whole model."""
+    decode = {"work": "decode", "batch": 1, "length": 32, "threads": 1, "seconds": seconds}
+    tune = {"work": "tune", "batch": 1, "length": 256, "threads": 1, "seconds": 2 * seconds}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, count, plan in (("decode", 8, decode), ("tune", 4, tune)):
+        local = [{**plan, "folder": str(folder), "seed": i} for i in range(count)]
+        with executor(folder, work / f"dedicated-{name}", *local_options(work, name)) as running:
+            for number in range(rounds):
+                console.print(f"dedicated {number + 1}/{rounds}: {name}, {count} processes", highlight=False)
+                found.setdefault(f"{name}, a model each", []).append(real(local))
+                for carrier, url in carriers(running).items():
+                    tenants = [
+                        {
+                            **plan,
+                            "seed": i,
+                            "url": url,
+                            "ca": str(running.ca) if url.startswith("wss") else None,
+                            "token": running.tokens.add(f"tenant-{i}"),
+                        }
+                        for i in range(count)
+                    ]
+                    console.print(f"dedicated {number + 1}/{rounds}: {name}, {carrier}", highlight=False)
+                    found.setdefault(f"{name}, {carrier}", []).append(real(tenants, running.pid))
+    return found
+
+
+def show_dedicated(found: dict[str, Any]) -> list[Table]:
+    table = Table(title="Real tenants on one executor against a model instance each")
+    for column in ("", "done a second", "ratio", "memory MiB", "less by"):
+        table.add_column(column)
+    for name, runs in found.items():
+        base = found[f"{name.split(',')[0]}, a model each"]
+        memory = _median(runs, lambda run: run["memory_mib"])
+        table.add_row(
+            name,
+            spread([run["done"] for run in runs], 1, 2),
+            f"{_median(runs, lambda run: run['done']) / _median(base, lambda run: run['done']):.2f}",
+            f"{memory:.0f}",
+            f"{_median(base, lambda run: run['memory_mib']) / memory:.2f}",
+        )
+    return [table]
+
+
+def memory(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """One to five tenants that tune, against as many processes, with a base of more than 1 GB."""
+    folder = work / "large"
+    write_model(folder, layers=14, width=1536, feed_forward=4096, vocabulary=4096)
+    plan = {"work": "tune", "batch": 1, "threads": 1, "seconds": seconds}
+    found: dict[str, Any] = {"local": {}, "shared": {}, "executor": {}, "executor by length": {}}
+    with executor(folder, work / "memory") as running:
+
+        def tenants(count: int, length: int) -> dict[str, Any]:
+            access = {"url": running.url, "ca": str(running.ca)}
+            plans = [{**plan, **access, "length": length, "seed": i} for i in range(count)]
+            for i, each in enumerate(plans):
+                each["token"] = running.tokens.add(f"tenant-{i}")
+            return real(plans, running.pid)
+
+        for count in (1, 3, 5):
+            console.print(f"memory: {count} tenants", highlight=False)
+            shared = tenants(count, 128)
+            found["shared"][count] = shared["memory_mib"]
+            found["executor"][count] = peak_memory_mib(running.pid)
+            console.print(f"memory: {count} processes with a model each", highlight=False)
+            local = [{**plan, "length": 128, "folder": str(folder), "seed": i} for i in range(count)]
+            found["local"][count] = real(local)["memory_mib"]
+        for length in (128, 512, 1024):
+            console.print(f"memory: a sequence of {length} tokens", highlight=False)
+            tenants(1, length)
+            found["executor by length"][length] = peak_memory_mib(running.pid)
+    found["base_mib"] = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
+    return found
+
+
+def show_memory(found: dict[str, Any]) -> list[Table]:
+    table = Table(title=f"Memory of N tuning jobs, MiB in all; base model {found['base_mib']:.0f} MiB")
+    for column in ("N", "a model each", "one executor", "less by", "peak of the executor"):
+        table.add_column(column)
+    for count, local in found["local"].items():
+        shared = found["shared"][count]
+        peak = found["executor"][count]
+        table.add_row(str(count), f"{local:.0f}", f"{shared:.0f}", f"{local / shared:.2f}", f"{peak:.0f}")
+    lengths = ", ".join(f"{n} tokens: {mib:.0f}" for n, mib in found["executor by length"].items())
+    table.caption = f"peak of the executor by sequence length: {lengths} MiB"
+    return [table]
+
+
+def efficiency(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
+    """How much of the executor's processor time is inside products, when tuning tenants saturate it."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    tune = [{"name": f"tune-{i}", "tune": 512} for i in range(4)]
+    with executor(
+        folder, work / "efficiency", "--threads", "1", *local_options(work, "efficiency")
+    ) as running:
+        for number in range(rounds):
+            for carrier, url in carriers(running).items():
+                console.print(f"efficiency {number + 1}/{rounds}: {carrier}", highlight=False)
+                found.setdefault(carrier, []).append(
+                    replay(Executor(**{**vars(running), "url": url}), tune, seconds)
+                )
+    return found
+
+
+def show_efficiency(found: dict[str, Any]) -> list[Table]:
+    table = Table(title="Four tuning tenants saturate one executor thread")
+    for column in ("", "processor time inside products", "rows a second", "rows in a product"):
+        table.add_column(column)
+    for carrier, runs in found.items():
+        table.add_row(
+            carrier,
+            spread([100 * run["in_products"] for run in runs], 1, 0) + " %",
+            spread([_tuned(run) for run in runs], 1, 0),
+            spread([run["rows_per_product"] for run in runs], 1, 0),
+        )
+    return [table]
+
+
+def carriers(running: Executor) -> dict[str, str]:
+    """The URLs under which an executor is reached."""
+    return {"over TLS": running.url}
+
+
+def local_options(work: Path, name: str) -> list[str]:
+    """Options that open the co-located transport."""
+    return []
+
+
+# -- the figures as pictures -----------------------------------------------------------------------
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Batching, memory, co-serving: what is there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    blue, grey, orange = "#4878a8", "#b0b0b0", "#e0a030"
+    panels = [name for name in ("batching", "memory", "coserving") if name in found]
+    if not panels:
+        return
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 3.6), layout="constrained")
+    for axis, name in zip(np.atleast_1d(axes), panels, strict=True):
+        axis.spines[["top", "right"]].set_visible(False)
+        data = found[name]
+        if name == "batching":
+            policies = ("none", "opportunistic")
+            rates = [_median(data[policy], _rate) for policy in policies]
+            axis.bar(policies, rates, color=(grey, blue))
+            for place, rate in enumerate(rates):
+                axis.text(place, rate, f"{rate:.0f}", ha="center", va="bottom")
+            axis.set_title("32 tenants decode: tokens a second", fontsize=10)
+        elif name == "memory":
+            counts = list(data["local"])
+            axis.plot(
+                counts, [data["local"][n] / 1024 for n in counts], "o-", color=grey, label="a model each"
+            )
+            axis.plot(
+                counts, [data["shared"][n] / 1024 for n in counts], "o-", color=blue, label="one executor"
+            )
+            axis.set_ylim(bottom=0)
+            axis.set_xticks(counts)
+            axis.set_xlabel("tuning tenants")
+            axis.set_title("memory of all together, GiB", fontsize=10)
+            axis.legend(frameon=False)
+        else:
+            for run_name, colour in (("chats alone", grey), ("together", orange)):
+                latencies = sorted(1e3 * v for run in data[run_name] for v in run["tokens"])
+                share = np.arange(1, len(latencies) + 1) / len(latencies)
+                axis.plot(latencies, 100 * share, color=colour, label=run_name)
+            axis.set_xlabel("milliseconds a token, as the tenant sees it")
+            axis.set_ylabel("% of tokens")
+            axis.set_title("decoding beside fine-tuning", fontsize=10)
+            axis.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+PARTS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], list[Table]]]] = {
+    "batching": (batching, show_batching),
+    "coserving": (coserving, show_coserving),
+    "efficiency": (efficiency, show_efficiency),
+    "dedicated": (dedicated, show_dedicated),
+    "memory": (memory, show_memory),
+}
+
+
+def main() -> None:
+    """Run everything, or what ``--only`` names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of one run of one side")
+    parser.add_argument("--only", choices=PARTS, action="append", help="repeat for more; default: all")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
+        work = Path(name)
+        folder = work / "model"
+        console.print("writing the model")
+        write_model(folder)
+        for part, (measure, show) in PARTS.items():
+            if options.only and part not in options.only:
+                continue
+            found[part] = measure(folder, work, options.rounds, options.seconds)
+            for table in show(found[part]):
+                console.print(table)
+            (options.output / "serving.json").write_text(json.dumps(found, indent=1))
+    plot(found, options.output / "serving.png")
+    console.print(f"wrote {options.output}/serving.json and .png")
+
+
+if __name__ == "__main__":
+    main()
