@@ -21,16 +21,14 @@ from provider.tokens import TokenFile
 from security import capture
 from security.attacks.active import CanaryRows, CoTenantTiming, LyingProvider, Poison, WeightExtraction
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Parties
+from security.claims import STATISTICAL
 from security.executors import Executor
 from security.findings import Finding
 from security.passive import Evidence, PassiveAttacks
-from security.plan import Plan, Result, Stage
+from security.plan import PROVIDER, SOURCE, Plan, Result, Stage
 from security.public_model import PublicModel
 from security.statistics import rate
-from security.views import (
-    products_of,
-    requests_of,
-)
+from security.views import mask_source_view, operations_of, products_of, requests_of
 from security.workload import Truth, blocks_of, generate, tune, watch
 from shared.header import Direction
 from shared.messages import Limits
@@ -51,8 +49,7 @@ class Audit:
     def __init__(self, model: Path, text: list[str], plan: Plan, stage: Stage, seed: int = 0) -> None:
         self.model, self.text, self.plan, self.stage, self.seed = model, text, plan, stage, seed
         self.rng = np.random.default_rng(seed)
-        # Ten attacks for the provider, ten for a mask source, and one game.
-        self.confidence = 1 - plan.family_error / 21
+        self.confidence = 1 - plan.family_error / STATISTICAL
         self.result = Result()
         self.captured: dict[str, Captured] = {}
         self.games: dict[str, capture.Game] = {}
@@ -307,4 +304,6 @@ class Audit:
                 products_of(requests_of(ring, f"game-{MODES.index(ONE_TIME)}")),
                 {name: requests_of(ring, name) for name in (*self.lengths, "rank-2", "rank-32")},
                 self.lengths,
+                {PROVIDER: operations_of(ring), SOURCE: operations_of(source)},
+                mask_source_view([request for each in source for request in each.requests]),
             )

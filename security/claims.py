@@ -23,6 +23,10 @@ TOKEN_ATTACKS = (
     "search in hidden states",
 )
 LEARNING_ATTACKS = ("label recovery", "gradient span check")
+# Judgements about one-time that chance alone could upset: these attacks, the adapter, the game, and the
+# smallest p-values of bytes and of seeds.
+STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + 4
+LEAST_SEEDS = 64  # fewer show nothing
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,12 @@ def _select(result: Result, mode: str, sees: str, attacks: Iterable[str]) -> lis
 
 def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Result], tuple[bool, str]]:
     def judge(result: Result) -> tuple[bool, str]:
-        found = _select(result, mode, sees, attacks)
-        found = [finding for finding in found if finding.success.trials]  # else it sees nothing of the kind
-        if not found:
-            return False, "not measured"
+        found = []
+        for attack in attacks:
+            measured = [f for f in _select(result, mode, sees, (attack,)) if f.success.trials]
+            if not measured:
+                return False, f"not measured: {attack}"
+            found += measured
         worst = max(found, key=lambda f: f.success.low - f.chance)
         numbers = [n for f in found for n in (f.success.value, f.success.low, f.success.high, f.chance)]
         return all(map(math.isfinite, numbers)) and not any(f.beats_chance for f in found), _figure(worst)
@@ -97,10 +103,39 @@ def _uniform(result: Result) -> tuple[bool, str]:
     if found is None:
         return False, "not measured"
     level = 1 - result.about["confidence_of_one_interval"]
-    return found.bytes_tested > 0 and found.p_value > level and found.repeated_blocks == 0, (
+    repeated = found.repeated_blocks + found.repeated_tops
+    return found.bytes_tested > 0 and found.p_value > level and repeated == 0, (
         f"p = {found.p_value:.3g} ({found.worst}; fails below {level:.2g}), {found.repeated_blocks} repeated "
-        f"blocks, {found.bytes_tested:,} bytes"
+        f"blocks, {found.repeated_tops} repeated runs of top bytes, {found.bytes_tested:,} bytes"
     )
+
+
+def _separated(result: Result) -> tuple[bool, str]:
+    found = result.figures.get("operations", {})
+    told = [
+        f"{party}: " + ", ".join(f"{count:,} {name}" for name, count in found.get(party, {}).items())
+        for party in (PROVIDER, SOURCE)
+    ]
+    only = set(found.get(PROVIDER, {})) == {"PRODUCT"} and set(found.get(SOURCE, {})) == {"SEED_EFFECT"}
+    return only, "; ".join(told)
+
+
+def _seeds_fresh(result: Result) -> tuple[bool, str]:
+    found = result.seeds
+    if found is None or found.count < LEAST_SEEDS:
+        return False, "not measured"
+    level = 1 - result.about["confidence_of_one_interval"]
+    return found.p_value > level and not found.repeated and not found.others, (
+        f"p = {found.p_value:.3g} ({found.worst}; fails below {level:.2g}), {found.repeated} repeated of "
+        f"{found.count:,} seeds, {found.others} other requests"
+    )
+
+
+def _repeats_found(result: Result) -> tuple[bool, str]:
+    found = result.randomness.get(RING_BANK)
+    if found is None:
+        return False, "not measured"
+    return found.repeated_tops > 0, f"{found.repeated_tops:,} repeated runs of top bytes"
 
 
 def _stolen(result: Result) -> tuple[bool, str]:
@@ -171,19 +206,27 @@ CLAIMS = (
     ),
     Claim(
         "one-time-uniform",
-        "Every byte sent to the provider is uniform, and no block comes twice",
+        "Every byte sent to the provider is uniform, and no mask serves twice, whatever for",
         ONE_TIME,
         "uniformity and independence",
-        "smallest p above its level, no repeated block",
+        "smallest p above its level, no repeated block, no repeated top bytes",
         _uniform,
     ),
     Claim(
+        "one-time-separation",
+        "The provider gets rows and no mask or seed; a mask source gets seeds and no row",
+        ONE_TIME,
+        "operations in both transcripts",
+        "provider: PRODUCT only; mask source: SEED_EFFECT only; some of both",
+        _separated,
+    ),
+    Claim(
         "one-time-mask-source",
-        "A mask source can tell neither tokens nor labels nor the adapter",
+        "What a mask source gets are fresh random seeds, which have nothing to do with any row",
         f"{ONE_TIME}, {SOURCE}",
-        "all of the above on masks",
-        "chance within the interval",
-        _at_chance(ONE_TIME, SOURCE, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, "adapter extraction")),
+        "seed prediction",
+        "32 bytes each, none twice, smallest p above its level",
+        _seeds_fresh,
     ),
     Claim(
         "verified",
@@ -264,6 +307,14 @@ CLAIMS = (
         "mask reuse",
         "at least 95 % after some messages",
         _reuse_counted,
+    ),
+    Claim(
+        "control-repetition",
+        "Masks that serve again under other rows are seen by their top bytes",
+        RING_BANK,
+        "uniformity and independence",
+        "some repeated top bytes",
+        _repeats_found,
     ),
     Claim(
         "control-collusion",

@@ -56,9 +56,7 @@ def of_tokens(guess: torch.Tensor, truth: torch.Tensor, confidence: float) -> tu
 
 def of_guess(guess: TokenGuess, truth: Truth, confidence: float) -> tuple[Estimate, float]:
     """Of rows of the first group."""
-    tokens = truth.first_tokens()
-    within = guess.rows < len(tokens)
-    return of_tokens(guess.tokens[within], tokens[guess.rows[within]], confidence)
+    return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], confidence)
 
 
 def of_labels(
@@ -67,8 +65,8 @@ def of_labels(
     """Of each row of the last layer's gradients; requests in the order in which they were sent."""
     pairs = [
         (guess, sent.labels)
-        for guess, sent in zip(guesses, truth.of(group, Direction.BACKWARD), strict=False)
-        if sent.labels is not None and len(guess) == sent.rows
+        for guess, sent in zip(guesses, truth.of(group, Direction.BACKWARD), strict=True)
+        if sent.labels is not None
     ]
     if not pairs:
         raise NothingToScore
@@ -82,8 +80,8 @@ def of_spans(
     """How many of a part's n tokens are among the first n guesses; chance: among the guesses for another."""
     parts = [
         (guess, part.unique())
-        for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=False)
-        if sent.tokens is not None and len(guesses) == -(-sent.rows // rows)
+        for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=True)
+        if sent.tokens is not None
         for guess, part in zip(guesses, sent.tokens.split(rows), strict=True)
     ]
     if len(parts) < 2:

@@ -16,6 +16,7 @@ from security.attacks.extraction import AdapterExtraction, StolenAdapter
 from security.attacks.gradients import LabelRecovery, SpanCheck
 from security.attacks.logs import LogScan, Secrets
 from security.attacks.masking import DistinguishingGame, Uniformity
+from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import (
     Averaging,
     DeepMatching,
@@ -27,15 +28,21 @@ from security.attacks.tokens import (
 )
 from security.attacks.traffic import TrafficAnalysis, TrafficAnalysisOutside, network_view
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Game
-from security.executors import AuditError
 from security.findings import Finding, NothingToScore
-from security.plan import BOTH, NETWORK, PROVIDER, SOURCE, Plan, Result, Stage
+from security.plan import BOTH, NETWORK, PROVIDER, Plan, Result, Stage
 from security.public_model import PublicModel
 from security.statistics import Estimate, rate
 from security.transcript import Request
-from security.views import View, collusion_view, mask_source_view, products_of, provider_view
+from security.views import (
+    MaskSourceView,
+    View,
+    check_aligned,
+    collusion_view,
+    mask_source_view,
+    products_of,
+    provider_view,
+)
 from security.workload import ADAPTER_TOKENS, Sent, Truth
-from shared.header import Operation
 
 CURVE_ROWS = 500  # that the curves of mask reuse are drawn from
 
@@ -46,6 +53,8 @@ class Evidence:
 
     ``public`` and ``ring_public`` are the base model with the manifests of a float and of a ring executor;
     ``crash`` and ``game_requests`` further one-time requests; ``lengths`` the prompts of ``traffic``.
+    ``operations`` says how often which operation was asked of ``PROVIDER`` and ``SOURCE`` with ``one-time``,
+    ``seeds`` are all that the mask source was sent.
     """
 
     public: PublicModel
@@ -56,6 +65,8 @@ class Evidence:
     game_requests: list[Request]
     traffic: dict[str, list[Request]]
     lengths: dict[str, list[int]]
+    operations: dict[str, dict[str, int]]
+    seeds: MaskSourceView
 
 
 class PassiveAttacks:
@@ -88,17 +99,22 @@ class PassiveAttacks:
             public = self.evidence.ring_public if mode in (RING_BANK, ONE_TIME) else self.evidence.public
             with self.stage(f"attacks on {mode}"):
                 view = provider_view(public, captured.provider)
-                self._check_aligned(view, captured)
+                check_aligned(view, captured.truth, mode)
                 self._on(mode, PROVIDER, view, captured.truth)
                 if mode == ONE_TIME:
-                    source = mask_source_view(public, captured.source)
-                    self._on(mode, SOURCE, source, captured.truth)
                     both = collusion_view(public, captured.provider, captured.source)
                     self._on(mode, BOTH, both, captured.truth)
         for mode, game in self.evidence.games.items():
             with self.stage(f"distinguishing: {mode}"):
                 self._distinguish(mode, game)
-        for mode in {RING_BANK, ONE_TIME}.intersection(self.plan.modes):
+        self.structure()
+        with self.stage("curves"):
+            self._curves()
+        self._read_traffic()
+
+    def structure(self) -> None:
+        """What was sent to whom, and whether masks and seeds are random and served once."""
+        for mode in sorted({RING_BANK, ONE_TIME}.intersection(self.plan.modes)):
             with self.stage(f"uniformity of bytes: {mode}"):
                 requests = products_of(self.evidence.captured[mode].provider)
                 if mode == ONE_TIME:
@@ -106,17 +122,8 @@ class PassiveAttacks:
                 self.result.randomness[mode] = Uniformity().attack(
                     provider_view(self.evidence.ring_public, requests), self.rng
                 )
-        with self.stage("curves"):
-            self._curves()
-        self._read_traffic()
-
-    def _check_aligned(self, view: View, captured: Captured) -> None:
-        rows = sum(sent.rows for sent in captured.truth.of(0))
-        if rows != len(view.first):
-            raise AuditError(
-                f"the transcript of {captured.mode} holds {len(view.first)} rows of the first group, but the "
-                f"tenant sent {rows}: the attacks could not be scored"
-            )
+        self.result.figures["operations"] = self.evidence.operations
+        self.result.seeds = SeedPrediction().attack(self.evidence.seeds, self.rng)
 
     def _on(self, mode: str, sees: str, view: View, truth: Truth) -> None:
         repeats: dict[str, list[int]] = {}
@@ -132,7 +139,9 @@ class PassiveAttacks:
         )
         for attack in attacks:
             guess: TokenGuess = attack.attack(view, self.rng)
-            self._found(attack, mode, sees, partial(findings.of_guess, guess, truth, self.confidence))
+            score = partial(findings.of_guess, guess, truth, self.confidence)
+            bare = isinstance(attack, KnownMaskSubtraction) and not view.masks
+            self._found(attack, mode, sees, score, "knows no mask, takes rows as they are" if bare else "")
         deep = self._deep_attack(truth)
         guesses, wanted = deep.attack(view, self.rng)
         self._found(deep, mode, sees, lambda: findings.of_tokens(guesses, wanted, self.confidence))
@@ -219,6 +228,7 @@ class PassiveAttacks:
                 self.evidence.public if captured.mode == ELSEWHERE else self.evidence.ring_public,
                 captured.provider,
             )
+            check_aligned(view, captured.truth, name)
             messages = sum(len(seen.rows) > 1 for seen in view.of(0))
             points = []
             for count in [n for n in self.plan.curve_messages if n <= messages]:
@@ -292,11 +302,7 @@ class PassiveAttacks:
                 tensors=varied[:200]
                 + [r.rows for r in products_of(requests)[:200]]
                 + list(truth.adapter.values()),
-                seeds=[
-                    bytes(r.payload)
-                    for r in self.evidence.captured[ONE_TIME].source
-                    if r.header.operation == Operation.SEED_EFFECT
-                ],
+                seeds=mask_source_view(self.evidence.captured[ONE_TIME].source).seeds,
                 token_ids=[int(t) for t in truth.first_tokens()[:400] if t >= 0],
                 text=truth.text,
                 passwords=passwords,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from security.attacks.masking import Randomness
+from security.attacks.seeds import SeedStatistics
 from security.capture import MODES
 from security.findings import Finding
 from security.workload import FULL, QUICK, Size
@@ -49,6 +50,7 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     randomness: dict[str, Randomness] = field(default_factory=dict)
+    seeds: SeedStatistics | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
-from security.plan import BOTH, PROVIDER, SOURCE, Result
+from security.plan import BOTH, PROVIDER, Result
 
 COLUMNS = (
     (PLAIN, PROVIDER),
@@ -22,7 +22,6 @@ COLUMNS = (
     (ELSEWHERE, PROVIDER),
     (RING_BANK, PROVIDER),
     (ONE_TIME, PROVIDER),
-    (ONE_TIME, SOURCE),
     (ONE_TIME, BOTH),
 )
 mpl.rcParams.update(

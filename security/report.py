@@ -28,6 +28,7 @@ def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
             mode: dataclasses.asdict(found) | {"histogram": found.histogram.tolist()}
             for mode, found in result.randomness.items()
         },
+        "seeds": dataclasses.asdict(result.seeds) if result.seeds else None,
         "figures": result.figures,
     }
     path.write_text(json.dumps(plain(data), indent=1))
