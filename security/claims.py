@@ -164,11 +164,21 @@ def _silent(result: Result) -> tuple[bool, str]:
     return not found, f"{len(found)} found in {searched:,} characters" + (f": {found[0]}" if found else "")
 
 
+def _planted_found(result: Result) -> tuple[bool, str]:
+    found = result.figures.get("planted secret found", {})
+    missed = [where for where, there in found.items() if not there]
+    return bool(found) and not missed, f"found in {len(found) - len(missed)} of {len(found)} places" + (
+        f", not in {', '.join(missed)}" if missed else ""
+    )
+
+
 def _reuse_counted(result: Result) -> tuple[bool, str]:
     broken = result.figures.get("broken after messages", {})
-    told = [f"{label}: {count}" for label, count in broken.items() if count is not None]
-    # Any: with few messages a bank on the ring may not have shown all its masks yet.
-    return bool(told), "messages until 95 % are right: " + ("; ".join(told) or "never")
+    told = [f"{label}: {'never' if count is None else count}" for label, count in broken.items()]
+    on_floats_too = RING_BANK in broken and len(broken) > 1
+    return on_floats_too and None not in broken.values(), (
+        "messages until 95 % are right: " + ("; ".join(told) or "not measured")
+    )
 
 
 CLAIMS = (
@@ -237,6 +247,14 @@ CLAIMS = (
         _succeeds(f"{ONE_TIME}, verify=always", "malicious provider", "altered answers", 1.0),
     ),
     Claim(
+        "verified-effects",
+        "A wrong effect of a mask is noticed",
+        f"{ONE_TIME}, verify=always",
+        "altered answers",
+        "every lie of a mask source",
+        _succeeds(f"{ONE_TIME}, verify=always", "malicious mask source", "altered answers", 1.0),
+    ),
+    Claim(
         "no-cross-talk",
         "A tenant gets its own answers only",
         "any",
@@ -251,6 +269,14 @@ CLAIMS = (
         "log scan",
         "0 found",
         _silent,
+    ),
+    Claim(
+        "control-planted",
+        "What is planted in logs and among printed objects is found",
+        "any",
+        "log scan",
+        "in every place",
+        _planted_found,
     ),
     Claim(
         "control-clear",
@@ -305,7 +331,7 @@ CLAIMS = (
         "A bank of masks is broken by reuse, wherever its effects come from",
         f"{ELSEWHERE}; {RING_BANK}",
         "mask reuse",
-        "at least 95 % after some messages",
+        "at least 95 % after some messages, for every bank",
         _reuse_counted,
     ),
     Claim(

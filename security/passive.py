@@ -14,7 +14,7 @@ from security import findings
 from security.attacks.base import TokenGuess
 from security.attacks.extraction import AdapterExtraction, StolenAdapter
 from security.attacks.gradients import LabelRecovery, SpanCheck
-from security.attacks.logs import LogScan, Secrets
+from security.attacks.logs import PLANTED, LogScan, Secrets
 from security.attacks.masking import DistinguishingGame, Uniformity
 from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import (
@@ -292,8 +292,8 @@ class PassiveAttacks:
             ][:2000],
         }
 
-    def search(self, texts: dict[str, str], passwords: list[str]) -> None:
-        """Search everything that was written for what was secret."""
+    def search(self, texts: dict[str, str], passwords: list[str], planted: str) -> None:
+        """Search everything that was written for what was secret, and for what was planted there."""
         with self.stage("searching logs, metrics and printed objects"):
             truth = self.evidence.captured[ONE_TIME].truth
             varied = [b for sent in truth.sent for b in sent.blocks or [] if len(b[0].unique()) > 3]
@@ -306,8 +306,14 @@ class PassiveAttacks:
                 token_ids=[int(t) for t in truth.first_tokens()[:400] if t >= 0],
                 text=truth.text,
                 passwords=passwords,
+                planted=planted,
             )
-            self.result.figures["secrets in logs"] = LogScan(secrets).attack(texts, self.rng)
+            found = LogScan(secrets).attack(texts, self.rng)
+            control = {where: f"{PLANTED} in {where}" for where in texts}
+            self.result.figures["secrets in logs"] = [each for each in found if each not in control.values()]
+            self.result.figures["planted secret found"] = {
+                where: each in found for where, each in control.items() if not where.startswith("metrics")
+            }
             self.result.figures["log characters searched"] = {
                 where: len(text) for where, text in texts.items()
             }

@@ -62,8 +62,11 @@ class Here(Executor):
     def await_ready(self) -> None:
         """It is."""
 
-    def restart(self, *, crash: bool) -> None:
-        """See Executor; a crash is a matter of processes, and the whole audit's."""
+    def pause(self) -> None:
+        """See Executor; a crash is a matter of processes, and of the whole audit."""
+
+    def crash(self) -> None:
+        """See Executor."""
 
     def stop(self, number: int = 0) -> None:
         """See Executor."""
