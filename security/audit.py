@@ -147,7 +147,7 @@ class Audit:
                 self._bank(parties, masks)
 
     def _plant(self, parties: Parties) -> None:
-        """A control of the search in what was written: a secret in the tenant's log and, as a name, in theirs."""
+        """What the search of all that was written must find: in the tenant's log and, as a name, in theirs."""
         logging.getLogger("tenant_sdk.planted").debug("planted %s", self.planted)
         for mode in sorted({PLAIN, ONE_TIME}.intersection(self.plan.modes)):
             parties.connect(mode, f"planted-{self.planted}").close()

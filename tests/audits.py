@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from provider.executor import BaseExecutor
 from provider.metrics import Metrics
@@ -13,6 +16,7 @@ from provider.scheduler import OneByOne
 from provider.server import Server, server_context
 from provider.tokens import TokenFile
 from provider.transcript import Transcript
+from security import capture
 from security.audit import Audit
 from security.capture import ONE_TIME, Parties
 from security.claims import CLAIMS, judge
@@ -20,6 +24,7 @@ from security.executors import Executor
 from security.passive import Evidence, PassiveAttacks
 from security.plan import QUICK_PLAN, Result
 from security.workload import Size
+from shared.header import Header
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODEL = EXAMPLES / "base_model"
@@ -30,26 +35,44 @@ PLAN = replace(
     game_rows=4096,
     deep_places=1,
     replies=400,
-    lies=1,
+    lies=4,
     traffic_prompts=2,
     timing_moments=1,
     modes=(ONE_TIME,),
 )
 
 
+class Mortal(OneByOne):
+    """May stop answering, and then break the connections of those who wait."""
+
+    def __init__(self, executor: BaseExecutor) -> None:
+        super().__init__(executor)
+        self.paused, self.dead = threading.Event(), threading.Event()
+
+    def run(self, header: Header, rows: torch.Tensor, answer: Header) -> torch.Tensor:
+        """See OneByOne."""
+        if self.paused.is_set():
+            self.dead.wait()
+            raise ConnectionResetError
+        return super().run(header, rows, answer)
+
+
 class Here(Executor):
     """An executor in this process, so that a change for a test reaches it too."""
 
     server: Server | None = None
-    recording: Transcript | None = None
 
     def launch(self, port: int = 0) -> None:
         """See Executor."""
         base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
         self.recording = Transcript(self.folder / "transcripts", base.manifest)
+        # Named after the second and the process, of which this one has several in a second.
+        name = f"{len(self._recordings())}.transcript"
+        self.recording.path = self.recording.path.rename(self.recording.path.with_name(name))
+        self.scheduler = Mortal(base)
         self.server = Server(
             base,
-            OneByOne(base),
+            self.scheduler,
             context=server_context(self.folder / "tls"),
             tokens=TokenFile(self.folder / "tokens.json"),
             metrics=Metrics(),
@@ -63,14 +86,13 @@ class Here(Executor):
         """It is."""
 
     def pause(self) -> None:
-        """See Executor; a crash is a matter of processes, and of the whole audit."""
-
-    def crash(self) -> None:
         """See Executor."""
+        self.scheduler.paused.set()
 
     def stop(self, number: int = 0) -> None:
         """See Executor."""
-        if self.server is not None and self.recording is not None:
+        if self.server is not None:
+            self.scheduler.dead.set()
             self.server.drain(2.0)
             self.recording.close()
             self.server = None
@@ -83,8 +105,8 @@ class SmallAudit(Audit):
     def executors(self, folder: Path) -> Iterator[Parties]:
         """See Audit."""
         made = [
-            Here(folder / name, MODEL, n)
-            for name, n in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
+            Here(folder / name, MODEL, numerics)
+            for name, numerics in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
         ]
         try:
             for executor in made:
@@ -116,29 +138,51 @@ def refuted(folder: Path) -> set[str]:
     return {verdict.identity for verdict in judge(result) if not verdict.holds} & one_time
 
 
-class Recorded(SmallAudit):
-    """Nothing but a tenant's work with one-time, and what was recorded of it: seconds instead of a minute."""
-
-    plan_size = Size(prompts=4, new_tokens=1, repeated=1, repeats=1, steps=1, tokens=128)
+class Short(SmallAudit):
+    """One short session with one-time, a crash, and what was recorded: seconds instead of a minute."""
 
     def __init__(self) -> None:
-        super().__init__(MODEL, lines(), replace(PLAN, size=self.plan_size, game_rows=64), silent)
-
-    def record(self, folder: Path) -> Evidence:
-        self._crash = self._traffic = lambda parties: None  # type: ignore[method-assign]
+        size = Size(prompts=4, new_tokens=1, repeated=1, repeats=1, steps=1, tokens=128)
+        super().__init__(MODEL, lines(), replace(PLAN, size=size, game_rows=64, lies=4), silent)
         self.lengths = {}
+
+    def _traffic(self, parties: Parties) -> None:
+        pass
+
+    def passive(self, folder: Path) -> PassiveAttacks:
+        """The session's record, ready to be attacked; what was written has been searched."""
         with self.executors(folder) as parties:
-            self.work(parties)
-        return self.collect(parties)
+            with capture.everything_logged() as self.book:
+                self._plant(parties)
+                self.work(parties)
+            texts = self.texts(parties)
+        found = PassiveAttacks(
+            self.collect(parties), self.plan, self.result, self.rng, self.confidence, silent
+        )
+        found.search(texts, parties.tokens, self.planted)
+        return found
+
+    def refuted(self) -> set[str]:
+        """Of all claims those that what was measured so far refutes."""
+        self.result.about["confidence_of_one_interval"] = self.confidence
+        return {
+            verdict.identity
+            for verdict in judge(self.result)
+            if not verdict.holds and not verdict.figure.startswith(("not measured", "relative error"))
+        } - {"control-reuse"}
 
 
 def structure(folder: Path) -> tuple[Evidence, Result, set[str]]:
-    """A short session, what was found about its requests, masks and seeds, and claims that this refutes."""
-    audit = Recorded()
-    evidence = audit.record(folder)
-    passive = PassiveAttacks(evidence, audit.plan, audit.result, audit.rng, audit.confidence, silent)
+    """A short session, what is found without attacks on its rows, and the claims that this refutes."""
+    audit = Short()
+    passive = audit.passive(folder)
     passive.structure()
-    audit.result.about["confidence_of_one_interval"] = audit.confidence
-    wanted = {"one-time-separation", "one-time-mask-source", "one-time-uniform"}
-    found = {verdict.identity for verdict in judge(audit.result) if not verdict.holds}
-    return evidence, audit.result, found & wanted
+    return passive.evidence, audit.result, audit.refuted()
+
+
+def lied_to(folder: Path) -> tuple[Result, set[str]]:
+    """Sessions that are lied to, and the claims that are refuted."""
+    audit = Short()
+    with audit.executors(folder) as parties:
+        audit._lies(parties)
+    return audit.result, audit.refuted() & {"verified", "verified-effects", "control-unverified"}

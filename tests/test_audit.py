@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -12,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from audits import MODEL, refuted
 from typer.testing import CliRunner
 
 import security
-from security.attacks.tokens import KnownMaskSubtraction
 from security.claims import CLAIMS
 from security.cli import app, console
 from security.transcript import TranscriptError
 from shared.header import Direction
-from tenant_sdk import pads, ring_mode, verification
+from tenant_sdk import pads
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +68,6 @@ def test_a_transcript_of_another_model_is_refused(
     assert "of another model" in str(done.exception)
 
 
-def test_an_attack_that_crashes_is_a_failed_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(KnownMaskSubtraction, "attack", crash)
-    with pytest.raises(ZeroDivisionError):
-        refuted(tmp_path)
-
-
 def test_every_claim_is_in_the_document() -> None:
     """With its bound, and the figure that was measured last."""
     text = (Path(security.__file__).parent / "CLAIMS.md").read_text()
@@ -94,11 +82,6 @@ def test_every_claim_is_in_the_document() -> None:
         assert row[5]
 
 
-def test_answers_that_nobody_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification.Verifier, "fingerprint", lambda *_: None)
-    assert refuted(tmp_path) == {"verified"}
-
-
 def test_gradients_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = pads.OneTimePads.take
 
@@ -109,17 +92,6 @@ def test_gradients_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(pads.OneTimePads, "take", bare)
     assert {"one-time-training", "one-time-uniform"} <= refuted(tmp_path)
-
-
-def test_a_tensor_in_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    product = ring_mode.RingMode.product
-
-    def chatty(self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor]) -> Any:
-        logging.getLogger("tenant_sdk.ring_mode").debug("sending %s", blocks)
-        return product(self, group, direction, members, blocks)
-
-    monkeypatch.setattr(ring_mode.RingMode, "product", chatty)
-    assert refuted(tmp_path) == {"silent"}
 
 
 def test_the_quick_audit(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from audits import structure
+from audits import Short, structure
 
-from security import findings
+from security import capture, findings
 from security.attacks.masking import Uniformity
 from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import KnownMaskSubtraction
@@ -107,6 +108,72 @@ def test_one_stream_of_masks_for_two_kinds(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(pads.OneTimePads, "_order", again)
     assert structure(tmp_path)[2] == {"one-time-uniform", "one-time-mask-source"}
+
+
+def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which repeats the first seed of the pass, so the first rows of the pass that is tried again."""
+    order = pads.OneTimePads._order
+
+    def thrifty(self: Any, kind: Any, rows: int) -> None:
+        draw, kept = self._entropy, self.__dict__.setdefault("kept", {})
+        failed = self._resting
+
+        def entropy(size: int) -> bytes:
+            if not failed or kind not in kept:
+                kept[kind] = draw(size)
+            return bytes(kept[kind])
+
+        self._entropy = entropy
+        order(self, kind, rows)
+        self._entropy = draw
+
+    monkeypatch.setattr(pads.OneTimePads, "_order", thrifty)
+    evidence, result, refuted = structure(tmp_path)
+    assert refuted == {"one-time-uniform", "one-time-mask-source"}
+    assert result.seeds is not None
+    assert result.seeds.repeated < 10  # what went on without a failure had seeds of its own
+    assert len(evidence.crash) > 100
+
+
+def test_a_tensor_in_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = ring_mode.RingMode.product
+
+    def chatty(self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor]) -> Any:
+        logging.getLogger("tenant_sdk.ring_mode").debug("sending %s", blocks)
+        return product(self, group, direction, members, blocks)
+
+    monkeypatch.setattr(ring_mode.RingMode, "product", chatty)
+    _, result, refuted = structure(tmp_path)
+    assert refuted == {"silent"}
+    assert all(found.endswith("in the tenant's log") for found in result.figures["secrets in logs"])
+
+
+def test_an_object_that_prints_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = MaskStream.__init__
+
+    def keeping(self: Any, seed: bytes) -> None:
+        start(self, seed)
+        self.seed = bytes(seed)
+
+    monkeypatch.setattr(MaskStream, "__init__", keeping)
+    monkeypatch.setattr(MaskStream, "__repr__", lambda self: f"MaskStream({self.seed!r})")
+    _, result, refuted = structure(tmp_path)
+    assert refuted == {"silent"}
+    assert set(result.figures["secrets in logs"]) == {"a seed in the tenant's objects, printed"}
+
+
+def test_a_search_that_finds_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture.LogBook, "emit", lambda *_: None)
+    assert structure(tmp_path)[2] == {"control-planted"}
+
+
+def test_an_attack_that_crashes_is_a_failed_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(KnownMaskSubtraction, "attack", crash)
+    with pytest.raises(ZeroDivisionError):
+        Short().passive(tmp_path).attack()
 
 
 def seen(raw: torch.Tensor, group: int = 0, direction: int = FORWARD) -> Seen:
