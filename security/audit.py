@@ -89,6 +89,7 @@ class Audit:
             "seed": self.seed,
             "confidence_of_one_interval": self.confidence,
             "family_error": self.plan.family_error,
+            "resolution": self.plan.resolution,
             "seconds": time.time() - started,
             "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             "versions": {
@@ -147,7 +148,7 @@ class Audit:
                 self._bank(parties, masks)
 
     def _plant(self, parties: Parties) -> None:
-        """What the search of all that was written must find: in the tenant's log and, as a name, in theirs."""
+        """What the search of everything written must find: in the tenant's log and, as a name, in theirs."""
         logging.getLogger("tenant_sdk.planted").debug("planted %s", self.planted)
         for mode in sorted({PLAIN, ONE_TIME}.intersection(self.plan.modes)):
             parties.connect(mode, f"planted-{self.planted}").close()

@@ -23,10 +23,19 @@ TOKEN_ATTACKS = (
     "search in hidden states",
 )
 LEARNING_ATTACKS = ("label recovery", "gradient span check")
-# Judgements about one-time that chance alone could upset: these attacks, the adapter, the game, and the
-# smallest p-values of bytes and of seeds.
-STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + 4
+SINGLE_ATTACKS = ("adapter extraction", "distinguishing game")
+# Judgements about one-time that chance alone could upset: these attacks, and the smallest p-values of
+# bytes and of seeds.
+STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + len(SINGLE_ATTACKS) + 2
 LEAST_SEEDS = 64  # fewer show nothing
+
+# What has to succeed where masks are known, and how well.
+ON_RING = {
+    "search in hidden states": 0.95,
+    "label recovery": 0.5,
+    "gradient span check": 0.9,
+    "adapter extraction": 0.99,
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,26 @@ def _succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Resu
         return worst.success.value >= least, _figure(worst)
 
     return judge
+
+
+def _all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
+    def judge(result: Result) -> tuple[bool, str]:
+        found = {attack: _select(result, mode, sees, (attack,)) for attack in least}
+        told = [f"{attack}: {f.success.value:.2%}" for attack, each in found.items() for f in each]
+        holds = all(each and each[0].success.value >= least[attack] for attack, each in found.items())
+        return holds, "; ".join(told) or "not measured"
+
+    return judge
+
+
+def _resolved(result: Result) -> tuple[bool, str]:
+    found = _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
+    if not found:
+        return False, "not measured"
+    worst = max(found, key=lambda f: f.resolution)
+    return worst.resolution <= result.about["resolution"], (
+        f"{worst.resolution:.2%} or less in {len(found)} attacks ({worst.attack})"
+    )
 
 
 def _figure(finding: Finding) -> str:
@@ -349,6 +378,22 @@ CLAIMS = (
         "vocabulary matching",
         "at least 95 %",
         _succeeds(ONE_TIME, BOTH, "vocabulary matching", 0.95),
+    ),
+    Claim(
+        "control-ring",
+        "Together they also read hidden states, labels, batches and the adapter: the attacks can on a ring",
+        f"{ONE_TIME}, {BOTH}",
+        ", ".join(ON_RING),
+        ", ".join(f"at least {least:.0%}" for least in ON_RING.values()),
+        _all_succeed(ONE_TIME, BOTH, ON_RING),
+    ),
+    Claim(
+        "control-resolution",
+        "An advantage of 1 % over chance would have shown in every attack on one-time",
+        ONE_TIME,
+        "all attacks on the provider's view",
+        "half of each interval at most 1 % (in the quick form 10 %)",
+        _resolved,
     ),
     Claim(
         "control-unverified",

@@ -12,7 +12,7 @@ import torch
 
 from security import findings
 from security.attacks.base import TokenGuess
-from security.attacks.extraction import AdapterExtraction, StolenAdapter
+from security.attacks.extraction import AdapterExtraction
 from security.attacks.gradients import LabelRecovery, SpanCheck
 from security.attacks.logs import PLANTED, LogScan, Secrets
 from security.attacks.masking import DistinguishingGame, Uniformity
@@ -152,11 +152,7 @@ class PassiveAttacks:
         span = SpanCheck()
         ranked = span.attack(view, self.rng)
         self._found(span, mode, sees, lambda: findings.of_spans(ranked, truth, span.rows, self.confidence))
-        stolen = {}
-        for layer in range(self.plan.layers if mode == PLAIN else 1):
-            stolen[layer] = self._steal(mode, sees, view, truth, layer).delta
-        if len(stolen) == len(truth.adapter):
-            self._compare_models(stolen, truth, view.public)
+        self._steal(mode, sees, view, truth)
 
     def _found(
         self, attack: Any, mode: str, sees: str, score: Callable[[], tuple[Estimate, float]], detail: str = ""
@@ -192,21 +188,20 @@ class PassiveAttacks:
             for name, changes in (("stolen", copied), ("base", {}))
         }
 
-    def _steal(self, mode: str, sees: str, view: View, truth: Truth, layer: int) -> StolenAdapter:
-        attack = AdapterExtraction(layer)
-        stolen = attack.attack(view, self.rng)
-        real = truth.adapter[f"{layer}.mlp.up_proj"]
-        try:
-            success, more = findings.of_adapter(stolen, real, self.confidence, self.rng)
-        except NothingToScore:
-            self._found(attack, mode, sees, _nothing)
-            return stolen
-        detail = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in more.items())
-        self.result.findings.append(
-            Finding(f"{attack.name}, layer {layer}", mode, sees, attack.metric, success, 0.0, detail)
-        )
-        self.result.figures[f"adapter extraction, layer {layer}, {mode}, {sees}"] = more
-        return stolen
+    def _steal(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+        layers = self.plan.layers.get((mode, sees), 1)
+        stolen = {layer: AdapterExtraction(layer).attack(view, self.rng) for layer in range(layers)}
+        pairs = [(copy, truth.adapter[f"{layer}.mlp.up_proj"]) for layer, copy in stolen.items()]
+        errors = []
+        for layer, (copy, real) in enumerate(pairs):
+            if copy.tokens:
+                more = findings.of_copy(copy, real)
+                self.result.figures[f"adapter extraction, layer {layer}, {mode}, {sees}"] = more
+                errors.append(f"layer {layer}: relative error {more['relative_error']:.2g}")
+        score = partial(findings.of_adapters, pairs, self.confidence)
+        self._found(AdapterExtraction, mode, sees, score, "; ".join(errors))
+        if layers == len(truth.adapter):
+            self._compare_models({layer: copy.delta for layer, copy in stolen.items()}, truth, view.public)
 
     def _distinguish(self, mode: str, game: Game) -> None:
         half = len(game.answer) // 2
@@ -317,7 +312,3 @@ class PassiveAttacks:
             self.result.figures["log characters searched"] = {
                 where: len(text) for where, text in texts.items()
             }
-
-
-def _nothing() -> tuple[Estimate, float]:
-    raise NothingToScore

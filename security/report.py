@@ -10,9 +10,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from security import plots
 from security.attacks import ATTACKS
+from security.capture import ONE_TIME
 from security.claims import CLAIMS, Verdict
 from security.findings import plain
-from security.plan import Result
+from security.plan import PROVIDER, Result
 
 
 def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
@@ -21,7 +22,8 @@ def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
         "about": result.about,
         "claims": [dataclasses.asdict(verdict) for verdict in verdicts],
         "findings": [
-            dataclasses.asdict(finding) | {"beats_chance": finding.beats_chance}
+            dataclasses.asdict(finding)
+            | {name: getattr(finding, name) for name in ("beats_chance", "resolution")}
             for finding in result.findings
         ],
         "randomness": {
@@ -47,7 +49,7 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
         for f in result.findings
         if f.attack.startswith("traffic")
     }
-    game = [f for f in result.findings if (f.attack, f.mode) == ("distinguishing game", "one-time")]
+    one_time = [f for f in result.findings if (f.mode, f.sees) == (ONE_TIME, PROVIDER) and f.success.trials]
     page = environment.get_template("report.html.jinja").render(
         about=result.about,
         findings=result.findings,
@@ -61,7 +63,7 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
         controls=sum(claim.identity.startswith("control") for claim in CLAIMS),
         attacks=ATTACKS,
         traffic=traffic,
-        resolution=max((f.success.high - f.success.value for f in game), default=1.0),
+        resolution=max((f.resolution for f in one_time), default=1.0),
         plots={
             "heat_map": plots.heat_map(result),
             "reuse": plots.reuse_curve(result),

@@ -14,7 +14,7 @@ CONFIDENCE = 0.99
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with the interval that holds it at ``CONFIDENCE``, and how many trials it rests on."""
+    """A figure, the interval that holds it at the confidence that was asked for, and its trials."""
 
     value: float
     low: float

@@ -38,6 +38,7 @@ PLAN = replace(
     lies=4,
     traffic_prompts=2,
     timing_moments=1,
+    resolution=1.0,
     modes=(ONE_TIME,),
 )
 
@@ -164,7 +165,7 @@ class Short(SmallAudit):
 
     def refuted(self) -> set[str]:
         """Of all claims those that what was measured so far refutes."""
-        self.result.about["confidence_of_one_interval"] = self.confidence
+        self.result.about |= {"confidence_of_one_interval": self.confidence, "resolution": 1.0}
         return {
             verdict.identity
             for verdict in judge(self.result)
