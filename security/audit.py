@@ -284,8 +284,9 @@ class Audit:
         noticed: dict[str, list[bool]] = {kind: [] for kind in Poison.LIES}
         for i, kind in itertools.product(range(self.plan.lies), Poison.LIES):
             with parties.connect(ONE_TIME, "lied-to", **options) as session:
-                group = 0 if i % 4 < 2 else self._game_group(session)
-                poison = Poison(liar, group, Direction.BACKWARD if i % 2 else Direction.FORWARD)
+                where = (i + i // 4) % 4  # so that even and odd bits meet both directions
+                group = 0 if where < 2 else self._game_group(session)
+                poison = Poison(liar, group, Direction.BACKWARD if where % 2 else Direction.FORWARD)
                 noticed[kind].append(poison.attack(session, kind, 31 - i % 32, self.rng))
         every = [each for found in noticed.values() for each in found]
         self.result.findings.append(

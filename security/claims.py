@@ -245,18 +245,18 @@ CLAIMS = (
     ),
     Claim(
         "one-time-uniform",
-        "Every byte sent to the provider is uniform, and no mask serves twice, whatever for",
+        "Every byte sent to the provider is uniform, and no mask serves twice, for whatever product",
         ONE_TIME,
         "uniformity and independence",
-        "smallest p above its level, no repeated block, no repeated top bytes",
+        "smallest p above its level; no block of 16 bytes comes again, nor the top bytes of 8 numbers",
         _uniform,
     ),
     Claim(
         "one-time-separation",
-        "The provider gets rows and no mask or seed; a mask source gets seeds and no row",
+        "The provider is sent rows and neither masks nor seeds, a mask source seeds and no rows",
         ONE_TIME,
         "operations in both transcripts",
-        "provider: PRODUCT only; mask source: SEED_EFFECT only; some of both",
+        "provider: requests for products only; mask source: for effects of seeds only; some of each",
         _separated,
     ),
     Claim(
@@ -368,7 +368,7 @@ CLAIMS = (
         "Masks that serve again under other rows are seen by their top bytes",
         RING_BANK,
         "uniformity and independence",
-        "some repeated top bytes",
+        "top bytes of 8 numbers that come again",
         _repeats_found,
     ),
     Claim(
@@ -381,7 +381,7 @@ CLAIMS = (
     ),
     Claim(
         "control-ring",
-        "Together they also read hidden states, labels, batches and the adapter: the attacks can on a ring",
+        "Together they also read hidden states, labels, batches and the adapter, so attacks work on a ring",
         f"{ONE_TIME}, {BOTH}",
         ", ".join(ON_RING),
         ", ".join(f"at least {least:.0%}" for least in ON_RING.values()),
@@ -389,10 +389,10 @@ CLAIMS = (
     ),
     Claim(
         "control-resolution",
-        "An advantage of 1 % over chance would have shown in every attack on one-time",
+        "A small advantage over chance would have shown in every attack on one-time",
         ONE_TIME,
         "all attacks on the provider's view",
-        "half of each interval at most 1 % (in the quick form 10 %)",
+        "half of each interval at most 1 % (of a quick audit 10 %)",
         _resolved,
     ),
     Claim(

@@ -14,18 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from audits import Short, structure
+from audits import MODEL, Short, structure
 
+from provider.executor import BaseExecutor
+from provider.transcript import Transcript
 from security import capture, findings
 from security.attacks.masking import Uniformity
 from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import KnownMaskSubtraction
-from security.capture import ONE_TIME
+from security.capture import ONE_TIME, RING_BANK
 from security.claims import CLAIMS, LEARNING_ATTACKS, STATISTICAL, TOKEN_ATTACKS
-from security.executors import AuditError
+from security.executors import AuditError, Executor
 from security.findings import Finding
-from security.plan import PROVIDER, SOURCE, Result
+from security.plan import BOTH, PROVIDER, SOURCE, Result
 from security.statistics import Estimate, rate
+from security.transcript import TranscriptError
 from security.views import MaskSourceView, Seen, View, check_aligned, provider_view
 from security.workload import Sent, Truth
 from shared.header import Direction
@@ -189,9 +192,9 @@ def test_one_mask_under_two_rows_of_different_widths() -> None:
     rows = [(mask.view(64, 64), 0), (mask.view(32, 128), 1), (integers(300, 64), 2)]
     sent = [seen(masks + torch.randint(-(2**18), 2**18, masks.shape), group) for masks, group in rows]
     view = View(None, [seen(each.raw.int(), each.group) for each in sent])  # type: ignore[arg-type]
-    found = Uniformity().attack(view, RNG)
-    assert found.repeated_blocks == 0
-    assert found.repeated_tops > 100
+    tested = Uniformity().attack(view, RNG)
+    assert tested.repeated_blocks == 0
+    assert tested.repeated_tops > 100
     view.requests.pop(1)
     assert Uniformity().attack(view, RNG).repeated_tops == 0
 
@@ -248,15 +251,15 @@ def test_separation(provider: dict[str, int], source: dict[str, int], good: bool
 @pytest.mark.parametrize("identity", ["one-time-tokens", "one-time-training"])
 def test_an_attack_that_was_not_scored_refutes(identity: str) -> None:
     claim = next(claim for claim in CLAIMS if claim.identity == identity)
-    found = [
+    every = [
         Finding(attack, ONE_TIME, PROVIDER, "", rate(1, 1000), 0.001)
         for attack in (*TOKEN_ATTACKS, *LEARNING_ATTACKS)
     ]
-    assert claim.verdict(Result(findings=found)).holds
-    for i, finding in enumerate(found):
+    assert claim.verdict(Result(findings=every)).holds
+    for i, finding in enumerate(every):
         if finding.attack not in claim.attack:
             continue
-        without = found[:i] + found[i + 1 :]
+        without = every[:i] + every[i + 1 :]
         assert claim.verdict(Result(findings=without)).figure == f"not measured: {finding.attack}"
         empty = Finding(finding.attack, ONE_TIME, PROVIDER, "", Estimate(0.0, 0.0, 0.0, 0), 0.0)
         assert not claim.verdict(Result(findings=[*without, empty])).holds
@@ -275,3 +278,74 @@ def test_rows_and_truth_must_agree_request_by_request() -> None:
     truth.sent.append(Sent(5, FORWARD, 1))
     with pytest.raises(AuditError, match="group 5"):
         check_aligned(view(2, 3), truth, "a test")
+
+
+BROKEN = "broken after messages"
+ON_RING = ("search in hidden states", "label recovery", "gradient span check", "adapter extraction")
+
+
+def found(sees: str, attack: str, value: float, width: float = 0.0) -> Finding:
+    return Finding(attack, ONE_TIME, sees, "", Estimate(value, value - width, value + width, 99), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("identity", "good", "bad"),
+    [
+        (
+            "control-reuse",
+            {"figures": {BROKEN: {RING_BANK: 8, "4 masks": 4}}},
+            [
+                {"figures": {BROKEN: broken}}
+                for broken in (
+                    {RING_BANK: None, "4 masks": 4},
+                    {RING_BANK: 8, "4 masks": None},
+                    {RING_BANK: 8},
+                    {},
+                )
+            ],
+        ),
+        (
+            "control-planted",
+            {"figures": {"planted secret found": {"a log": True, "objects": True}}},
+            [{"figures": {"planted secret found": {"a log": True, "objects": False}}}, {"figures": {}}],
+        ),
+        (
+            "control-ring",
+            {"findings": [found(BOTH, attack, 0.999) for attack in ON_RING]},
+            [
+                {"findings": [found(BOTH, attack, 0.999 * (attack != missed)) for attack in ON_RING]}
+                for missed in ON_RING
+            ]
+            + [{"findings": [found(BOTH, attack, 0.999) for attack in ON_RING[1:]]}, {}],
+        ),
+        (
+            "control-resolution",
+            {"findings": [found(PROVIDER, "averaging", 0.0, 0.009)], "about": {"resolution": 0.01}},
+            [
+                {
+                    "findings": [
+                        found(PROVIDER, "averaging", 0.0, 0.009),
+                        found(PROVIDER, "adapter extraction", 0.0, 0.011),
+                    ],
+                    "about": {"resolution": 0.01},
+                },
+                {},
+            ],
+        ),
+    ],
+)
+def test_controls(identity: str, good: dict[str, Any], bad: list[dict[str, Any]]) -> None:
+    claim = next(claim for claim in CLAIMS if claim.identity == identity)
+    assert claim.verdict(Result(**good)).holds
+    for each in bad:
+        assert not claim.verdict(Result(**each)).holds
+
+
+def test_only_a_crash_may_cut_a_transcript(tmp_path: Path) -> None:
+    executor = Executor(tmp_path / "executor", MODEL, "ring")
+    recording = Transcript(executor.folder / "transcripts", BaseExecutor(MODEL, numerics="ring").manifest)
+    with pytest.raises(TranscriptError, match="cut"):
+        executor.transcripts()
+    executor._crashed.add(recording.path.name)
+    assert len(executor.transcripts()) == 1
+    recording.close()
