@@ -7,7 +7,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from security import capture
 from security.attacks.active import CanaryRows, CoTenantTiming, LyingProvider, Poison, WeightExtraction
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Parties
 from security.claims import STATISTICAL
-from security.executors import Executor
+from security.executors import AuditError, Executor
 from security.findings import Finding
 from security.passive import Evidence, PassiveAttacks
 from security.plan import PROVIDER, SOURCE, Plan, Result, Stage
@@ -170,8 +170,12 @@ class Audit:
                 generate(model, prompt, 2, Truth())
                 if crash:
                     self._crash_at(parties.source, session, request=10)
-                    with suppress(ConnectionLost):  # its rows have been sent, and their effect is lost
+                    try:
                         generate(model, prompt, 2, Truth())
+                    except ConnectionLost:
+                        pass  # the rows have been sent, and their mask's effect is lost
+                    else:
+                        raise AuditError("a session went on without the effect of a mask")
                     generate(model, prompt, 2, Truth())
 
     @staticmethod

@@ -54,7 +54,13 @@ class LyingProvider(OneByOne):
 
 
 class Poison:
-    """Change what one layer computes: a few numbers, the least bit, another row's or an old answer."""
+    """Change what one layer computes: any one bit, all numbers, another row's or an old answer.
+
+    Args:
+        provider: who lies: a provider, or a mask source about the effects of its masks.
+        group: about which products.
+        direction: of those.
+    """
 
     name: ClassVar[str] = "altered answers"
     goal: ClassVar[str] = "make a tenant use wrong products"
@@ -163,7 +169,14 @@ class CrossTalk:
 
 
 class CanaryRows:
-    """Tenants at once, each with rows of its own whose answers are known exactly."""
+    """Tenants at once, each with rows of its own whose answers are known exactly.
+
+    Args:
+        group: which one is asked for, all members.
+        replies: how many in all.
+        weight: the group's from the checkpoint, float32 [O, D].
+        tenants: how many at once.
+    """
 
     name: ClassVar[str] = "co-tenant canaries"
     goal: ClassVar[str] = "another tenant's rows in one's own answers"
@@ -171,7 +184,6 @@ class CanaryRows:
     metric: ClassVar[str] = "wrong replies"
     source: ClassVar[str] = "batching of many tenants: Symbiosis, section 3.6; Punica"
 
-    # ``weight`` [O, D] float32 of all members of the group, from the checkpoint.
     def __init__(self, group: int, replies: int, weight: torch.Tensor, tenants: int = 4) -> None:
         self.group, self.replies, self.weight, self.tenants = group, replies, weight, tenants
 
