@@ -53,8 +53,8 @@ class Evidence:
 
     ``public`` and ``ring_public`` are the base model with the manifests of a float and of a ring executor;
     ``crash`` and ``game_requests`` further one-time requests; ``lengths`` the prompts of ``traffic``.
-    ``operations`` says how often which operation was asked of the ring executors, ``PROVIDER`` and ``SOURCE``,
-    by all sessions; ``seeds`` are all that the mask source was sent.
+    ``operations`` says how often which operation was asked of ``PROVIDER`` and ``SOURCE``, on the ring and
+    in all sessions; ``seeds`` are all that the mask source was sent.
     """
 
     public: PublicModel
