@@ -113,10 +113,8 @@ def _resolved(result: Result) -> tuple[bool, str]:
     found = _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
     if not found:
         return False, "not measured"
-    worst = max(found, key=lambda f: f.resolution)
-    return worst.resolution <= result.about["resolution"], (
-        f"{worst.resolution:.2%} or less in {len(found)} attacks ({worst.attack})"
-    )
+    least, attack = max((math.inf if f.resolution is None else f.resolution, f.attack) for f in found)
+    return least <= result.about["resolution"], f"{least:.2%} or less in {len(found)} attacks ({attack})"
 
 
 def _figure(finding: Finding) -> str:
@@ -392,7 +390,7 @@ CLAIMS = (
         "A small advantage over chance would have shown in every attack on one-time",
         ONE_TIME,
         "all attacks on the provider's view",
-        "half of each interval at most 1 % (of a quick audit 10 %)",
+        "what would lie above chance with its interval is at most 1 % above it (in a quick audit 10 %)",
         _resolved,
     ),
     Claim(

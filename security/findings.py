@@ -20,7 +20,8 @@ class Finding:
     """One cell of the report.
 
     ``success`` is in the attack's own metric; ``chance`` is what the same guesses would score if they had
-    nothing to do with the truth. ``detail`` is for readers.
+    nothing to do with the truth; ``resolution`` how far above chance it must be for the interval to lie above
+    chance, None where that is not asked. ``detail`` is for readers.
     """
 
     attack: str
@@ -30,16 +31,12 @@ class Finding:
     success: Estimate
     chance: float
     detail: str = ""
+    resolution: float | None = None
 
     @property
     def beats_chance(self) -> bool:
         """Whether the whole interval lies above chance."""
         return self.success.low > self.chance
-
-    @property
-    def resolution(self) -> float:
-        """The half of the interval that is longer: a success so far above chance would have been seen."""
-        return max(self.success.high - self.success.value, self.success.value - self.success.low)
 
 
 class NothingToScore(ValueError):

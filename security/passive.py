@@ -31,7 +31,7 @@ from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captu
 from security.findings import Finding, NothingToScore
 from security.plan import BOTH, NETWORK, PROVIDER, Plan, Result, Stage
 from security.public_model import PublicModel
-from security.statistics import Estimate, rate
+from security.statistics import Estimate, rate, visible
 from security.transcript import Request
 from security.views import (
     MaskSourceView,
@@ -159,10 +159,17 @@ class PassiveAttacks:
     ) -> None:
         try:
             success, chance = score()
+            if attack is AdapterExtraction:
+                resolution: float | None = success.value - success.low
+            else:
+                resolution = visible(chance, success.trials, self.confidence)
         except NothingToScore:
             # The view holds nothing of the kind: as good as a guess, and said so.
             success, chance, detail = Estimate(0.0, 0.0, 0.0, 0), 0.0, "this party sees nothing of the kind"
-        self.result.findings.append(Finding(attack.name, mode, sees, attack.metric, success, chance, detail))
+            resolution = None
+        self.result.findings.append(
+            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, resolution)
+        )
 
     def _repeated(self, truth: Truth, group: int) -> dict[int, Sent]:
         """Requests of a group for prompts that were sent again and again, by their place."""
@@ -208,7 +215,15 @@ class PassiveAttacks:
         guesses = DistinguishingGame().attack((game.rows, game.answer[:half]), self.rng)
         success = findings.advantage(guesses, game.answer[half:], self.confidence)
         self.result.findings.append(
-            Finding(DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0)
+            Finding(
+                DistinguishingGame.name,
+                mode,
+                PROVIDER,
+                DistinguishingGame.metric,
+                success,
+                0.0,
+                resolution=2 * visible(0.5, success.trials, self.confidence),
+            )
         )
 
     def _curves(self) -> None:
@@ -233,8 +248,7 @@ class PassiveAttacks:
             reuse[label] = points
         self.result.figures["mask reuse"] = reuse
         self.result.figures["broken after messages"] = {
-            label: next((count for count, value in points if value >= 0.95), None)
-            for label, points in reuse.items()
+            label: _from(points, 0.95) for label, points in reuse.items()
         }
         if PLAIN not in self.evidence.captured:
             return
@@ -312,3 +326,13 @@ class PassiveAttacks:
             self.result.figures["log characters searched"] = {
                 where: len(text) for where, text in texts.items()
             }
+
+
+def _from(points: list[tuple[int, float]], least: float) -> int | None:
+    """The first count from which on the value is at least so large."""
+    found = None
+    for count, value in reversed(points):
+        if value < least:
+            break
+        found = count
+    return found

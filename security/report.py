@@ -22,8 +22,7 @@ def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
         "about": result.about,
         "claims": [dataclasses.asdict(verdict) for verdict in verdicts],
         "findings": [
-            dataclasses.asdict(finding)
-            | {name: getattr(finding, name) for name in ("beats_chance", "resolution")}
+            dataclasses.asdict(finding) | {"beats_chance": finding.beats_chance}
             for finding in result.findings
         ],
         "randomness": {
@@ -63,7 +62,7 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
         controls=sum(claim.identity.startswith("control") for claim in CLAIMS),
         attacks=ATTACKS,
         traffic=traffic,
-        resolution=max((f.resolution for f in one_time), default=1.0),
+        resolution=max((f.resolution or 0.0 for f in one_time), default=1.0),
         plots={
             "heat_map": plots.heat_map(result),
             "reuse": plots.reuse_curve(result),

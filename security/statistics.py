@@ -36,6 +36,11 @@ def rate(successes: int, trials: int, confidence: float = CONFIDENCE) -> Estimat
     return Estimate(successes / trials, float(low), float(high), trials)
 
 
+def visible(chance: float, trials: int, confidence: float = CONFIDENCE) -> float:
+    """How far above chance a rate must be for its interval to lie above chance."""
+    return float(stats.binom.isf((1 - confidence) / 2, trials, chance) + 1) / trials - chance
+
+
 def independent_hits(guesses: np.ndarray, truth: np.ndarray) -> float:
     """How often guesses would be right if they had nothing to do with the truth: the chance level.
 

@@ -13,7 +13,7 @@ from security.attacks.masking import DistinguishingGame
 from security.claims import STATISTICAL
 from security.findings import Finding, advantage, of_adapters, of_tokens
 from security.plan import FULL_PLAN
-from security.statistics import Estimate, independent_hits, rate
+from security.statistics import Estimate, independent_hits, rate, visible
 from shared.errors import ConfigurationError
 
 RNG = np.random.default_rng(0)
@@ -59,10 +59,16 @@ def test_an_advantage_of_one_percent_is_seen() -> None:
     right = torch.arange(trials) < trials * (1 + FULL_PLAN.resolution) / 2
     found = advantage(right, torch.ones_like(right), 1 - FULL_PLAN.family_error / STATISTICAL)
     assert found.value == pytest.approx(0.01)
-    finding = Finding("a", "m", "s", "t", found, 0.0)
-    assert finding.beats_chance
-    assert finding.resolution < 0.01
+    assert Finding("a", "m", "s", "t", found, 0.0).beats_chance
     assert not Finding("a", "m", "s", "t", Estimate(0.01, -0.01, 0.03, 9), 0.0).beats_chance
+
+
+@pytest.mark.parametrize(("chance", "trials"), [(0.0012, 1260), (0.0147, 3652), (0.5, 140_000), (0.0, 50)])
+def test_what_is_visible(chance: float, trials: int) -> None:
+    """One success more is above chance with its interval, one fewer is not."""
+    successes = round((chance + visible(chance, trials, 0.999)) * trials)
+    assert rate(successes, trials, 0.999).low > chance
+    assert rate(successes - 1, trials, 0.999).low <= chance
 
 
 def low_rank(rank: int) -> torch.Tensor:

@@ -170,6 +170,20 @@ def test_a_search_that_finds_nothing_is_noticed(tmp_path: Path, monkeypatch: pyt
     assert structure(tmp_path)[2] == {"control-planted"}
 
 
+def test_gradients_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = pads.OneTimePads.take
+
+    def bare(self: Any, kind: Any, rows: int, **options: Any) -> Any:
+        if kind.direction == BACKWARD:
+            return pads.NoPads(self._shapes).take(kind, rows)
+        return take(self, kind, rows, **options)
+
+    monkeypatch.setattr(pads.OneTimePads, "take", bare)
+    audit = Short()
+    audit.passive(tmp_path).attack()
+    assert {"one-time-training", "one-time-uniform"} <= audit.refuted()
+
+
 def test_an_attack_that_crashes_is_a_failed_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: Any) -> None:
         raise ZeroDivisionError
@@ -285,7 +299,7 @@ ON_RING = ("search in hidden states", "label recovery", "gradient span check", "
 
 
 def found(sees: str, attack: str, value: float, width: float = 0.0) -> Finding:
-    return Finding(attack, ONE_TIME, sees, "", Estimate(value, value - width, value + width, 99), 0.0)
+    return Finding(attack, ONE_TIME, sees, "", Estimate(value, value, value, 99), 0.0, resolution=width)
 
 
 @pytest.mark.parametrize(
