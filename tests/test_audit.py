@@ -35,7 +35,7 @@ def test_a_transcript_of_a_deployment(
     party: str, view: str, honest: tuple[Path, set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "width", 200)  # whatever the terminal is
-    before_the_crash = honest[0] / party / "transcripts" / "0.transcript"
+    before_the_crash = honest[0] / party / "transcripts" / "1.transcript"
     arguments = ["attack", str(before_the_crash), "--model", str(MODEL), "--view", view]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
