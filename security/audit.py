@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -22,20 +24,20 @@ from provider.tokens import TokenFile
 from security import capture
 from security.attacks.active import CanaryRows, CoTenantTiming, LyingProvider, Poison, WeightExtraction
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Parties
-from security.executors import Executor
+from security.claims import STATISTICAL
+from security.executors import AuditError, Executor
 from security.findings import Finding
 from security.passive import Evidence, PassiveAttacks
-from security.plan import Plan, Result, Stage
+from security.plan import PROVIDER, SOURCE, Plan, Result, Stage
 from security.public_model import PublicModel
 from security.statistics import rate
-from security.views import (
-    products_of,
-    requests_of,
-)
+from security.views import mask_source_view, operations_of, products_of, requests_of
 from security.workload import Truth, blocks_of, generate, tune, watch
-from shared.header import Direction
+from shared.errors import ConnectionLost
+from shared.header import Direction, Operation
 from shared.messages import Limits
 from tenant_sdk import NoiseBankOptions
+from tenant_sdk.forecast import Kind
 
 
 class Audit:
@@ -52,8 +54,8 @@ class Audit:
     def __init__(self, model: Path, text: list[str], plan: Plan, stage: Stage, seed: int = 0) -> None:
         self.model, self.text, self.plan, self.stage, self.seed = model, text, plan, stage, seed
         self.rng = np.random.default_rng(seed)
-        # Ten attacks for the provider, ten for a mask source, and one game.
-        self.confidence = 1 - plan.family_error / 21
+        self.confidence = 1 - plan.family_error / STATISTICAL
+        self.planted = self.rng.bytes(16).hex()
         self.result = Result()
         self.captured: dict[str, Captured] = {}
         self.games: dict[str, capture.Game] = {}
@@ -70,13 +72,14 @@ class Audit:
         started = time.time()
         with self.executors(folder) as parties:
             with capture.everything_logged() as self.book:
+                self._plant(parties)
                 self.work(parties)
                 self.active(parties)
             texts = self.texts(parties)
         evidence = self.collect(parties)
         passive = PassiveAttacks(evidence, self.plan, self.result, self.rng, self.confidence, self.stage)
         passive.attack()
-        passive.search(texts, parties.tokens)
+        passive.search(texts, parties.tokens, self.planted)
         self.result.about |= {
             "model": evidence.public.manifest.model,
             "digest": evidence.public.manifest.digest,
@@ -87,6 +90,7 @@ class Audit:
             "seed": self.seed,
             "confidence_of_one_interval": self.confidence,
             "family_error": self.plan.family_error,
+            "resolution": self.plan.resolution,
             "seconds": time.time() - started,
             "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             "versions": {
@@ -124,23 +128,31 @@ class Audit:
         self.printed = ""
         for mode in plan.modes:
             with self.stage(f"a tenant at work: {mode}"):
-                truth = capture.workload(parties, mode, self.text, plan.size, self.seed)
+                truth, printed = capture.workload(
+                    parties, mode, self.text, plan.size, self.seed, self.planted
+                )
                 self.captured[mode] = Captured(mode, truth)
+                self.printed += printed
         for mode in plan.modes:
             with self.stage(f"distinguishing game: {mode}"):
                 rows = plan.game_rows if mode == ONE_TIME else min(plan.game_rows, 16_384)
                 with parties.connect(mode, f"game-{MODES.index(mode)}") as session:
                     group = self._game_group(session)
                     answer = capture.play(session, group, rows, self.rng)
-                    self.printed += capture.printed(session)
                 self.games[mode] = capture.Game(torch.empty(0), answer)
-        with self.stage("a mask source that crashes, and a reconnection"):
+        with self.stage("a mask source that crashes in the middle of a pass"):
             self._crash(parties)
         with self.stage("traffic with and without padded rows"):
             self._traffic(parties)
         for masks in plan.curve_masks:
             with self.stage(f"prompts under {masks} masks"):
                 self._bank(parties, masks)
+
+    def _plant(self, parties: Parties) -> None:
+        """What the search of everything written must find: in the tenant's log and, as a name, in theirs."""
+        logging.getLogger("tenant_sdk.planted").debug("planted %s", self.planted)
+        for mode in sorted({PLAIN, ONE_TIME}.intersection(self.plan.modes)):
+            parties.connect(mode, f"planted-{self.planted}").close()
 
     @staticmethod
     def _game_group(session: tenant_sdk.Session) -> int:
@@ -150,15 +162,39 @@ class Audit:
         )
 
     def _crash(self, parties: Parties) -> None:
+        """The source dies with a mask's effect under way; the session goes on, and then there is another."""
         for crash in (True, False):
-            with parties.connect(ONE_TIME, "crash") as session:
-                truth = Truth()
+            with parties.connect(ONE_TIME, "crash", mask_budget_mib=0) as session:
                 model = session.load_model(progress=False)
                 tokenizer = session.load_tokenizer()
                 prompt = torch.tensor([[0, *tokenizer(self.text[0], add_special_tokens=False)["input_ids"]]])
-                generate(model, prompt, 2, truth)
-            if crash:
-                parties.source.restart(crash=True)
+                generate(model, prompt, 2, Truth())
+                if crash:
+                    self._crash_at(parties.source, session, request=10)
+                    try:
+                        generate(model, prompt, 2, Truth())
+                    except ConnectionLost:
+                        pass  # the rows have been sent, and their mask's effect is lost
+                    else:
+                        raise AuditError("a session went on without the effect of a mask")
+                    generate(model, prompt, 2, Truth())
+
+    @staticmethod
+    def _crash_at(source: Executor, session: tenant_sdk.Session, request: int) -> None:
+        pads: Any = session._privacy._pads  # type: ignore[attr-defined]
+        take, left = pads.take, request
+
+        def dying(kind: Kind, rows: int, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left:
+                return take(kind, rows, **options)
+            source.pause()
+            pad = take(kind, rows, **options)
+            source.crash()
+            return pad
+
+        pads.take = dying
 
     def _traffic(self, parties: Parties) -> None:
         self.lengths: dict[str, list[int]] = {}
@@ -215,40 +251,58 @@ class Audit:
                     real = PublicModel(self.model, session.manifest).weight(group)
                 self.result.figures[f"weight extraction, {mode}"] = float((copy - real).norm() / real.norm())
         with self.stage(f"canaries of four tenants in {self.plan.replies:,} replies"):
-            executor = BaseExecutor(self.model)
-            found = CanaryRows(1, self.plan.replies).attack(executor, self.rng)
-            self.result.figures["canaries"] = {"wrong": found.wrong, "replies": found.replies}
+            wrong = replies = 0
+            for numerics in ("float32", "ring"):
+                executor = BaseExecutor(self.model, numerics=numerics)
+                weight = PublicModel(self.model, executor.manifest).weight(1)
+                found = CanaryRows(1, self.plan.replies // 2, weight).attack(executor, self.rng)
+                wrong, replies = wrong + found.wrong, replies + found.replies
+            self.result.figures["canaries"] = {"wrong": wrong, "replies": replies}
         with self.stage("one tenant times another"):
             self._timing(parties)
 
     def _lies(self, parties: Parties) -> None:
+        """By the provider, checked and unchecked, and by the mask source."""
         base = BaseExecutor(self.model, numerics="ring", recorded=True, limits=Limits(64 << 20, 65536))
-        liar = LyingProvider(base)
-        here = parties.ring.folder
-        tokens = TokenFile(here / "tokens.json")
-        service = Service(base, liar, Metrics())
-        server = Server(service, context=server_context(here / "tls"), tokens=tokens, port=0)
-        try:
-            for verify in ("always", "off"):
-                noticed: dict[str, list[bool]] = {kind: [] for kind in Poison.LIES}
-                for kind in Poison.LIES * self.plan.lies:
-                    with parties.connect(ONE_TIME, "lied-to", verify=verify, provider=server.url) as session:
-                        poison = Poison(liar, self._game_group(session), rows=8)
-                        noticed[kind].append(poison.attack(session, kind, self.rng))
-                every = [each for found in noticed.values() for each in found]
-                self.result.findings.append(
-                    Finding(
-                        Poison.name,
-                        f"{ONE_TIME}, verify={verify}",
-                        "malicious provider",
-                        Poison.metric,
-                        rate(sum(every), len(every), self.confidence),
-                        0.0,
-                        ", ".join(f"{kind}: {sum(found)} of {len(found)}" for kind, found in noticed.items()),
-                    )
-                )
-        finally:
-            server.drain(1.0)
+        for executor, operation, role, verify in (
+            (parties.ring, Operation.PRODUCT, "provider", "always"),
+            (parties.ring, Operation.PRODUCT, "provider", "off"),
+            (parties.source, Operation.SEED_EFFECT, "mask source", "always"),
+        ):
+            liar = LyingProvider(base, operation)
+            server = Server(
+                Service(base, liar, Metrics()),
+                context=server_context(executor.folder / "tls"),
+                tokens=TokenFile(executor.folder / "tokens.json"),
+                port=0,
+            )
+            there: Any = {"provider": server.url} if role == "provider" else {"mask_sources": [server.url]}
+            try:
+                self._lie(parties, liar, role, verify=verify, mask_budget_mib=0, **there)
+            finally:
+                server.drain(1.0)
+
+    def _lie(self, parties: Parties, liar: LyingProvider, role: str, **options: Any) -> None:
+        """Every kind of lie, in both directions of two groups, and in every bit in turn."""
+        noticed: dict[str, list[bool]] = {kind: [] for kind in Poison.LIES}
+        for i, kind in itertools.product(range(self.plan.lies), Poison.LIES):
+            with parties.connect(ONE_TIME, "lied-to", **options) as session:
+                where = (i + i // 4) % 4  # so that even and odd bits meet both directions
+                group = 0 if where < 2 else self._game_group(session)
+                poison = Poison(liar, group, Direction.BACKWARD if where % 2 else Direction.FORWARD)
+                noticed[kind].append(poison.attack(session, kind, 31 - i % 32, self.rng))
+        every = [each for found in noticed.values() for each in found]
+        self.result.findings.append(
+            Finding(
+                Poison.name,
+                f"{ONE_TIME}, verify={options['verify']}",
+                f"malicious {role}",
+                Poison.metric,
+                rate(sum(every), len(every), self.confidence),
+                0.0,
+                ", ".join(f"{kind}: {sum(found)} of {len(found)}" for kind, found in noticed.items()),
+            )
+        )
 
     def _timing(self, parties: Parties) -> None:
         with (
@@ -307,4 +361,6 @@ class Audit:
                 products_of(requests_of(ring, f"game-{MODES.index(ONE_TIME)}")),
                 {name: requests_of(ring, name) for name in (*self.lengths, "rank-2", "rank-32")},
                 self.lengths,
+                {PROVIDER: operations_of(ring), SOURCE: operations_of(source)},
+                mask_source_view([request for each in source for request in each.requests]),
             )

@@ -18,6 +18,8 @@ from security.executors import Executor
 from security.transcript import Request
 from security.workload import Size, Truth, run_workload
 from shared.header import Direction
+from shared.messages import ErrorInfo
+from tenant_sdk import NoiseBankOptions
 
 PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME = (
     "plain",
@@ -27,6 +29,8 @@ PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME = (
     "one-time",
 )
 MODES = (PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME)
+
+RING_MASKS = 4  # so few that 64 messages show all of them, but once in 10^7 runs
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Parties:
         }
         if mode in (ELSEWHERE, RING_BANK):
             given["mask_sources"] = [f"local:{self.model}"]
+        if mode == RING_BANK:
+            given["noise_bank"] = NoiseBankOptions(masks=RING_MASKS)
         if mode == ONE_TIME:
             given |= {
                 "mask_sources": [self.source.url],
@@ -82,12 +88,15 @@ class Game:
     answer: torch.Tensor
 
 
-def workload(parties: Parties, mode: str, text: list[str], size: Size, seed: int) -> Truth:
-    """A tenant's work in one mode."""
+def workload(
+    parties: Parties, mode: str, text: list[str], size: Size, seed: int, planted: str
+) -> tuple[Truth, str]:
+    """A tenant's work in one mode, and how the session's objects print, a planted secret among them."""
     truth = Truth()
     with parties.connect(mode, tenant_of(mode)) as session:
         run_workload(session, text, size, truth, seed)
-    return truth
+        session._privacy.planted = ErrorInfo("planted", planted)  # type: ignore[attr-defined]
+        return truth, printed(session)
 
 
 def tenant_of(mode: str) -> str:

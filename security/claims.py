@@ -23,6 +23,19 @@ TOKEN_ATTACKS = (
     "search in hidden states",
 )
 LEARNING_ATTACKS = ("label recovery", "gradient span check")
+SINGLE_ATTACKS = ("adapter extraction", "distinguishing game")
+# Judgements about one-time that chance alone could upset: these attacks, and the smallest p-values of
+# bytes and of seeds.
+STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + len(SINGLE_ATTACKS) + 2
+LEAST_SEEDS = 64  # fewer show nothing
+
+# What has to succeed where masks are known, and how well.
+ON_RING = {
+    "search in hidden states": 0.95,
+    "label recovery": 0.5,
+    "gradient span check": 0.9,
+    "adapter extraction": 0.99,
+}
 
 
 @dataclass(frozen=True)
@@ -62,10 +75,12 @@ def _select(result: Result, mode: str, sees: str, attacks: Iterable[str]) -> lis
 
 def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Result], tuple[bool, str]]:
     def judge(result: Result) -> tuple[bool, str]:
-        found = _select(result, mode, sees, attacks)
-        found = [finding for finding in found if finding.success.trials]  # else it sees nothing of the kind
-        if not found:
-            return False, "not measured"
+        found = []
+        for attack in attacks:
+            measured = [f for f in _select(result, mode, sees, (attack,)) if f.success.trials]
+            if not measured:
+                return False, f"not measured: {attack}"
+            found += measured
         worst = max(found, key=lambda f: f.success.low - f.chance)
         numbers = [n for f in found for n in (f.success.value, f.success.low, f.success.high, f.chance)]
         return all(map(math.isfinite, numbers)) and not any(f.beats_chance for f in found), _figure(worst)
@@ -84,6 +99,24 @@ def _succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Resu
     return judge
 
 
+def _all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
+    def judge(result: Result) -> tuple[bool, str]:
+        found = {attack: _select(result, mode, sees, (attack,)) for attack in least}
+        told = [f"{attack}: {f.success.value:.2%}" for attack, each in found.items() for f in each]
+        holds = all(each and each[0].success.value >= least[attack] for attack, each in found.items())
+        return holds, "; ".join(told) or "not measured"
+
+    return judge
+
+
+def _resolved(result: Result) -> tuple[bool, str]:
+    found = _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
+    if not found:
+        return False, "not measured"
+    least, attack = max((math.inf if f.resolution is None else f.resolution, f.attack) for f in found)
+    return least <= result.about["resolution"], f"{least:.2%} or less in {len(found)} attacks ({attack})"
+
+
 def _figure(finding: Finding) -> str:
     success = finding.success
     return (
@@ -97,10 +130,39 @@ def _uniform(result: Result) -> tuple[bool, str]:
     if found is None:
         return False, "not measured"
     level = 1 - result.about["confidence_of_one_interval"]
-    return found.bytes_tested > 0 and found.p_value > level and found.repeated_blocks == 0, (
+    repeated = found.repeated_blocks + found.repeated_tops
+    return found.bytes_tested > 0 and found.p_value > level and repeated == 0, (
         f"p = {found.p_value:.3g} ({found.worst}; fails below {level:.2g}), {found.repeated_blocks} repeated "
-        f"blocks, {found.bytes_tested:,} bytes"
+        f"blocks, {found.repeated_tops} repeated runs of top bytes, {found.bytes_tested:,} bytes"
     )
+
+
+def _separated(result: Result) -> tuple[bool, str]:
+    found = result.figures.get("operations", {})
+    told = [
+        f"{party}: " + ", ".join(f"{count:,} {name}" for name, count in found.get(party, {}).items())
+        for party in (PROVIDER, SOURCE)
+    ]
+    only = set(found.get(PROVIDER, {})) == {"PRODUCT"} and set(found.get(SOURCE, {})) == {"SEED_EFFECT"}
+    return only, "; ".join(told)
+
+
+def _seeds_fresh(result: Result) -> tuple[bool, str]:
+    found = result.seeds
+    if found is None or found.count < LEAST_SEEDS:
+        return False, "not measured"
+    level = 1 - result.about["confidence_of_one_interval"]
+    return found.p_value > level and not found.repeated and not found.others, (
+        f"p = {found.p_value:.3g} ({found.worst}; fails below {level:.2g}), {found.repeated} repeated of "
+        f"{found.count:,} seeds, {found.others} other requests"
+    )
+
+
+def _repeats_found(result: Result) -> tuple[bool, str]:
+    found = result.randomness.get(RING_BANK)
+    if found is None:
+        return False, "not measured"
+    return found.repeated_tops > 0, f"{found.repeated_tops:,} repeated runs of top bytes"
 
 
 def _stolen(result: Result) -> tuple[bool, str]:
@@ -129,11 +191,21 @@ def _silent(result: Result) -> tuple[bool, str]:
     return not found, f"{len(found)} found in {searched:,} characters" + (f": {found[0]}" if found else "")
 
 
+def _planted_found(result: Result) -> tuple[bool, str]:
+    found = result.figures.get("planted secret found", {})
+    missed = [where for where, there in found.items() if not there]
+    return bool(found) and not missed, f"found in {len(found) - len(missed)} of {len(found)} places" + (
+        f", not in {', '.join(missed)}" if missed else ""
+    )
+
+
 def _reuse_counted(result: Result) -> tuple[bool, str]:
     broken = result.figures.get("broken after messages", {})
-    told = [f"{label}: {count}" for label, count in broken.items() if count is not None]
-    # Any: with few messages a bank on the ring may not have shown all its masks yet.
-    return bool(told), "messages until 95 % are right: " + ("; ".join(told) or "never")
+    told = [f"{label}: {'never' if count is None else count}" for label, count in broken.items()]
+    on_floats_too = RING_BANK in broken and len(broken) > 1
+    return on_floats_too and None not in broken.values(), (
+        "messages until 95 % are right: " + ("; ".join(told) or "not measured")
+    )
 
 
 CLAIMS = (
@@ -171,19 +243,27 @@ CLAIMS = (
     ),
     Claim(
         "one-time-uniform",
-        "Every byte sent to the provider is uniform, and no block comes twice",
+        "Every byte sent to the provider is uniform, and no mask serves twice, for whatever product",
         ONE_TIME,
         "uniformity and independence",
-        "smallest p above its level, no repeated block",
+        "smallest p above its level; no block of 16 bytes comes again, nor the top bytes of 8 numbers",
         _uniform,
     ),
     Claim(
+        "one-time-separation",
+        "The provider is sent rows and neither masks nor seeds, a mask source seeds and no rows",
+        ONE_TIME,
+        "operations in both transcripts",
+        "provider: requests for products only; mask source: for effects of seeds only; some of each",
+        _separated,
+    ),
+    Claim(
         "one-time-mask-source",
-        "A mask source can tell neither tokens nor labels nor the adapter",
+        "What a mask source gets are fresh random seeds, which have nothing to do with any row",
         f"{ONE_TIME}, {SOURCE}",
-        "all of the above on masks",
-        "chance within the interval",
-        _at_chance(ONE_TIME, SOURCE, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, "adapter extraction")),
+        "seed prediction",
+        "32 bytes each, none twice, smallest p above its level",
+        _seeds_fresh,
     ),
     Claim(
         "verified",
@@ -192,6 +272,14 @@ CLAIMS = (
         "altered answers",
         "every lie",
         _succeeds(f"{ONE_TIME}, verify=always", "malicious provider", "altered answers", 1.0),
+    ),
+    Claim(
+        "verified-effects",
+        "A wrong effect of a mask is noticed",
+        f"{ONE_TIME}, verify=always",
+        "altered answers",
+        "every lie of a mask source",
+        _succeeds(f"{ONE_TIME}, verify=always", "malicious mask source", "altered answers", 1.0),
     ),
     Claim(
         "no-cross-talk",
@@ -208,6 +296,14 @@ CLAIMS = (
         "log scan",
         "0 found",
         _silent,
+    ),
+    Claim(
+        "control-planted",
+        "What is planted in logs and among printed objects is found",
+        "any",
+        "log scan",
+        "in every place",
+        _planted_found,
     ),
     Claim(
         "control-clear",
@@ -262,8 +358,16 @@ CLAIMS = (
         "A bank of masks is broken by reuse, wherever its effects come from",
         f"{ELSEWHERE}; {RING_BANK}",
         "mask reuse",
-        "at least 95 % after some messages",
+        "at least 95 % after some messages, for every bank",
         _reuse_counted,
+    ),
+    Claim(
+        "control-repetition",
+        "Masks that serve again under other rows are seen by their top bytes",
+        RING_BANK,
+        "uniformity and independence",
+        "top bytes of 8 numbers that come again",
+        _repeats_found,
     ),
     Claim(
         "control-collusion",
@@ -272,6 +376,22 @@ CLAIMS = (
         "vocabulary matching",
         "at least 95 %",
         _succeeds(ONE_TIME, BOTH, "vocabulary matching", 0.95),
+    ),
+    Claim(
+        "control-ring",
+        "Together they also read hidden states, labels, batches and the adapter, so attacks work on a ring",
+        f"{ONE_TIME}, {BOTH}",
+        ", ".join(ON_RING),
+        ", ".join(f"at least {least:.0%}" for least in ON_RING.values()),
+        _all_succeed(ONE_TIME, BOTH, ON_RING),
+    ),
+    Claim(
+        "control-resolution",
+        "A small advantage over chance would have shown in every attack on one-time",
+        ONE_TIME,
+        "all attacks on the provider's view",
+        "what would lie above chance with its interval is at most 1 % above it (in a quick audit 10 %)",
+        _resolved,
     ),
     Claim(
         "control-unverified",

@@ -14,6 +14,7 @@ from rich.table import Table
 from security.attacks.base import TokenGuess, nearest, unit
 from security.attacks.gradients import LabelRecovery
 from security.attacks.masking import Uniformity
+from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import (
     Averaging,
     KnownMaskSubtraction,
@@ -25,7 +26,7 @@ from security.attacks.tokens import (
 from security.attacks.traffic import TrafficAnalysis
 from security.public_model import PublicModel
 from security.transcript import TranscriptError, read_transcript
-from security.views import View, mask_source_view, products_of, provider_view, requests_of
+from security.views import MaskSourceView, View, mask_source_view, products_of, provider_view, requests_of
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
 
@@ -49,7 +50,7 @@ def attack_transcript(
     figure stands beside it.
 
     Raises:
-        TranscriptError: it is cut, or of another model or version.
+        TranscriptError: it is cut, of another model or version, or holds nothing of the kind.
         ConfigurationError: ``view`` is none of VIEWS.
     """
     if view not in VIEWS:
@@ -68,15 +69,16 @@ def attack_transcript(
     tables = []
     for tenant in dict.fromkeys(recorded.tenants.values()):
         requests = requests_of([recorded], tenant)
-        if not requests:
+        rng = np.random.default_rng(seed)
+        if view == "mask-source":
+            seeds = mask_source_view(requests)
+            if seeds.seeds:
+                tables.append(_seed_table(tenant, seeds, rng))
+            continue
+        if not products_of(requests):
             continue
         with stage(f"attacks on what tenant {tenant} sent"):
-            seen = (
-                mask_source_view(public, requests)
-                if view == "mask-source"
-                else provider_view(public, requests)
-            )
-            tables.append(_table(tenant, seen, tokenizer, show, np.random.default_rng(seed)))
+            tables.append(_table(tenant, provider_view(public, requests), tokenizer, show, rng))
         traffic = TrafficAnalysis().attack(requests, np.random.default_rng(seed))
         lengths = ", ".join(map(str, traffic.prompts[:20]))
         tables[-1].caption = (
@@ -84,8 +86,26 @@ def attack_transcript(
             + (f"trains; gradients end at group {traffic.lowest}" if traffic.training else "does not train")
         )
     if not tables:
-        raise TranscriptError(f"{transcript} holds no request of any tenant")
+        wanted, other = ("seeds", "provider") if view == "mask-source" else ("rows", "mask-source")
+        raise TranscriptError(
+            f"{transcript} holds no {wanted}, so there is nothing to attack as {view}; if tenants used this "
+            f"executor as something else: --view {other}"
+        )
     return tables
+
+
+def _seed_table(tenant: str, seen: MaskSourceView, rng: np.random.Generator) -> Table:
+    """A mask source knows no row, so there is nothing to read out of its masks but the next seed."""
+    found = SeedPrediction().attack(seen, rng)
+    table = Table(title=f"tenant {tenant}, as {seen.sees} sees it")
+    for column in ("attack", "found"):
+        table.add_column(column, overflow="fold")
+    table.add_row(
+        SeedPrediction.name,
+        f"p = {found.p_value:.3g} ({found.worst}); {found.repeated} repeated of {found.count:,} seeds; "
+        f"{found.others} other requests",
+    )
+    return table
 
 
 def _table(tenant: str, view: View, tokenizer: Any, show: int, rng: np.random.Generator) -> Table:
@@ -119,7 +139,8 @@ def _table(tenant: str, view: View, tokenizer: Any, show: int, rng: np.random.Ge
         Uniformity.name,
         "",
         "",
-        f"p = {found.p_value:.3g} ({found.worst}); {found.repeated_blocks} repeated blocks",
+        f"p = {found.p_value:.3g} ({found.worst}); {found.repeated_blocks} repeated blocks, "
+        f"{found.repeated_tops} repeated runs of top bytes",
     )
     return table
 

@@ -38,8 +38,9 @@ class Executor:
     model: Path
     numerics: str
     url: str = ""
+    admin_url: str = ""
     _process: subprocess.Popen[bytes] | None = None
-    _tenants: list[str] = field(default_factory=list)
+    _crashed: set[str] = field(default_factory=set)  # names of transcripts that may be cut
 
     def __post_init__(self) -> None:
         """Certificates, as ``symbiosis-provider certs`` makes them."""
@@ -57,7 +58,7 @@ class Executor:
         return self.folder / "executor.log"
 
     def token(self, tenant: str) -> str:
-        """A token for a tenant of that name; before ``start``."""
+        """A new token for a tenant of that name; also while the executor runs."""
         return TokenFile(self.folder / "tokens.json").add(tenant)
 
     def launch(self, port: int = 0) -> None:
@@ -93,9 +94,15 @@ class Executor:
         told = json.loads(ready.read_text())
         self.url, self.admin_url = told["url"], told["admin_url"]
 
-    def restart(self, *, crash: bool) -> None:
-        """End the process, by SIGKILL for a crash, and start it again at the same port."""
-        self.stop(signal.SIGKILL if crash else signal.SIGTERM)
+    def pause(self) -> None:
+        """Let the process answer nothing from now on, until it is restarted."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def crash(self) -> None:
+        """Kill the process, and start it again at the same port."""
+        self.stop(signal.SIGKILL)
+        self._crashed |= {file.name for file in self._recordings()}
         self.launch(int(self.url.rpartition(":")[2]))
         self.await_ready()
 
@@ -107,6 +114,13 @@ class Executor:
             self._process = None
 
     def transcripts(self) -> list[Transcript]:
-        """What it recorded, in order, also before a crash."""
-        files = sorted((self.folder / "transcripts").glob("*.transcript"), key=lambda f: f.stat().st_mtime)
-        return [read_transcript(file, cut=True) for file in files]
+        """What it recorded, in order, also before a crash.
+
+        Raises:
+            TranscriptError: one is cut that no crash cut.
+        """
+        return [read_transcript(file, cut=file.name in self._crashed) for file in self._recordings()]
+
+    def _recordings(self) -> list[Path]:
+        found = (self.folder / "transcripts").glob("*.transcript")
+        return sorted(found, key=lambda file: file.stat().st_mtime)

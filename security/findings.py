@@ -20,7 +20,8 @@ class Finding:
     """One cell of the report.
 
     ``success`` is in the attack's own metric; ``chance`` is what the same guesses would score if they had
-    nothing to do with the truth. ``detail`` is for readers.
+    nothing to do with the truth; ``resolution`` how far above chance it must be for the interval to lie above
+    chance, None where that is not asked. ``detail`` is for readers.
     """
 
     attack: str
@@ -30,14 +31,12 @@ class Finding:
     success: Estimate
     chance: float
     detail: str = ""
+    resolution: float | None = None
 
     @property
     def beats_chance(self) -> bool:
         """Whether the whole interval lies above chance."""
         return self.success.low > self.chance
-
-
-SHUFFLES = 1000
 
 
 class NothingToScore(ValueError):
@@ -56,9 +55,7 @@ def of_tokens(guess: torch.Tensor, truth: torch.Tensor, confidence: float) -> tu
 
 def of_guess(guess: TokenGuess, truth: Truth, confidence: float) -> tuple[Estimate, float]:
     """Of rows of the first group."""
-    tokens = truth.first_tokens()
-    within = guess.rows < len(tokens)
-    return of_tokens(guess.tokens[within], tokens[guess.rows[within]], confidence)
+    return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], confidence)
 
 
 def of_labels(
@@ -67,8 +64,8 @@ def of_labels(
     """Of each row of the last layer's gradients; requests in the order in which they were sent."""
     pairs = [
         (guess, sent.labels)
-        for guess, sent in zip(guesses, truth.of(group, Direction.BACKWARD), strict=False)
-        if sent.labels is not None and len(guess) == sent.rows
+        for guess, sent in zip(guesses, truth.of(group, Direction.BACKWARD), strict=True)
+        if sent.labels is not None
     ]
     if not pairs:
         raise NothingToScore
@@ -82,8 +79,8 @@ def of_spans(
     """How many of a part's n tokens are among the first n guesses; chance: among the guesses for another."""
     parts = [
         (guess, part.unique())
-        for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=False)
-        if sent.tokens is not None and len(guesses) == -(-sent.rows // rows)
+        for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=True)
+        if sent.tokens is not None
         for guess, part in zip(guesses, sent.tokens.split(rows), strict=True)
     ]
     if len(parts) < 2:
@@ -101,32 +98,45 @@ def of_spans(
     return rate(hits, sum(len(there) for _, there in parts), confidence), float(np.mean(other))
 
 
-def of_adapter(
-    stolen: StolenAdapter, delta: torch.Tensor, confidence: float, rng: np.random.Generator
-) -> tuple[Estimate, dict[str, float]]:
-    """Cosine between the stolen and the real adapter; 0 by chance.
-
-    Its interval is that of the same estimate against adapters with rows and columns in random order.
-    Also the relative error, and the largest principal angle (degrees) between the column spaces.
-    """
-    if not stolen.tokens:
+def of_adapters(pairs: list[tuple[StolenAdapter, torch.Tensor]], confidence: float) -> tuple[Estimate, float]:
+    """Mean cosine between stolen and real adapters of some layers, and what it is by chance: 0."""
+    if not all(stolen.tokens for stolen, _ in pairs):
         raise NothingToScore
-    size = float(stolen.delta.norm() * delta.norm()) or 1.0
-    cosine = float((stolen.delta * delta).sum()) / size
-    shuffled = []
-    for _ in range(SHUFFLES):
-        rows = torch.from_numpy(rng.permutation(delta.shape[0]))
-        columns = torch.from_numpy(rng.permutation(delta.shape[1]))
-        signs = torch.from_numpy(rng.choice(np.array([-1, 1], np.float32), delta.shape[0]))
-        shuffled.append(abs(float(((stolen.delta * signs[:, None])[rows][:, columns] * delta).sum())) / size)
-    # Beyond what was tried the largest stands for the quantile.
-    width = float(np.quantile(shuffled, confidence))
-    estimate = Estimate(cosine, max(-1.0, cosine - width), min(1.0, cosine + width), stolen.tokens)
-    more = {"relative_error": float((stolen.delta - delta).norm() / delta.norm()), "rank": float(stolen.rank)}
+    directions = [
+        (stolen.delta / stolen.delta.norm().clamp_min(1e-30), real / real.norm()) for stolen, real in pairs
+    ]
+    cosine = float(np.mean([float((one * other).sum()) for one, other in directions]))
+    width = _width_of_cosine(directions, confidence)
+    tokens = sum(stolen.tokens for stolen, _ in pairs)
+    return Estimate(cosine, max(-1.0, cosine - width), min(1.0, cosine + width), tokens), 0.0
+
+
+def _width_of_cosine(pairs: list[tuple[torch.Tensor, torch.Tensor]], confidence: float) -> float:
+    """What the mean cosine of matrices [O, D] with these singular values in random directions stays within.
+
+    It is a sum of products of independent numbers that are nearly normal, weighted with products of the
+    singular values. Chernoff's bound, with ``E exp(t g h) = (1 - t^2)^(-1/2)`` for normal g and h.
+    """
+    values = [[torch.linalg.svdvals(matrix).double().numpy() for matrix in pair] for pair in pairs]
+    weights = np.concatenate(
+        [np.outer(*both).ravel() / pair[0].numel() ** 0.5 for both, pair in zip(values, pairs, strict=True)]
+    )
+    weights = weights[weights > 1e-4 * weights.max()] / len(pairs)
+    steps = np.linspace(0.001, 0.999, 999) / weights.max()
+    growth = -0.5 * np.log1p(-((steps[:, None] * weights) ** 2)).sum(1)
+    return float(((np.log(2 / (1 - confidence)) + growth) / steps).min())
+
+
+def of_copy(stolen: StolenAdapter, delta: torch.Tensor) -> dict[str, float]:
+    """Relative error, rank, and the largest principal angle (degrees) between the column spaces."""
     real = int(torch.linalg.matrix_rank(delta, rtol=1e-4))
     spaces = [torch.linalg.svd(m)[0][:, :rank] for m, rank in ((stolen.delta, stolen.rank), (delta, real))]
     cosines = torch.linalg.svdvals(spaces[0].T @ spaces[1]).clamp(max=1)
-    return estimate, more | {"largest_angle": float(cosines.acos().rad2deg().max())}
+    return {
+        "relative_error": float((stolen.delta - delta).norm() / delta.norm()),
+        "rank": float(stolen.rank),
+        "largest_angle": float(cosines.acos().rad2deg().max()),
+    }
 
 
 def advantage(guesses: torch.Tensor, truth: torch.Tensor, confidence: float) -> Estimate:

@@ -12,10 +12,11 @@ import torch
 
 from security import findings
 from security.attacks.base import TokenGuess
-from security.attacks.extraction import AdapterExtraction, StolenAdapter
+from security.attacks.extraction import AdapterExtraction
 from security.attacks.gradients import LabelRecovery, SpanCheck
-from security.attacks.logs import LogScan, Secrets
+from security.attacks.logs import PLANTED, LogScan, Secrets
 from security.attacks.masking import DistinguishingGame, Uniformity
+from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import (
     Averaging,
     DeepMatching,
@@ -27,15 +28,21 @@ from security.attacks.tokens import (
 )
 from security.attacks.traffic import TrafficAnalysis, TrafficAnalysisOutside, network_view
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Game
-from security.executors import AuditError
 from security.findings import Finding, NothingToScore
-from security.plan import BOTH, NETWORK, PROVIDER, SOURCE, Plan, Result, Stage
+from security.plan import BOTH, NETWORK, PROVIDER, Plan, Result, Stage
 from security.public_model import PublicModel
-from security.statistics import Estimate, rate
+from security.statistics import Estimate, rate, visible
 from security.transcript import Request
-from security.views import View, collusion_view, mask_source_view, products_of, provider_view
+from security.views import (
+    MaskSourceView,
+    View,
+    check_aligned,
+    collusion_view,
+    mask_source_view,
+    products_of,
+    provider_view,
+)
 from security.workload import ADAPTER_TOKENS, Sent, Truth
-from shared.header import Operation
 
 CURVE_ROWS = 500  # that the curves of mask reuse are drawn from
 
@@ -46,6 +53,8 @@ class Evidence:
 
     ``public`` and ``ring_public`` are the base model with the manifests of a float and of a ring executor;
     ``crash`` and ``game_requests`` further one-time requests; ``lengths`` the prompts of ``traffic``.
+    ``operations`` says how often which operation was asked of ``PROVIDER`` and ``SOURCE``, on the ring and
+    in all sessions; ``seeds`` are all that the mask source was sent.
     """
 
     public: PublicModel
@@ -56,6 +65,8 @@ class Evidence:
     game_requests: list[Request]
     traffic: dict[str, list[Request]]
     lengths: dict[str, list[int]]
+    operations: dict[str, dict[str, int]]
+    seeds: MaskSourceView
 
 
 class PassiveAttacks:
@@ -88,17 +99,22 @@ class PassiveAttacks:
             public = self.evidence.ring_public if mode in (RING_BANK, ONE_TIME) else self.evidence.public
             with self.stage(f"attacks on {mode}"):
                 view = provider_view(public, captured.provider)
-                self._check_aligned(view, captured)
+                check_aligned(view, captured.truth, mode)
                 self._on(mode, PROVIDER, view, captured.truth)
                 if mode == ONE_TIME:
-                    source = mask_source_view(public, captured.source)
-                    self._on(mode, SOURCE, source, captured.truth)
                     both = collusion_view(public, captured.provider, captured.source)
                     self._on(mode, BOTH, both, captured.truth)
         for mode, game in self.evidence.games.items():
             with self.stage(f"distinguishing: {mode}"):
                 self._distinguish(mode, game)
-        for mode in {RING_BANK, ONE_TIME}.intersection(self.plan.modes):
+        self.structure()
+        with self.stage("curves"):
+            self._curves()
+        self._read_traffic()
+
+    def structure(self) -> None:
+        """What was sent to whom, and whether masks and seeds are random and served once."""
+        for mode in sorted({RING_BANK, ONE_TIME}.intersection(self.plan.modes)):
             with self.stage(f"uniformity of bytes: {mode}"):
                 requests = products_of(self.evidence.captured[mode].provider)
                 if mode == ONE_TIME:
@@ -106,17 +122,8 @@ class PassiveAttacks:
                 self.result.randomness[mode] = Uniformity().attack(
                     provider_view(self.evidence.ring_public, requests), self.rng
                 )
-        with self.stage("curves"):
-            self._curves()
-        self._read_traffic()
-
-    def _check_aligned(self, view: View, captured: Captured) -> None:
-        rows = sum(sent.rows for sent in captured.truth.of(0))
-        if rows != len(view.first):
-            raise AuditError(
-                f"the transcript of {captured.mode} holds {len(view.first)} rows of the first group, but the "
-                f"tenant sent {rows}: the attacks could not be scored"
-            )
+        self.result.figures["operations"] = self.evidence.operations
+        self.result.seeds = SeedPrediction().attack(self.evidence.seeds, self.rng)
 
     def _on(self, mode: str, sees: str, view: View, truth: Truth) -> None:
         repeats: dict[str, list[int]] = {}
@@ -132,7 +139,9 @@ class PassiveAttacks:
         )
         for attack in attacks:
             guess: TokenGuess = attack.attack(view, self.rng)
-            self._found(attack, mode, sees, partial(findings.of_guess, guess, truth, self.confidence))
+            score = partial(findings.of_guess, guess, truth, self.confidence)
+            bare = isinstance(attack, KnownMaskSubtraction) and not view.masks
+            self._found(attack, mode, sees, score, "knows no mask, takes rows as they are" if bare else "")
         deep = self._deep_attack(truth)
         guesses, wanted = deep.attack(view, self.rng)
         self._found(deep, mode, sees, lambda: findings.of_tokens(guesses, wanted, self.confidence))
@@ -143,21 +152,24 @@ class PassiveAttacks:
         span = SpanCheck()
         ranked = span.attack(view, self.rng)
         self._found(span, mode, sees, lambda: findings.of_spans(ranked, truth, span.rows, self.confidence))
-        stolen = {}
-        for layer in range(self.plan.layers if mode == PLAIN else 1):
-            stolen[layer] = self._steal(mode, sees, view, truth, layer).delta
-        if len(stolen) == len(truth.adapter):
-            self._compare_models(stolen, truth, view.public)
+        self._steal(mode, sees, view, truth)
 
     def _found(
         self, attack: Any, mode: str, sees: str, score: Callable[[], tuple[Estimate, float]], detail: str = ""
     ) -> None:
         try:
             success, chance = score()
+            if attack is AdapterExtraction:
+                resolution: float | None = success.value - success.low
+            else:
+                resolution = visible(chance, success.trials, self.confidence)
         except NothingToScore:
             # The view holds nothing of the kind: as good as a guess, and said so.
             success, chance, detail = Estimate(0.0, 0.0, 0.0, 0), 0.0, "this party sees nothing of the kind"
-        self.result.findings.append(Finding(attack.name, mode, sees, attack.metric, success, chance, detail))
+            resolution = None
+        self.result.findings.append(
+            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, resolution)
+        )
 
     def _repeated(self, truth: Truth, group: int) -> dict[int, Sent]:
         """Requests of a group for prompts that were sent again and again, by their place."""
@@ -183,28 +195,35 @@ class PassiveAttacks:
             for name, changes in (("stolen", copied), ("base", {}))
         }
 
-    def _steal(self, mode: str, sees: str, view: View, truth: Truth, layer: int) -> StolenAdapter:
-        attack = AdapterExtraction(layer)
-        stolen = attack.attack(view, self.rng)
-        real = truth.adapter[f"{layer}.mlp.up_proj"]
-        try:
-            success, more = findings.of_adapter(stolen, real, self.confidence, self.rng)
-        except NothingToScore:
-            self._found(attack, mode, sees, _nothing)
-            return stolen
-        detail = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in more.items())
-        self.result.findings.append(
-            Finding(f"{attack.name}, layer {layer}", mode, sees, attack.metric, success, 0.0, detail)
-        )
-        self.result.figures[f"adapter extraction, layer {layer}, {mode}, {sees}"] = more
-        return stolen
+    def _steal(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+        layers = self.plan.layers.get((mode, sees), 1)
+        stolen = {layer: AdapterExtraction(layer).attack(view, self.rng) for layer in range(layers)}
+        pairs = [(copy, truth.adapter[f"{layer}.mlp.up_proj"]) for layer, copy in stolen.items()]
+        errors = []
+        for layer, (copy, real) in enumerate(pairs):
+            if copy.tokens:
+                more = findings.of_copy(copy, real)
+                self.result.figures[f"adapter extraction, layer {layer}, {mode}, {sees}"] = more
+                errors.append(f"layer {layer}: relative error {more['relative_error']:.2g}")
+        score = partial(findings.of_adapters, pairs, self.confidence)
+        self._found(AdapterExtraction, mode, sees, score, "; ".join(errors))
+        if layers == len(truth.adapter):
+            self._compare_models({layer: copy.delta for layer, copy in stolen.items()}, truth, view.public)
 
     def _distinguish(self, mode: str, game: Game) -> None:
         half = len(game.answer) // 2
         guesses = DistinguishingGame().attack((game.rows, game.answer[:half]), self.rng)
         success = findings.advantage(guesses, game.answer[half:], self.confidence)
         self.result.findings.append(
-            Finding(DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0)
+            Finding(
+                DistinguishingGame.name,
+                mode,
+                PROVIDER,
+                DistinguishingGame.metric,
+                success,
+                0.0,
+                resolution=2 * visible(0.5, success.trials, self.confidence),
+            )
         )
 
     def _curves(self) -> None:
@@ -219,6 +238,7 @@ class PassiveAttacks:
                 self.evidence.public if captured.mode == ELSEWHERE else self.evidence.ring_public,
                 captured.provider,
             )
+            check_aligned(view, captured.truth, name)
             messages = sum(len(seen.rows) > 1 for seen in view.of(0))
             points = []
             for count in [n for n in self.plan.curve_messages if n <= messages]:
@@ -228,8 +248,7 @@ class PassiveAttacks:
             reuse[label] = points
         self.result.figures["mask reuse"] = reuse
         self.result.figures["broken after messages"] = {
-            label: next((count for count, value in points if value >= 0.95), None)
-            for label, points in reuse.items()
+            label: _from(points, 0.95) for label, points in reuse.items()
         }
         if PLAIN not in self.evidence.captured:
             return
@@ -282,8 +301,8 @@ class PassiveAttacks:
             ][:2000],
         }
 
-    def search(self, texts: dict[str, str], passwords: list[str]) -> None:
-        """Search everything that was written for what was secret."""
+    def search(self, texts: dict[str, str], passwords: list[str], planted: str) -> None:
+        """Search everything that was written for what was secret, and for what was planted there."""
         with self.stage("searching logs, metrics and printed objects"):
             truth = self.evidence.captured[ONE_TIME].truth
             varied = [b for sent in truth.sent for b in sent.blocks or [] if len(b[0].unique()) > 3]
@@ -292,20 +311,28 @@ class PassiveAttacks:
                 tensors=varied[:200]
                 + [r.rows for r in products_of(requests)[:200]]
                 + list(truth.adapter.values()),
-                seeds=[
-                    bytes(r.payload)
-                    for r in self.evidence.captured[ONE_TIME].source
-                    if r.header.operation == Operation.SEED_EFFECT
-                ],
+                seeds=mask_source_view(self.evidence.captured[ONE_TIME].source).seeds,
                 token_ids=[int(t) for t in truth.first_tokens()[:400] if t >= 0],
                 text=truth.text,
                 passwords=passwords,
+                planted=planted,
             )
-            self.result.figures["secrets in logs"] = LogScan(secrets).attack(texts, self.rng)
+            found = LogScan(secrets).attack(texts, self.rng)
+            control = {where: f"{PLANTED} in {where}" for where in texts}
+            self.result.figures["secrets in logs"] = [each for each in found if each not in control.values()]
+            self.result.figures["planted secret found"] = {
+                where: each in found for where, each in control.items() if not where.startswith("metrics")
+            }
             self.result.figures["log characters searched"] = {
                 where: len(text) for where, text in texts.items()
             }
 
 
-def _nothing() -> tuple[Estimate, float]:
-    raise NothingToScore
+def _from(points: list[tuple[int, float]], least: float) -> int | None:
+    """The first count from which on the value is at least so large."""
+    found = None
+    for count, value in reversed(points):
+        if value < least:
+            break
+        found = count
+    return found

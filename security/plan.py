@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from security.attacks.masking import Randomness
-from security.capture import MODES
+from security.attacks.seeds import SeedStatistics
+from security.capture import MODES, ONE_TIME, PLAIN
 from security.findings import Finding
 from security.workload import FULL, QUICK, Size
 
@@ -26,20 +27,22 @@ class Plan:
     size: Size
     game_rows: int
     deep_places: int
-    layers: int  # whose adapters are stolen in the clear; elsewhere the first one's
+    layers: dict[tuple[str, str], int]  # by mode and party, from how many adapters are stolen; else one
     replies: int
     lies: int
     traffic_prompts: int
     timing_moments: int
     curve_masks: tuple[int, ...]
     family_error: float
+    resolution: float  # what every line about one-time must be able to show
     curve_messages: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768)
     curve_tokens: tuple[int, ...] = (64, 128, 256, 384, 512, 1024, 2048)
     modes: tuple[str, ...] = MODES
 
 
-FULL_PLAN = Plan(FULL, 280_000, 20, 6, 1_000_000, 25, 24, 40, (4, 16, 64, 256), 0.01)
-QUICK_PLAN = Plan(QUICK, 16_384, 16, 1, 20_000, 5, 8, 8, (), 1e-4, (1, 16, 64), (256, 512, 1024))
+STOLEN = {(PLAIN, PROVIDER): 6, (ONE_TIME, PROVIDER): 3}
+FULL_PLAN = Plan(FULL, 280_000, 20, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01)
+QUICK_PLAN = Plan(QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024))
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     randomness: dict[str, Randomness] = field(default_factory=dict)
+    seeds: SeedStatistics | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
 

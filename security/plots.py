@@ -13,8 +13,8 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
-from security.plan import BOTH, PROVIDER, SOURCE, Result
+from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, SAME
+from security.plan import BOTH, PROVIDER, Result
 
 COLUMNS = (
     (PLAIN, PROVIDER),
@@ -22,7 +22,6 @@ COLUMNS = (
     (ELSEWHERE, PROVIDER),
     (RING_BANK, PROVIDER),
     (ONE_TIME, PROVIDER),
-    (ONE_TIME, SOURCE),
     (ONE_TIME, BOTH),
 )
 mpl.rcParams.update(
@@ -88,7 +87,7 @@ def reuse_curve(result: Result) -> str:
     """Tokens recovered against messages seen, for each number of masks."""
     figure, axes = plt.subplots(figsize=(5.6, 3.4))
     for label, points in result.figures["mask reuse"].items():
-        name = f"floats, {label}" if label.endswith("masks") else "ring, 16 masks"
+        name = f"floats, {label}" if label.endswith("masks") else f"ring, {RING_MASKS} masks"
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
     axes.axhline(0.95, color="#999", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)

@@ -10,9 +10,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from security import plots
 from security.attacks import ATTACKS
+from security.capture import ONE_TIME
 from security.claims import CLAIMS, Verdict
 from security.findings import plain
-from security.plan import Result
+from security.plan import PROVIDER, Result
 
 
 def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
@@ -28,6 +29,7 @@ def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
             mode: dataclasses.asdict(found) | {"histogram": found.histogram.tolist()}
             for mode, found in result.randomness.items()
         },
+        "seeds": dataclasses.asdict(result.seeds) if result.seeds else None,
         "figures": result.figures,
     }
     path.write_text(json.dumps(plain(data), indent=1))
@@ -46,7 +48,7 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
         for f in result.findings
         if f.attack.startswith("traffic")
     }
-    game = [f for f in result.findings if (f.attack, f.mode) == ("distinguishing game", "one-time")]
+    one_time = [f for f in result.findings if (f.mode, f.sees) == (ONE_TIME, PROVIDER) and f.success.trials]
     page = environment.get_template("report.html.jinja").render(
         about=result.about,
         findings=result.findings,
@@ -60,7 +62,7 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
         controls=sum(claim.identity.startswith("control") for claim in CLAIMS),
         attacks=ATTACKS,
         traffic=traffic,
-        resolution=max((f.success.high - f.success.value for f in game), default=1.0),
+        resolution=max((f.resolution or 0.0 for f in one_time), default=1.0),
         plots={
             "heat_map": plots.heat_map(result),
             "reuse": plots.reuse_curve(result),

@@ -14,7 +14,7 @@ CONFIDENCE = 0.99
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with the interval that holds it at ``CONFIDENCE``, and how many trials it rests on."""
+    """A figure, the interval that holds it at the confidence that was asked for, and its trials."""
 
     value: float
     low: float
@@ -34,6 +34,11 @@ def rate(successes: int, trials: int, confidence: float = CONFIDENCE) -> Estimat
     low = stats.beta.ppf(tail, successes, trials - successes + 1) if successes else 0.0
     high = stats.beta.ppf(1 - tail, successes + 1, trials - successes) if successes < trials else 1.0
     return Estimate(successes / trials, float(low), float(high), trials)
+
+
+def visible(chance: float, trials: int, confidence: float = CONFIDENCE) -> float:
+    """How far above chance a rate must be for its interval to lie above chance."""
+    return float(stats.binom.isf((1 - confidence) / 2, trials, chance) + 1) / trials - chance
 
 
 def independent_hits(guesses: np.ndarray, truth: np.ndarray) -> float:

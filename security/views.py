@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
+from security.executors import AuditError
 from security.public_model import PublicModel
 from security.transcript import Request, Transcript
+from security.workload import Truth
 from shared.header import PRODUCTS, Direction, Operation
 from shared.masks import MaskStream
 from shared.protocol import GroupShape
@@ -29,6 +33,11 @@ class Seen:
     def rows(self) -> torch.Tensor:
         """The rows as float32; on the ring up to a scale of each."""
         return self.raw.float()
+
+    @property
+    def count(self) -> int:
+        """How many rows."""
+        return len(self.raw)
 
     @property
     def forward(self) -> bool:
@@ -70,9 +79,15 @@ class ProviderView(View):
     sees = "provider"
 
 
-class MaskSourceView(View):
-    """A mask source: what its seeds expand to. It knows no row; its masks stand where rows would."""
+@dataclass(frozen=True)
+class MaskSourceView:
+    """A mask source: the seeds it was sent, in the order in which they came, also of several sessions.
 
+    It knows no row, so nothing lines up with its masks. ``others`` is how many requests were no seed.
+    """
+
+    seeds: list[bytes]
+    others: int = 0
     sees = "mask source"
 
 
@@ -98,11 +113,11 @@ def requests_of(transcripts: list[Transcript], tenant: str) -> list[Request]:
 
 
 def provider_view(public: PublicModel, requests: list[Request]) -> ProviderView:
-    """Rows, and the masks that the same tenant had multiplied."""
+    """Rows, and the masks that the same tenant had multiplied, whether it sent them or their seeds."""
     masks: dict[tuple[int, int, int], list[torch.Tensor]] = {}
     for request in requests:
-        if request.header.operation == Operation.EFFECT:
-            masks.setdefault(request.kind, []).append(request.rows)
+        if request.header.operation != Operation.PRODUCT:
+            masks.setdefault(request.kind, []).append(_expanded(public, request))
     return ProviderView(
         public,
         [_seen(request, request.rows) for request in products_of(requests)],
@@ -115,9 +130,42 @@ def products_of(requests: list[Request]) -> list[Request]:
     return [request for request in requests if request.header.operation == Operation.PRODUCT]
 
 
-def mask_source_view(public: PublicModel, requests: list[Request]) -> MaskSourceView:
-    """The masks, expanded."""
-    return MaskSourceView(public, [_seen(request, _expanded(public, request)) for request in requests])
+def mask_source_view(requests: list[Request]) -> MaskSourceView:
+    """Seeds as they came."""
+    seeds = [bytes(r.payload) for r in requests if r.header.operation == Operation.SEED_EFFECT]
+    return MaskSourceView(seeds, len(requests) - len(seeds))
+
+
+def operations_of(transcripts: list[Transcript]) -> dict[str, int]:
+    """How often each operation was asked for, by its name, by all tenants together."""
+    return dict(Counter(Operation(r.header.operation).name for t in transcripts for r in t.requests))
+
+
+def check_aligned(view: View, truth: Truth, what: str) -> None:
+    """That view and truth tell of the same requests, group by group and row by row.
+
+    Raises:
+        AuditError: they do not, and nothing that was guessed could be scored.
+    """
+    seen, sent = (
+        _rows_by_kind((each.group, each.direction, each.count) for each in side)
+        for side in (view.requests, truth.sent)
+    )
+    for kind in sorted(seen.keys() | sent.keys()):
+        there, real = seen.get(kind, []), sent.get(kind, [])
+        if there != real:
+            raise AuditError(
+                f"what was recorded of {what} and what the tenant sent differ: {len(there)} requests of "
+                f"{sum(there)} rows for group {kind[0]}, direction {kind[1]}, instead of {len(real)} of "
+                f"{sum(real)}; attacks could not be scored"
+            )
+
+
+def _rows_by_kind(requests: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = {}
+    for group, direction, rows in requests:
+        found.setdefault((group, int(direction)), []).append(rows)
+    return found
 
 
 def collusion_view(public: PublicModel, provider: list[Request], source: list[Request]) -> CollusionView:

@@ -50,6 +50,11 @@ class Sent:
     tokens: torch.Tensor | None = None
     labels: torch.Tensor | None = None
 
+    @property
+    def count(self) -> int:
+        """How many rows."""
+        return self.rows
+
 
 @dataclass
 class Truth:
@@ -79,8 +84,10 @@ class Truth:
             ahead = torch.full_like(labels, -1)
             ahead[:, :-1] = labels[:, 1:]
             self.labels = ahead.flatten()
-        yield
-        self.phase, self.tokens, self.labels = "", None, None
+        try:
+            yield
+        finally:
+            self.phase, self.tokens, self.labels = "", None, None
 
 
 def watch(session: Session, truth: Truth) -> None:

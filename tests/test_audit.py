@@ -3,123 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from audits import MODEL, refuted
 from typer.testing import CliRunner
 
 import security
-from provider.executor import BaseExecutor
-from provider.server import Server, server_context
-from provider.session import Service
-from provider.tokens import TokenFile
-from provider.transcript import Transcript
-from security.attacks.tokens import KnownMaskSubtraction
-from security.audit import Audit
-from security.capture import ONE_TIME, Parties
-from security.claims import CLAIMS, judge
+from security.claims import CLAIMS
 from security.cli import app, console
-from security.executors import Executor
-from security.plan import QUICK_PLAN
 from security.transcript import TranscriptError
-from security.workload import Size
-from shared.header import Direction
-from shared.masks import MaskStream
-from tenant_sdk import pads, ring_mode, verification
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-MODEL = EXAMPLES / "base_model"
-TEXT = EXAMPLES / "data" / "clinic_notes_train.txt"
-PLAN = replace(
-    QUICK_PLAN,
-    size=Size(prompts=16, new_tokens=1, repeated=1, repeats=4, steps=2, tokens=512),
-    game_rows=4096,
-    deep_places=0,
-    replies=400,
-    lies=1,
-    timing_moments=1,
-    modes=(ONE_TIME,),
-)
-
-
-class Here(Executor):
-    """An executor in this process, so that a change for a test reaches it too."""
-
-    server: Server | None = None
-    recording: Transcript | None = None
-    admin_url = ""
-
-    def launch(self, port: int = 0) -> None:
-        """See Executor."""
-        base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
-        self.recording = Transcript(self.folder / "transcripts", base.manifest)
-        self.server = Server(
-            Service.of(base, self.recording),
-            context=server_context(self.folder / "tls"),
-            tokens=TokenFile(self.folder / "tokens.json"),
-            port=port,
-        )
-        self.url = self.server.url
-        self.log.touch()
-
-    def await_ready(self) -> None:
-        """It is."""
-
-    def restart(self, *, crash: bool) -> None:
-        """See Executor; a crash is a matter of processes, and the whole audit's."""
-
-    def stop(self, number: int = 0) -> None:
-        """See Executor."""
-        if self.server is not None and self.recording is not None:
-            self.server.drain(2.0)
-            self.recording.close()
-            self.server = None
-
-
-class SmallAudit(Audit):
-    """One mode, executors in this process."""
-
-    @contextmanager
-    def executors(self, folder: Path) -> Iterator[Parties]:
-        """See Audit."""
-        made = [
-            Here(folder / name, MODEL, n)
-            for name, n in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
-        ]
-        try:
-            for executor in made:
-                executor.token("nobody")
-                executor.launch()
-            yield Parties(made[0], made[1], made[2], MODEL)
-        finally:
-            for executor in made:
-                executor.stop()
-
-    def texts(self, parties: Parties) -> dict[str, str]:
-        """Without the metrics of processes."""
-        return {"the tenant's log": self.book.text, "the tenant's objects, printed": self.printed}
-
-
-@contextmanager
-def silent(what: str) -> Iterator[None]:
-    yield
-
-
-def refuted(folder: Path) -> set[str]:
-    """The claims about one-time that a small audit finds wrong."""
-    lines = [line for line in TEXT.read_text().splitlines() if len(line.split()) > 8]
-    result = SmallAudit(MODEL, lines, PLAN, silent).run(folder)
-    one_time = {claim.identity for claim in CLAIMS if not claim.identity.startswith("control")}
-    return {verdict.identity for verdict in judge(result) if not verdict.holds} & one_time
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +35,26 @@ def test_a_transcript_of_a_deployment(
     party: str, view: str, honest: tuple[Path, set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "width", 200)  # whatever the terminal is
-    arguments = ["attack", str(honest[0] / party / "transcripts"), "--model", str(MODEL), "--view", view]
+    before_the_crash = honest[0] / party / "transcripts" / "1.transcript"
+    arguments = ["attack", str(before_the_crash), "--model", str(MODEL), "--view", view]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     tenant = next(part for part in done.output.split("tenant ")[1:] if part.startswith("4-one-time, as"))
+    if view == "mask-source":
+        assert re.search(r"seed prediction .*; 0 repeated of [1-9][0-9,]* seeds; 0 other requests", tenant)
+        return
     matches = re.search(r"vocabulary matching\s*│\s*([0-9.]+)\s*│\s*([0-9.]+)", tenant)
     assert matches is not None
     assert abs(float(matches[1]) - float(matches[2])) < 0.02  # no better than random rows
-    assert "0 repeated blocks" in tenant
-    assert ("trains; gradients end" in tenant) == (view == "provider")
+    assert "0 repeated blocks, 0 repeated runs" in tenant
+    assert "trains; gradients end" in tenant
+
+
+def test_a_transcript_of_seeds_is_no_providers(honest: tuple[Path, set[str]]) -> None:
+    arguments = ["attack", str(honest[0] / "source" / "transcripts"), "--model", str(MODEL)]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, TranscriptError)
+    assert "--view mask-source" in str(done.exception)
 
 
 def test_a_transcript_of_another_model_is_refused(
@@ -156,15 +64,6 @@ def test_a_transcript_of_another_model_is_refused(
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, TranscriptError)
     assert "of another model" in str(done.exception)
-
-
-def test_an_attack_that_crashes_is_a_failed_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(KnownMaskSubtraction, "attack", crash)
-    with pytest.raises(ZeroDivisionError):
-        refuted(tmp_path)
 
 
 def test_every_claim_is_in_the_document() -> None:
@@ -179,50 +78,6 @@ def test_every_claim_is_in_the_document() -> None:
     for row, claim in zip(rows, CLAIMS, strict=True):
         assert row[1:5] == [claim.text, claim.mode, claim.attack, claim.bound]
         assert row[5]
-
-
-def test_a_mask_used_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = pads.OneTimePads.__init__
-
-    def same_seeds(self: Any, *arguments: Any, **options: Any) -> None:
-        start(self, *arguments, **options | {"entropy": lambda count: bytes(count)})
-
-    monkeypatch.setattr(pads.OneTimePads, "__init__", same_seeds)
-    assert "one-time-uniform" in refuted(tmp_path)
-
-
-def test_a_mask_with_one_bit_that_is_not_uniform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = MaskStream.draw
-    monkeypatch.setattr(MaskStream, "draw", lambda self, *shape: draw(self, *shape) & ~(1 << 9))
-    assert "one-time-uniform" in refuted(tmp_path)
-
-
-def test_answers_that_nobody_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification.Verifier, "fingerprint", lambda *_: None)
-    assert refuted(tmp_path) == {"verified"}
-
-
-def test_gradients_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = pads.OneTimePads.take
-
-    def bare(self: Any, kind: Any, rows: int, **options: Any) -> Any:
-        if kind.direction == Direction.BACKWARD:
-            return pads.NoPads(self._shapes).take(kind, rows)
-        return take(self, kind, rows, **options)
-
-    monkeypatch.setattr(pads.OneTimePads, "take", bare)
-    assert {"one-time-training", "one-time-uniform"} <= refuted(tmp_path)
-
-
-def test_a_tensor_in_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    product = ring_mode.RingMode.product
-
-    def chatty(self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor]) -> Any:
-        logging.getLogger("tenant_sdk.ring_mode").debug("sending %s", blocks)
-        return product(self, group, direction, members, blocks)
-
-    monkeypatch.setattr(ring_mode.RingMode, "product", chatty)
-    assert refuted(tmp_path) == {"silent"}
 
 
 def test_the_quick_audit(tmp_path: Path) -> None:
@@ -240,5 +95,5 @@ def test_the_quick_audit(tmp_path: Path) -> None:
     )
     assert not cells["vocabulary matching", "one-time", "provider"]["beats_chance"]
     page = (tmp_path / "report.html").read_text()
-    assert "All 18 claims hold" in page
+    assert f"All {len(CLAIMS)} claims hold" in page
     assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//|url\(\s*["']?http|@import""", page)

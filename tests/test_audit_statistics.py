@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from security import statistics
+from security.attacks.extraction import StolenAdapter
 from security.attacks.logs import LogScan, Secrets
 from security.attacks.masking import DistinguishingGame
-from security.findings import Finding, advantage, of_tokens
-from security.statistics import Estimate, independent_hits, rate
+from security.claims import STATISTICAL
+from security.findings import Finding, advantage, of_adapters, of_tokens
+from security.plan import FULL_PLAN
+from security.statistics import Estimate, independent_hits, rate, visible
 from shared.errors import ConfigurationError
 
 RNG = np.random.default_rng(0)
@@ -50,13 +53,46 @@ def test_always_guessing_the_commonest_is_chance() -> None:
     assert not Finding("a", "m", "s", "t", success, chance).beats_chance
 
 
-def test_a_small_advantage_is_seen() -> None:
-    """1 % over chance, with as many rows as the whole audit has."""
-    right = RNG.random(145_000) < 0.5 + 0.0075
-    found = advantage(torch.from_numpy(right), torch.ones(len(right), dtype=torch.bool), 1 - 0.01 / 31)
-    assert found.low > 0
+def test_an_advantage_of_one_percent_is_seen() -> None:
+    """With as many rows, and as wide an interval, as the whole audit has."""
+    trials = FULL_PLAN.game_rows // 2
+    right = torch.arange(trials) < trials * (1 + FULL_PLAN.resolution) / 2
+    found = advantage(right, torch.ones_like(right), 1 - FULL_PLAN.family_error / STATISTICAL)
+    assert found.value == pytest.approx(0.01)
     assert Finding("a", "m", "s", "t", found, 0.0).beats_chance
     assert not Finding("a", "m", "s", "t", Estimate(0.01, -0.01, 0.03, 9), 0.0).beats_chance
+
+
+@pytest.mark.parametrize(("chance", "trials"), [(0.0012, 1260), (0.0147, 3652), (0.5, 140_000), (0.0, 50)])
+def test_what_is_visible(chance: float, trials: int) -> None:
+    """One success more is above chance with its interval, one fewer is not."""
+    successes = round((chance + visible(chance, trials, 0.999)) * trials)
+    assert rate(successes, trials, 0.999).low > chance
+    assert rate(successes - 1, trials, 0.999).low <= chance
+
+
+def low_rank(rank: int) -> torch.Tensor:
+    left, right = (torch.from_numpy(RNG.standard_normal(shape)).float() for shape in ((96, rank), (rank, 64)))
+    return left * torch.logspace(0, -2, rank) @ right
+
+
+@pytest.mark.parametrize(("stolen_rank", "layers"), [(1, 1), (4, 1), (1, 3)])
+def test_an_adapter_that_was_not_stolen(stolen_rank: int, layers: int) -> None:
+    """The bound holds more often than it says, but is not idle: two standard deviations are not enough."""
+    beaten, widths = 0, []
+    for _ in range(300):
+        pairs = [(StolenAdapter(low_rank(stolen_rank), stolen_rank, 9), low_rank(8)) for _ in range(layers)]
+        found, chance = of_adapters(pairs, 0.99)
+        beaten += not found.low <= chance <= found.high
+        widths.append(found.high - found.value)
+    assert beaten <= 8  # of 300, of which 3 are expected: once in 100 runs more
+    assert max(widths) < 8 / np.sqrt(96 * 64 * layers)
+
+
+def test_an_adapter_that_was_stolen_in_part() -> None:
+    real = low_rank(8)
+    found, _ = of_adapters([(StolenAdapter(real + 3 * low_rank(4), 12, 9), real)], 0.9999)
+    assert found.low > 0
 
 
 @pytest.mark.parametrize("bit", [0, 13, 31])

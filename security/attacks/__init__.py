@@ -5,6 +5,7 @@ from security.attacks.extraction import AdapterExtraction
 from security.attacks.gradients import LabelRecovery, SpanCheck
 from security.attacks.logs import LogScan
 from security.attacks.masking import DistinguishingGame, Uniformity
+from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import (
     Averaging,
     DeepMatching,
@@ -29,6 +30,7 @@ ATTACKS = (
     AdapterExtraction,
     DistinguishingGame,
     Uniformity,
+    SeedPrediction,
     TrafficAnalysis,
     TrafficAnalysisOutside,
     Poison,

@@ -16,28 +16,36 @@ from provider.batching import Batcher, Done, shapes_of
 from provider.executor import BaseExecutor
 from provider.latency import LatencyModel
 from provider.scheduler import Opportunistic
+from security.executors import AuditError
 from shared.errors import VerificationError
 from shared.header import DTYPE_CODES, Direction, Header, Operation
+from shared.ring import quantize_weight
 from tenant_sdk.session import Session
+
+POISONED_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers
 
 
 class LyingProvider(Batcher):
-    """Alters some answers: the malicious provider's view and power.
+    """Alters some answers: a malicious provider's view and power, or a mask source's.
+
+    Args:
+        operation: what it lies about: PRODUCT, or SEED_EFFECT as a mask source.
 
     Attributes:
         lie: makes of a request's header and its answer another answer, or None to be honest.
         told: how many lies were told.
     """
 
-    def __init__(self, executor: BaseExecutor) -> None:
+    def __init__(self, executor: BaseExecutor, operation: Operation = Operation.PRODUCT) -> None:
         super().__init__(executor)
+        self.operation = operation
         self.lie: Callable[[Header, torch.Tensor], torch.Tensor | None] = lambda header, answer: None
         self.told = 0
 
     def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
         """See ``provider.session.Scheduler``."""
         done = super().run(tenant, header, blocks)
-        if header.operation != Operation.PRODUCT:
+        if header.operation != self.operation:
             return done
         lie = self.lie(header, torch.cat([block.view(-1) for block in done.blocks]))
         if lie is None:
@@ -47,7 +55,13 @@ class LyingProvider(Batcher):
 
 
 class Poison:
-    """Change what one layer computes: a few numbers, the least bit, another row's or an old answer."""
+    """Change what one layer computes: any one bit, all numbers, another row's or an old answer.
+
+    Args:
+        provider: who lies: a provider, or a mask source about the effects of its masks.
+        group: about which products.
+        direction: of those.
+    """
 
     name: ClassVar[str] = "altered answers"
     goal: ClassVar[str] = "make a tenant use wrong products"
@@ -57,53 +71,71 @@ class Poison:
 
     LIES = ("one bit", "one layer poisoned", "rows swapped", "an old answer")
 
-    def __init__(self, provider: LyingProvider, group: int, rows: int) -> None:
-        self.provider, self.group, self.rows = provider, group, rows
+    def __init__(self, provider: LyingProvider, group: int, direction: Direction) -> None:
+        self.provider, self.group, self.direction = provider, group, direction
 
-    def attack(self, session: Session, kind: str, rng: np.random.Generator) -> bool:
+    def attack(self, session: Session, kind: str, bit: int, rng: np.random.Generator) -> bool:
         """Tell one lie, after an honest answer to the same size of request; whether it was noticed.
 
         A session that noticed asks for nothing more, so each lie needs one of its own.
+
+        Args:
+            session: one that fetches no effects ahead.
+            kind: of LIES.
+            bit: which one of a number's is altered, if it is one.
+            rng: chooses rows, and which number is altered.
+
+        Raises:
+            AuditError: it was not told, or more than once.
         """
         info = session.manifest.groups[self.group]
-        rows = torch.from_numpy(rng.standard_normal((self.rows, info.inputs)).astype(np.float32))
+        forward = self.direction == Direction.FORWARD
+        widths = [info.inputs] if forward else [member.outputs for member in info.members]
+        blocks = [
+            torch.from_numpy(rng.standard_normal((POISONED_ROWS, n)).astype(np.float32)) for n in widths
+        ]
         members = (1 << len(info.members)) - 1
-
-        def ask() -> None:
-            session._privacy.product(self.group, Direction.FORWARD, members, [rows])
-
         old: list[torch.Tensor] = []
 
+        def ask() -> None:
+            session._privacy.product(self.group, self.direction, members, blocks)
+
+        def meant(header: Header) -> bool:
+            wanted = (self.group, self.direction, POISONED_ROWS)
+            return (header.group, header.direction, header.rows) == wanted
+
         def keep(header: Header, answer: torch.Tensor) -> None:
-            if header.group == self.group and header.rows == self.rows:
+            if meant(header):
                 old.append(answer.clone())
 
         self.provider.lie = keep
         ask()
+        told = self.provider.told
         self.provider.lie = lambda header, answer: (
-            _altered(kind, answer, old[-1], self.rows, rng)
-            if header.group == self.group and header.rows == self.rows
-            else None
+            _altered(kind, bit, answer, old[-1], rng) if meant(header) else None
         )
+        noticed = False
         try:
             ask()
         except VerificationError:
-            return True
+            noticed = True
         finally:
             self.provider.lie = lambda header, answer: None
-        return False
+        if self.provider.told != told + 1:
+            raise AuditError(f"a lie ({kind}) was to be told once, not {self.provider.told - told} times")
+        return noticed
 
 
 def _altered(
-    kind: str, answer: torch.Tensor, old: torch.Tensor, rows: int, rng: np.random.Generator
+    kind: str, bit: int, answer: torch.Tensor, old: torch.Tensor, rng: np.random.Generator
 ) -> torch.Tensor:
     lie = answer.clone()
     if kind == "one bit":
-        lie[int(rng.integers(len(lie)))] ^= 1 << int(rng.integers(31))
+        lie.view(-1)[int(rng.integers(lie.numel()))] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
     elif kind == "one layer poisoned":
         lie += 1 << 20
     elif kind == "rows swapped":
-        lie = lie.view(rows, -1).roll(1, 0).reshape(-1).clone()
+        lie = lie.view(POISONED_ROWS, -1).roll(1, 0).reshape(lie.shape).contiguous()
     else:
         lie = old.clone()
     return lie
@@ -138,7 +170,14 @@ class CrossTalk:
 
 
 class CanaryRows:
-    """Tenants at once, each with rows of its own whose answers are known exactly."""
+    """Tenants at once, each with rows of its own whose answers are known exactly.
+
+    Args:
+        group: which one is asked for, all members.
+        replies: how many in all.
+        weight: the group's from the checkpoint, float32 [O, D].
+        tenants: how many at once.
+    """
 
     name: ClassVar[str] = "co-tenant canaries"
     goal: ClassVar[str] = "another tenant's rows in one's own answers"
@@ -146,15 +185,20 @@ class CanaryRows:
     metric: ClassVar[str] = "wrong replies"
     source: ClassVar[str] = "batching of many tenants: Symbiosis, section 3.6; Punica"
 
-    def __init__(self, group: int, replies: int, tenants: int = 4) -> None:
-        self.group, self.replies, self.tenants = group, replies, tenants
+    def __init__(self, group: int, replies: int, weight: torch.Tensor, tenants: int = 4) -> None:
+        self.group, self.replies, self.weight, self.tenants = group, replies, weight, tenants
 
     def attack(self, view: BaseExecutor, rng: np.random.Generator) -> CrossTalk:
-        """Through the executor's scheduler, one row a request."""
+        """Through the executor's scheduler, one row a request: a power of two in the tenant's own place.
+
+        The right answer is the weight's column times it, exactly, in floats and on the ring.
+        """
         scheduler = Batcher(view, Opportunistic(LatencyModel(shapes_of(view))))
         info = view.manifest.groups[self.group]
         members = (1 << len(info.members)) - 1
-        dtype = torch.int32 if view.manifest.numerics == "ring" else torch.float32
+        dtype, columns = torch.float32, self.weight
+        if view.manifest.numerics == "ring":
+            dtype, columns = torch.int32, quantize_weight(self.weight).planes.flatten(0, 1).int()
         wrong = [0] * self.tenants
         each = self.replies // self.tenants
 
@@ -170,14 +214,11 @@ class CanaryRows:
                 members,
             )
             canary = torch.zeros(1, info.inputs, dtype=dtype)
-            canary[0, number] = 1 << number  # a column of the weight times a power of two: exact
-
-            def answer() -> torch.Tensor:
-                return torch.cat(scheduler.run(f"tenant {number}", header, [canary]).blocks, 1)
-
-            expected = answer()
+            canary[0, number] = 1 << number
+            expected = columns[:, number] * (1 << number)
             for _ in range(each):
-                if not torch.equal(answer(), expected):
+                answer = torch.cat(scheduler.run(f"tenant {number}", header, [canary]).blocks, 1)
+                if not torch.equal(answer.flatten(), expected):
                     wrong[number] += 1
 
         _together([lambda n=n: tenant(n) for n in range(self.tenants)])  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,8 @@ import torch
 from torch.nn.functional import silu
 
 from security.views import View
+
+FEW_OUTPUTS = 4  # with which the powers of two of a ring's rows are found
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,10 @@ class AdapterExtraction:
             x = _rescaled(x, public.parameter(f"layers.{self.layer}.post_attention_layernorm.weight"))
         factor, known = silu(x @ gate.T), x @ up.T
         if on_ring:
-            # Which power of two a row came with is guessed without the adapter: right while it is small.
-            z = z * _power_of_two((factor * known).norm(dim=1) / z.norm(dim=1).clamp_min(1e-30))[:, None]
+            z = z * _powers(x, factor, known, z)[:, None]
         delta = _weighted_least_squares(x, factor, z - factor * known)
+        if on_ring:
+            delta = _least_rank(up, delta)
         left, sizes, right = torch.linalg.svd(delta, full_matrices=False)
         rank = _gap(sizes)
         return StolenAdapter((left[:, :rank] * sizes[:rank]) @ right[:rank], rank, len(x))
@@ -74,6 +78,40 @@ def _rescaled(rows: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     """Rows of a ring come without their power of two; behind a norm their size is known."""
     size = (rows / gain).square().mean(1).sqrt()
     return rows * _power_of_two(1 / size.clamp_min(1e-30))[:, None]
+
+
+def _powers(x: torch.Tensor, factor: torch.Tensor, known: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """The power of two that each row of z came with, but for one that all may share: [T].
+
+    A row's scale drops out of ``z_k f_j (w_j x) = z_j f_k (w_k x)``: linear equations for some rows w of the
+    adapted weight, up to a common factor, solved by the eigenvector of the smallest eigenvalue. With too few
+    rows to solve them, the scale is guessed as if there were no adapter, which is right while it is small.
+    """
+    sizes, width = z.norm(dim=1).clamp_min(1e-30), x.shape[1]
+    guess = _power_of_two((factor * known).norm(dim=1) / sizes)
+    if len(x) < 2 * width:
+        return guess
+    some = factor.square().mean(0).topk(FEW_OUTPUTS).indices
+    f, target, inputs = factor[:, some].double(), (z[:, some] / sizes[:, None]).double(), x.double()
+    normal = torch.zeros(FEW_OUTPUTS * width, FEW_OUTPUTS * width, dtype=torch.float64)
+    for j, k in itertools.combinations(range(FEW_OUTPUTS), 2):
+        sides = (inputs * (target[:, b] * f[:, a])[:, None] for a, b in ((j, k), (k, j)))
+        equations = torch.cat([next(sides), -next(sides)], 1)
+        at = torch.cat([torch.arange(width) + j * width, torch.arange(width) + k * width])
+        normal[at[:, None], at] += equations.T @ equations
+    weights = torch.linalg.eigh(normal)[1][:, 0].view(FEW_OUTPUTS, width)
+    scale = (f * (inputs @ weights.T) * target).sum(1) / target.square().sum(1).clamp_min(1e-30) / sizes
+    logarithm = scale.abs().clamp(1e-30, 1e30).log2()
+    # All logarithms are whole numbers but for one common part, which is their mean on a circle.
+    circle = torch.polar(torch.ones_like(logarithm), 2 * torch.pi * logarithm).mean().angle() / (2 * torch.pi)
+    beyond = (logarithm - circle).round() - guess.log2()
+    return guess * torch.exp2((beyond - beyond.median()).clamp(-8, 8)).float()
+
+
+def _least_rank(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Of what the adapter would be with all rows larger by one power of two: that of the lowest rank."""
+    choices = [torch.exp2(torch.tensor(float(e))) * (weight + delta) - weight for e in range(-4, 5)]
+    return min(choices, key=lambda choice: float(torch.linalg.svdvals(choice).median()))
 
 
 def _power_of_two(ratio: torch.Tensor) -> torch.Tensor:

@@ -57,28 +57,28 @@ class SpanCheck:
     metric: ClassVar[str] = "tokens of the batch among as many guesses"
     source: ClassVar[str] = "Petrov et al., DAGER, arXiv 2405.15586"
 
-    def __init__(self, rows: int = 64) -> None:
+    def __init__(self, rows: int = 32) -> None:
         self.rows = rows
 
     def attack(self, view: View, rng: np.random.Generator) -> list[list[torch.Tensor]]:
         """For each backward request of the first group and each part of its rows: tokens, likeliest first.
 
-        Empty for a request that belongs to no forward one, such as those that fingerprints are made with.
+        Empty for a request that no forward one of as many rows came before.
         """
         table = unit(view.public.first_inputs)
         ranked: list[list[torch.Tensor]] = []
-        previous: Seen | None = None
+        last: dict[int, Seen] = {}  # by rows: making fingerprints may come between the two directions
         for seen in view.requests:
             if seen.group != 0:
                 continue
             if seen.forward:
-                previous = seen
-            elif previous is None or len(previous.raw) != len(seen.raw):
+                last[seen.count] = seen
+            elif seen.count not in last:
                 ranked.append([])
             else:
                 parts = zip(
                     unit(_unscaled(seen, view.public)).split(self.rows),
-                    unit(previous.rows).split(self.rows),
+                    unit(last[seen.count].rows).split(self.rows),
                     strict=True,
                 )
                 ranked.append([self._rank(gradients, inputs, table) for gradients, inputs in parts])

@@ -9,16 +9,22 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+PLANTED = "a planted secret"
+
 
 @dataclass(frozen=True)
 class Secrets:
-    """What must not be written. ``tensors`` any shape; ``seeds`` and ``tokens`` as bytes and ids."""
+    """What must not be written. ``tensors`` any shape; ``seeds`` and ``tokens`` as bytes and ids.
+
+    ``planted`` was written on purpose, to show that the search finds what is there.
+    """
 
     tensors: list[torch.Tensor]
     seeds: list[bytes]
     token_ids: list[int]
     text: list[str]
     passwords: list[str]
+    planted: str = ""
 
 
 class LogScan:
@@ -64,6 +70,8 @@ def _patterns(secrets: Secrets) -> list[tuple[str, str]]:
     for line in secrets.text:
         found += [(line[i : i + 16], "text") for i in range(0, max(1, len(line) - 16), 16) if len(line) >= 16]
     found += [(password, "a bearer token") for password in secrets.passwords]
+    if secrets.planted:
+        found.append((secrets.planted, PLANTED))
     return found
 
 

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from scipy import stats
 
-from security.views import View
+from security.executors import AuditError
+from security.views import Seen, View
 
 BLOCK_BYTES = 16  # of the cipher that masks come from
+RUN = 8  # numbers whose top bytes are looked for
 CORRELATED = 1 << 23  # how many numbers the test of neighbours takes
 
 
@@ -75,29 +77,40 @@ class Randomness:
     """What the tests say about captured bytes.
 
     ``p_value`` is the smallest of all tests, times their number (Bonferroni); ``worst`` names that test.
+    ``repeated_blocks`` are those of 16 bytes that occur again, ``repeated_tops`` runs of eight numbers
+    whose top bytes do: the same masks under other rows.
     """
 
     p_value: float
     worst: str
     repeated_blocks: int
+    repeated_tops: int
     bytes_tested: int
     histogram: np.ndarray  # of all bytes: int64 [256]
 
 
 class Uniformity:
-    """Chi-square of every byte position, bias of every bit, correlation of neighbours, repeated blocks."""
+    """Chi-square of every byte position, bias of every bit, correlation of neighbours, repetitions.
+
+    Rows are small beside masks, so a mask that serves twice, for whatever products, mostly shows in the same
+    top bytes under both rows, even where the rows and with them all other bytes differ.
+    """
 
     name: ClassVar[str] = "uniformity and independence"
     goal: ClassVar[str] = "any structure in what is sent"
     sees: ClassVar[str] = "rows of all layers and both directions, across reconnects and crashes"
-    metric: ClassVar[str] = "smallest p-value; repeated blocks of 16 bytes"
+    metric: ClassVar[str] = "smallest p-value; repetitions"
     source: ClassVar[str] = "Pearson, 1900; NIST SP 800-22, monobit and serial tests"
 
     def attack(self, view: View, rng: np.random.Generator) -> Randomness:
-        """See Attack."""
-        kept = [seen.raw.reshape(-1) for seen in view.requests]
-        words = torch.cat(kept) if kept else torch.empty(0, dtype=torch.int32)
-        data = as_bytes(words[:, None])
+        """See Attack.
+
+        Raises:
+            AuditError: there are no rows to test.
+        """
+        if not view.requests:
+            raise AuditError("there are no bytes to test: the executor was sent no rows")
+        data = as_bytes(torch.cat([seen.raw.reshape(-1) for seen in view.requests])[:, None])
         tests: dict[str, float] = {}
         histogram = np.zeros(256, np.int64)
         for position in range(data.shape[1]):
@@ -118,22 +131,30 @@ class Uniformity:
                 )
         worst = min(tests, key=lambda name: tests[name])
         return Randomness(
-            min(1.0, tests[worst] * len(tests)), worst, _repeated(view), int(data.size), histogram
+            min(1.0, tests[worst] * len(tests)),
+            worst,
+            _repeated([_blocks(seen) for seen in view.requests]),
+            _repeated([_tops(seen) for seen in view.requests]),
+            int(data.size),
+            histogram,
         )
 
 
-def _repeated(view: View) -> int:
-    """Blocks that occur again anywhere in what was sent."""
-    blocks = []
-    for seen in view.requests:
-        data = as_bytes(seen.raw).reshape(-1)
-        whole = data[: len(data) // BLOCK_BYTES * BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
-        blocks.append(np.ascontiguousarray(whole).view(np.dtype((np.void, BLOCK_BYTES))).ravel())
-    if not blocks:
-        return 0
-    # Sorted by one number made of both halves: two different blocks share it once in 2^64 pairs.
-    everything = np.concatenate(blocks)
-    halves = everything.view(np.uint64).reshape(-1, 2)
-    mixed = halves[:, 0] * np.uint64(0x9E3779B97F4A7C15) ^ halves[:, 1]
-    mixed.sort()
-    return int((mixed[1:] == mixed[:-1]).sum())
+def _blocks(seen: Seen) -> np.ndarray:
+    """A number for each block of 16 bytes, made of both halves: two blocks share it once in 2^64 pairs."""
+    data = as_bytes(seen.raw).reshape(-1)
+    halves = data[: len(data) // BLOCK_BYTES * BLOCK_BYTES].view(np.uint64).reshape(-1, 2)
+    return np.asarray(halves[:, 0] * np.uint64(0x9E3779B97F4A7C15) ^ halves[:, 1])
+
+
+def _tops(seen: Seen) -> np.ndarray:
+    """The top bytes of each run of eight numbers, together one number of 64 bits."""
+    tops = as_bytes(seen.raw.reshape(-1, 1))[:, -1]
+    return np.ascontiguousarray(tops[: len(tops) // RUN * RUN]).view(np.uint64)
+
+
+def _repeated(numbers: list[np.ndarray]) -> int:
+    """How many occurred before, anywhere in what was sent."""
+    everything = np.concatenate(numbers)
+    everything.sort()
+    return int((everything[1:] == everything[:-1]).sum())

@@ -1,0 +1,187 @@
+"""Audits for tests: executors in this process, so that what a test breaks is broken on both sides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from provider.batching import Batcher, Done
+from provider.executor import BaseExecutor
+from provider.metrics import Metrics
+from provider.server import Server, server_context
+from provider.session import Service
+from provider.tokens import TokenFile
+from provider.transcript import Transcript
+from security import capture
+from security.audit import Audit
+from security.capture import ONE_TIME, Parties
+from security.claims import CLAIMS, judge
+from security.executors import Executor
+from security.passive import Evidence, PassiveAttacks
+from security.plan import QUICK_PLAN, Result
+from security.workload import Size
+from shared.header import Header
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+MODEL = EXAMPLES / "base_model"
+TEXT = EXAMPLES / "data" / "clinic_notes_train.txt"
+PLAN = replace(
+    QUICK_PLAN,
+    size=Size(prompts=16, new_tokens=1, repeated=1, repeats=4, steps=2, tokens=512),
+    game_rows=4096,
+    deep_places=1,
+    replies=400,
+    lies=4,
+    traffic_prompts=2,
+    timing_moments=1,
+    resolution=1.0,
+    modes=(ONE_TIME,),
+)
+
+
+class Mortal(Batcher):
+    """May stop answering, and then break the connections of those who wait."""
+
+    def __init__(self, executor: BaseExecutor) -> None:
+        super().__init__(executor)
+        self.paused, self.dead = threading.Event(), threading.Event()
+
+    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
+        """See Batcher."""
+        if self.paused.is_set():
+            self.dead.wait()
+            raise ConnectionResetError
+        return super().run(tenant, header, blocks)
+
+
+class Here(Executor):
+    """An executor in this process, so that a change for a test reaches it too."""
+
+    server: Server | None = None
+
+    def launch(self, port: int = 0) -> None:
+        """See Executor."""
+        base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
+        self.recording = Transcript(self.folder / "transcripts", base.manifest)
+        # Named after the second and the process, of which this one has several in a second.
+        name = f"{len(self._recordings())}.transcript"
+        self.recording.path = self.recording.path.rename(self.recording.path.with_name(name))
+        self.scheduler = Mortal(base)
+        self.server = Server(
+            Service(base, self.scheduler, Metrics(), transcript=self.recording),
+            context=server_context(self.folder / "tls"),
+            tokens=TokenFile(self.folder / "tokens.json"),
+            port=port,
+        )
+        self.url = self.server.url
+        self.log.touch()
+
+    def await_ready(self) -> None:
+        """It is."""
+
+    def pause(self) -> None:
+        """See Executor."""
+        self.scheduler.paused.set()
+
+    def stop(self, number: int = 0) -> None:
+        """See Executor."""
+        if self.server is not None:
+            self.scheduler.dead.set()
+            self.server.drain(2.0)
+            self.recording.close()
+            self.server = None
+
+
+class SmallAudit(Audit):
+    """One mode, executors in this process."""
+
+    @contextmanager
+    def executors(self, folder: Path) -> Iterator[Parties]:
+        """See Audit."""
+        made = [
+            Here(folder / name, MODEL, numerics)
+            for name, numerics in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
+        ]
+        try:
+            for executor in made:
+                executor.token("nobody")
+                executor.launch()
+            yield Parties(made[0], made[1], made[2], MODEL)
+        finally:
+            for executor in made:
+                executor.stop()
+
+    def texts(self, parties: Parties) -> dict[str, str]:
+        """Without the metrics of processes."""
+        return {"the tenant's log": self.book.text, "the tenant's objects, printed": self.printed}
+
+
+@contextmanager
+def silent(what: str) -> Iterator[None]:
+    yield
+
+
+def lines() -> list[str]:
+    return [line for line in TEXT.read_text().splitlines() if len(line.split()) > 8]
+
+
+def refuted(folder: Path) -> set[str]:
+    """The claims about one-time that a small audit finds wrong."""
+    result = SmallAudit(MODEL, lines(), PLAN, silent).run(folder)
+    one_time = {claim.identity for claim in CLAIMS if not claim.identity.startswith("control")}
+    return {verdict.identity for verdict in judge(result) if not verdict.holds} & one_time
+
+
+class Short(SmallAudit):
+    """One short session with one-time, a crash, and what was recorded: seconds instead of a minute."""
+
+    def __init__(self) -> None:
+        size = Size(prompts=4, new_tokens=1, repeated=1, repeats=1, steps=1, tokens=128)
+        super().__init__(MODEL, lines(), replace(PLAN, size=size, game_rows=64, lies=4), silent)
+        self.lengths = {}
+
+    def _traffic(self, parties: Parties) -> None:
+        pass
+
+    def passive(self, folder: Path) -> PassiveAttacks:
+        """The session's record, ready to be attacked; what was written has been searched."""
+        with self.executors(folder) as parties:
+            with capture.everything_logged() as self.book:
+                self._plant(parties)
+                self.work(parties)
+            texts = self.texts(parties)
+        found = PassiveAttacks(
+            self.collect(parties), self.plan, self.result, self.rng, self.confidence, silent
+        )
+        found.search(texts, parties.tokens, self.planted)
+        return found
+
+    def refuted(self) -> set[str]:
+        """Of all claims those that what was measured so far refutes."""
+        self.result.about |= {"confidence_of_one_interval": self.confidence, "resolution": 1.0}
+        return {
+            verdict.identity
+            for verdict in judge(self.result)
+            if not verdict.holds and not verdict.figure.startswith(("not measured", "relative error"))
+        } - {"control-reuse"}
+
+
+def structure(folder: Path) -> tuple[Evidence, Result, set[str]]:
+    """A short session, what is found without attacks on its rows, and the claims that this refutes."""
+    audit = Short()
+    passive = audit.passive(folder)
+    passive.structure()
+    return passive.evidence, audit.result, audit.refuted()
+
+
+def lied_to(folder: Path) -> tuple[Result, set[str]]:
+    """Sessions that are lied to, and the claims that are refuted."""
+    audit = Short()
+    with audit.executors(folder) as parties:
+        audit._lies(parties)
+    return audit.result, audit.refuted() & {"verified", "verified-effects", "control-unverified"}
