@@ -152,14 +152,16 @@ class TenantSession:
             self._service.transcript.closed(self._number)
 
     def _product(self, header: Header, payload: torch.Tensor) -> None:
-        service, arrived = self._service, time.time()
+        service = self._service
+        if service.transcript:
+            service.transcript.request(self._number, header, payload)
         answer = self._protocol.answer(header)
         done = service.scheduler.run(self._tenant, header, service.executor.blocks(header, payload))
         self._send(answer, done.blocks)
         try:  # the tenant goes on; a failure here is no second answer
             service.metrics.product(self._tenant, header, answer, done)
             if service.transcript:
-                service.transcript.request(self._number, header, payload, arrived, done.reply_seconds)
+                service.transcript.answered(self._number, done.reply_seconds)
             service.scheduler.answered(header, self._waiting)
         except Exception:
             log.exception("after a request of tenant %s", self._tenant)

@@ -23,7 +23,7 @@ from shared.messages import Manifest, encode
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"symbiosis transcript 1\n"
+MAGIC = b"symbiosis transcript 2\n"
 LENGTH = struct.Struct("<I")
 RECORD = struct.Struct("<BId")  # kind, session, seconds since the epoch
 
@@ -34,7 +34,8 @@ class Record(enum.IntEnum):
     END = 0  # nothing: recording was stopped as intended
     OPENED = 1  # length and name of the tenant, UTF-8
     CLOSED = 2  # nothing
-    REQUEST = 3  # seconds until the answer was computed (float64), header, payload
+    REQUEST = 3  # header, payload; written before anything is computed
+    ANSWERED = 4  # of the session's last request: seconds until its answer was computed (float64)
 
 
 SECONDS = struct.Struct("<d")
@@ -80,12 +81,14 @@ class Transcript:
         """A session ended."""
         self._append([RECORD.pack(Record.CLOSED, session, time.time())])
 
-    def request(
-        self, session: int, header: Header, payload: torch.Tensor, arrived: float, seconds: float
-    ) -> None:
-        """A product was asked for at a time since the epoch, and computed ``seconds`` later."""
-        fixed = RECORD.pack(Record.REQUEST, session, arrived) + SECONDS.pack(seconds) + header.pack()
+    def request(self, session: int, header: Header, payload: torch.Tensor) -> None:
+        """A product is asked for."""
+        fixed = RECORD.pack(Record.REQUEST, session, time.time()) + header.pack()
         self._append([fixed, payload.contiguous().view(torch.uint8).numpy().data.cast("B")])
+
+    def answered(self, session: int, seconds: float) -> None:
+        """The session's last request has its answer."""
+        self._append([RECORD.pack(Record.ANSWERED, session, time.time()) + SECONDS.pack(seconds)])
 
     def close(self) -> None:
         """Mark the transcript as complete."""

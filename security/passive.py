@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -297,7 +298,7 @@ class PassiveAttacks:
             "rows and seconds": [
                 (request.header.rows, request.seconds)
                 for request in products_of(self.evidence.captured[ONE_TIME].provider)
-                if request.header.group == 0
+                if request.header.group == 0 and not math.isnan(request.seconds)
             ][:2000],
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,19 +19,19 @@ class TranscriptError(SymbiosisError):
     """A transcript that cannot be used."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """One request as the executor saw it.
 
     ``payload`` is what was sent; times are in seconds: ``arrived`` since the epoch, ``seconds`` until the
-    answer was computed.
+    answer was computed, or nan: it failed, or the executor died.
     """
 
     session: int
     arrived: float
-    seconds: float
     header: Header
     payload: memoryview | bytes
+    seconds: float = math.nan
 
     @property
     def kind(self) -> tuple[int, int, int]:
@@ -99,7 +100,8 @@ def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = 
                 f"instead of {digest[:16]}"
             )
         transcript = Transcript(manifest)
-        while _record(cursor, transcript):
+        last: dict[int, Request] = {}
+        while _record(cursor, transcript, last):
             pass
     except EOFError:
         if transcript is None or not cut:
@@ -128,15 +130,20 @@ class _Cursor:
         return bytes(self.take(length))
 
 
-def _record(cursor: _Cursor, into: Transcript) -> bool:
-    """Read one record; whether more follow."""
+def _record(cursor: _Cursor, into: Transcript, last: dict[int, Request]) -> bool:
+    """Read one record; whether more follow. ``last`` is each session's last request."""
     kind, session, at = RECORD.unpack(cursor.take(RECORD.size))
     if kind == Record.OPENED:
         into.tenants[session] = cursor.sized().decode()
     elif kind == Record.REQUEST:
-        (seconds,) = SECONDS.unpack(cursor.take(SECONDS.size))
         header = parse_header(cursor.take(HEADER_BYTES))
-        into.requests.append(Request(session, at, seconds, header, cursor.take(header.payload_bytes)))
+        last[session] = Request(session, at, header, cursor.take(header.payload_bytes))
+        into.requests.append(last[session])
+    elif kind == Record.ANSWERED:
+        (seconds,) = SECONDS.unpack(cursor.take(SECONDS.size))
+        if session not in last:
+            raise ValueError("an answer to nothing")
+        last[session].seconds = seconds
     elif kind not in (Record.END, Record.CLOSED):
         raise ValueError(f"unknown record {kind}")
     return bool(kind != Record.END)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from provider.session import Service
 from provider.tokens import TokenFile
 from provider.transcript import MAGIC, Transcript
 from security.transcript import TranscriptError, read_transcript
-from shared.errors import ConfigurationError
-from shared.header import Operation
+from shared.errors import ConfigurationError, RequestRefused
+from shared.header import Direction, Operation
 
 
 class Recorded:
@@ -83,6 +85,22 @@ def test_everything_that_was_sent_is_there(recorded: Recorded) -> None:
         assert list(transcript.tenants) == [request.session]
     arrivals = [request.arrived for request in products]
     assert arrivals == sorted(arrivals)
+
+
+def test_a_request_that_failed_is_there_too(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written before anything was computed, so that a crash does not hide it either."""
+    rows = torch.arange(128.0).view(2, 64)
+    with recorded.connect() as session:
+        ask = partial(session._remote.product, Operation.PRODUCT, 0, Direction.FORWARD, 1, [rows])
+        ask()
+        with monkeypatch.context() as patch:
+            patch.setattr(BaseExecutor, "product", lambda *_: 1 / 0)
+            with pytest.raises(RequestRefused):
+                ask()
+        ask()
+    requests = read_transcript(recorded.stop()).requests[-3:]
+    assert all(torch.equal(request.rows, rows) for request in requests)
+    assert [math.isnan(request.seconds) for request in requests] == [False, True, False]
 
 
 def test_only_its_owner_may_read_it(recorded: Recorded) -> None:
@@ -161,7 +179,7 @@ def test_a_transcript_of_another_model(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.replace(MAGIC, MAGIC.replace(b"1", b"2")), "another version"),
+        (lambda data: data.replace(MAGIC, MAGIC.replace(b"2", b"1")), "another version"),
         (lambda data: b"PK" + data, "is no transcript"),
         (lambda data: b"", "cannot read"),
         (lambda data: data.replace(b'"server"', b'"servex"'), "is damaged"),
