@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 READ_AHEAD_ROWS = 16
 PROFILE_ROWS = 128
+MULTIPLIERS = 4  # connections' threads that may multiply, besides the engine's
 
 
 class Done(NamedTuple):
@@ -111,6 +113,7 @@ class Batcher:
         self._requests: dict[Work, _Request] = {}
         self._busy = False  # a thread takes decisions; nobody else may
         self._engine: threading.Thread | None = None
+        self._multipliers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
         """Block until a request's product is done.
@@ -128,15 +131,17 @@ class Batcher:
         with self._changed:
             self._requests[work] = request
             self._policy.add(work, work.arrived)
-            ours = not self._busy
-            self._busy = True
-            if not ours:
+            idle, self._busy = not self._busy, True
+            ours = idle and self._may_multiply()
+            if not idle:
                 self._changed.notify()  # whoever decides may be waiting for company
         if ours:
             try:
                 self._work_until(request.finished)
             finally:
                 self._hand_over()
+        elif idle:
+            self._hand_over()
         request.waiting.acquire()
         if request.error is not None:
             raise request.error
@@ -160,6 +165,13 @@ class Batcher:
         """
         if header.rows <= READ_AHEAD_ROWS and not self._busy:
             self._executor.read_ahead(header.group + 1, lambda: self._busy or stop())
+
+    def _may_multiply(self) -> bool:
+        """Whether this thread is one of the few that multiply: OpenMP keeps a team of threads for each."""
+        thread = threading.current_thread()
+        if thread not in self._multipliers and len(self._multipliers) < MULTIPLIERS:
+            self._multipliers.add(thread)
+        return thread in self._multipliers
 
     def _work(self, tenant: str, header: Header) -> Work:
         kind = Kind(header.group, header.direction, header.members, header.dtype)

@@ -99,6 +99,7 @@ def serve(
     ] = None,
     serve_head: Annotated[bool, typer.Option(help="Also serve the output head.")] = False,
     max_connections: Annotated[int, typer.Option(help="Close further connections at once.")] = 256,
+    tenant_connections: Annotated[int, typer.Option(help="Turn further ones of one tenant away.")] = 64,
     drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM waits for requests.")] = 10.0,
     device: Annotated[str, typer.Option(help="Where products run: cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of one product; 0: one a core.")] = 0,
@@ -193,6 +194,7 @@ def serve(
         host=host,
         port=port,
         max_connections=max_connections,
+        tenant_connections=tenant_connections,
     )
     metrics.watch(
         lambda: batcher.waiting,

@@ -119,7 +119,7 @@ class Connection:
 
     def __init__(self, sock: ssl.SSLSocket, tenant: str, service: Service) -> None:
         self._sock = sock
-        self._tenant = tenant
+        self.tenant = tenant
         self._session = TenantSession(service, tenant, self._send, self._something_to_do)
         self._reader = MessageReader(
             self._session.accept,
@@ -142,6 +142,12 @@ class Connection:
         except OSError:
             pass  # it has ended already
 
+    def turn_away(self) -> None:
+        """End the session before it began: the tenant has too many."""
+        self._sock.settimeout(1.0)
+        self._close(1013, "too many connections of this tenant")  # try again later
+        self._end()
+
     def serve(self) -> None:
         """Answer requests until the tenant leaves, breaks the protocol or stalls."""
         self._sock.settimeout(STALL_SECONDS)
@@ -150,15 +156,18 @@ class Connection:
                 pass
             self._close(1001 if self._closing else 1000, "")
         except WireError as error:
-            log.warning("tenant %s broke the protocol: %s", self._tenant, error)
+            log.warning("tenant %s broke the protocol: %s", self.tenant, error)
             self._last_word(error)
             self._close(1009 if error.code == "too_large" else 1002, error.code)
         except (OSError, EOFError) as error:
-            log.info("tenant %s: connection ended: %s", self._tenant, type(error).__name__)
+            log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
         finally:
-            self._session.close()
-            for each in (self._sock, self._wake, self._woken):
-                each.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._session.close()
+        for each in (self._sock, self._wake, self._woken):
+            each.close()
 
     def _serve_once(self) -> bool:
         """Receive once and handle what is complete; False when the connection ends well."""

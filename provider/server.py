@@ -53,6 +53,7 @@ class Server:
 
     Args:
         max_connections: further ones are closed at once; each costs a thread.
+        tenant_connections: of one tenant; further ones are turned away.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 8765,
         max_connections: int = 256,
+        tenant_connections: int = 64,
     ) -> None:
         self.service, self._metrics = service, service.metrics
         self._context, self._tokens = context, tokens
-        self._max_connections = max_connections
+        self._max_connections, self._tenant_connections = max_connections, tenant_connections
         self._threads: set[threading.Thread] = set()
         self._sessions: set[Connection] = set()
         self._lock = threading.Lock()
@@ -155,7 +157,14 @@ class Server:
                 return
             session = Connection(sock, tenant, self.service)
             with self._lock:
-                self._sessions.add(session)
+                crowded = sum(s.tenant == tenant for s in self._sessions) >= self._tenant_connections
+                if not crowded:
+                    self._sessions.add(session)
+            if crowded:
+                self._metrics.handshakes_failed.labels("tenant_full").inc()
+                log.warning("tenant %s has %d connections already", tenant, self._tenant_connections)
+                session.turn_away()
+                return
             self._metrics.connections.inc()
             try:
                 if self.draining:

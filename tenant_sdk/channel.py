@@ -315,7 +315,9 @@ class Channel:
                     waiting.finish(None, None)
             else:
                 code = int.from_bytes(event.data[:2], "big")
-                why = "it is shutting down" if code == 1001 else f"code {code}"
+                why = {1001: "it is shutting down", 1013: "this tenant has too many connections"}.get(
+                    code, f"code {code}"
+                )
                 raise ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=5.0)
             return
         if event.error is not None:

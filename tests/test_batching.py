@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from provider.batching import Batcher, profile, shapes_of
+from provider.batching import MULTIPLIERS, Batcher, profile, shapes_of
 from provider.executor import BaseExecutor
 from provider.latency import LatencyModel
 from provider.scheduler import Objective, Opportunistic, Policy, Work, make_policy
@@ -247,6 +248,31 @@ def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
         first.result(60)
         small = later[0].result(60).blocks
     assert [block.untyped_storage().nbytes() for block in small] == [block.nbytes for block in small]
+
+
+def test_few_threads_multiply(counted: Counted) -> None:
+    """OpenMP keeps a team for each, and a process may have only so many threads."""
+    counted.go.set()
+    batcher, header = Batcher(counted), rows_of_group_0(counted, 1)[0]
+    who: set[int] = set()
+    honest = counted.product
+
+    def watched(*asked: Any) -> list[torch.Tensor]:
+        who.add(threading.get_ident())
+        return honest(*asked)
+
+    counted.product = watched  # type: ignore[method-assign]
+    stay = threading.Barrier(3 * MULTIPLIERS)
+
+    def tenant(number: int) -> None:
+        for _ in range(20):
+            batcher.run(f"tenant {number}", header, [rows_of_group_0(counted, 1)[1]])
+        stay.wait(60)  # all at once, so that no thread's number serves twice
+
+    with ThreadPoolExecutor(3 * MULTIPLIERS) as threads:
+        for each in [threads.submit(tenant, number) for number in range(3 * MULTIPLIERS)]:
+            each.result(60)
+    assert 1 <= len(who) <= MULTIPLIERS + 1
 
 
 def test_a_profile_forecasts_products(ring: BaseExecutor) -> None:

@@ -122,6 +122,27 @@ def test_further_connections_are_closed_at_once(another: Callable[..., Executor]
             ask(first)
 
 
+def test_a_tenant_with_too_many_connections_is_turned_away(
+    another: Callable[..., Executor],
+) -> None:
+    executor = another(tenant_connections=2)
+    tokens = executor.server._tokens  # type: ignore[union-attr]
+    with executor.connect() as first, executor.connect():
+        with pytest.raises(ConnectionLost, match="this tenant has too many connections") as caught:
+            executor.connect()
+        assert caught.value.retry_after
+        other = tokens.add("somebody-else")
+        try:
+            with executor.connect(token=other) as another_tenant:
+                ask(another_tenant)
+        finally:
+            tokens.remove("somebody-else")
+        ask(first)
+    eventually(lambda: metric(executor, "symbiosis_connections") == 0)
+    executor.connect().close()
+    assert metric(executor, "symbiosis_handshakes_failed_total", reason="tenant_full") == 1
+
+
 def test_a_failure_inside_fails_one_request_and_tells_nothing(
     another: Callable[..., Executor], llama: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
