@@ -39,7 +39,7 @@ class Tenant(threading.Thread):
         super().__init__(daemon=True)
         self.plan, self.url = plan, url
         self.errors: Counter[str] = Counter()
-        self.tokens: list[tuple[float, float]] = []  # when it came, and how long it took
+        self.tokens: list[tuple[float, float]] = []  # when it came, and how long it waited for answers
         self.first_tokens: list[tuple[float, float]] = []
         self.steps: list[tuple[float, float]] = []
         self.rows = 0  # through one group each
@@ -77,26 +77,29 @@ class Tenant(threading.Thread):
             time.sleep(max(0.0, self.begin + at - time.time()))
             yield
 
-    def _pass(self, rows: int, direction: Direction) -> None:
+    def _pass(self, rows: int, direction: Direction) -> float:
+        """Through all groups; the seconds that it waited for answers."""
+        waited = 0.0
         for group in self.groups if direction == Direction.FORWARD else reversed(self.groups):
             if time.time() > self.end:
-                return
+                break
             shape = self.remote.shapes[group]
             members = (1 << len(shape.outputs)) - 1
             widths = shape.plan(direction, members).request_widths
             blocks = [torch.zeros((rows, width), dtype=self.remote.wire_dtype) for width in widths]
+            asked = time.perf_counter()
             self.remote.product(Operation.PRODUCT, group, direction, members, blocks)
+            waited += time.perf_counter() - asked
             self.rows += rows
             if self.plan.get("think"):
                 time.sleep(self.plan["think"])
+        return waited
 
     def _timed(self, kept: list[tuple[float, float]], rows: int, *directions: Direction) -> None:
-        started = time.time()
-        for direction in directions:
-            self._pass(rows, direction)
+        waited = sum(self._pass(rows, direction) for direction in directions)
         ended = time.time()
         if ended <= self.end:
-            kept.append((ended - self.begin, ended - started))
+            kept.append((ended - self.begin, waited))
 
     def _converse(self, prompt: int, tokens: int) -> None:
         if prompt:

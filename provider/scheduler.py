@@ -18,6 +18,7 @@ DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it ca
 ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
 QUIET_SECONDS = 1.0  # after the last decode, fine-tuning need not make room for the next
 PIECE_SECONDS = 0.05  # no product is longer while nobody decodes: the first token must not wait for ever
+LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
 ROW_STEP = 16  # windows are whole tiles of the kernels
 
 
@@ -259,7 +260,8 @@ class Opportunistic:
             return work.arrived
         group, direction, members, _ = work.kind
         wait = self._objective.wait_share * self._latency.seconds(group, direction, members, work.rows)
-        return work.arrived + min(wait, self._objective.wait_seconds)
+        wait = min(wait, self._objective.wait_seconds)
+        return work.arrived + (wait if wait > LEAST_WAIT_SECONDS else 0.0)
 
     def _window(self, kind: Kind, now: float) -> int:
         """Rows that nobody waits for in one product, so that the next decode does not wait too long."""
