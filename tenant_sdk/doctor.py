@@ -26,6 +26,7 @@ from tenant_sdk.mask_sources import open_checkpoint
 from tenant_sdk.opening import LOCAL, check_same_weights, for_each
 from tenant_sdk.operators import Operators
 from tenant_sdk.remote import RemoteExecutor
+from tenant_sdk.websocket_channel import WebsocketChannel
 
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
 LARGE_BYTES = 4 << 20
@@ -163,7 +164,7 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
         yield Finding("protocol", True, f"both sides speak {SUBPROTOCOL}")
 
         step = "manifest"
-        channel = Channel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
+        channel = WebsocketChannel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
         remote = RemoteExecutor(lambda: channel, DTYPE_NAMES[target.wire_dtype])
         met.manifests[target.url] = remote.manifest
         yield from _manifest_findings(remote.manifest)

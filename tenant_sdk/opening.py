@@ -26,6 +26,7 @@ from tenant_sdk.remote import RemoteExecutor, Stats
 from tenant_sdk.ring_mode import RingMode
 from tenant_sdk.session import Session
 from tenant_sdk.verification import Fingerprints, LiveFingerprints, Verifier
+from tenant_sdk.websocket_channel import WebsocketChannel
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def connect(
                 raise
             try:
                 operators.meet(url, sock, party)
-                return Channel(sock, url, timeout=timeout, entropy=os.urandom)
+                return WebsocketChannel(sock, url, timeout=timeout, entropy=os.urandom)
             except BaseException:
                 sock.close()
                 raise
