@@ -128,7 +128,6 @@ class ColocatedConnection:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         directory: Path,
         tenant: str,
         service: Service,
@@ -142,7 +141,7 @@ class ColocatedConnection:
         self._answer_at = 0
         self._greeted = self._closing = False
         self._name = f"session-{secrets.token_hex(8)}"
-        self._socket = context.socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.set(zmq.MAXMSGSIZE, FRONT_BYTES + MAX_REQUEST_CONTROL_BYTES)
         for queue in (zmq.SNDHWM, zmq.RCVHWM):
@@ -318,15 +317,13 @@ class ColocatedServer:
         self._service, self._tokens, self._sessions = service, tokens, sessions
         self._directory, self._budget = directory_of(self.url), Budget(memory_bytes)
         self._locked = _claim(self._directory)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door = self._context.socket(zmq.ROUTER)
+        self._door: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._door.set(zmq.LINGER, LINGER_MILLISECONDS)
         self._door.set(zmq.MAXMSGSIZE, 4096)
         try:
             self._door.bind(f"{SCHEME}{self._directory / DOOR}")
         except zmq.ZMQError as error:
             self._door.close()
-            self._context.term()
             os.close(self._locked)
             raise ConfigurationError(f"cannot listen in {directory}: {error.strerror}") from error
         self._wake, self._woken = socket.socketpair()
@@ -355,6 +352,7 @@ class ColocatedServer:
                 log.info("a tenant of this machine left early: %s", error)
         self._woken.close()
         self._door.close()
+        (self._directory / DOOR).unlink(missing_ok=True)
         os.close(self._locked)
 
     def _answer(self, parts: list[bytes]) -> list[bytes]:
@@ -369,7 +367,7 @@ class ColocatedServer:
                 "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
             )
         try:
-            session = ColocatedConnection(self._context, self._directory, tenant, self._service, self._budget)
+            session = ColocatedConnection(self._directory, tenant, self._service, self._budget)
         except MemoryError:
             return self._refuse("overloaded", "no shared memory for another session", _RETRY_SECONDS)
         opened = session.opened()  # before its thread may end it

@@ -116,6 +116,7 @@ class ColocatedChannel(Channel):
         # All of these are the leader's.
         self._sock, self._descriptor = sock, descriptor
         self._requests, self._answers = pipes
+        self._descriptors = [*pipes, descriptor]
         self._memory, self._max_size = SharedMemory(descriptor, opened.size), opened.max_size
         self._areas = Areas()
         self._places: dict[int, tuple[int, int, int]] = {}  # by request: area, its size, the answer's place
@@ -151,9 +152,8 @@ class ColocatedChannel(Channel):
     def _shut(self) -> None:
         for each in (self._sock, self._wake_read, self._wake_write):
             each.close()
-        for descriptor in (self._requests, self._answers, self._descriptor):
-            os.close(descriptor)
-        del self._memory
+        while self._descriptors:  # once: their numbers will be others'
+            os.close(self._descriptors.pop())
 
     def _lead(self, pending: Pending) -> None:
         deadline = time.monotonic() + self._timeout

@@ -240,8 +240,8 @@ def _check_certificates(
     ):
         if given is not None and users and not any(map(over_tls, users)):
             raise ConfigurationError(
-                f"{option} is for TLS, and {url_of(users[0])} is reached without it, on this machine; leave it "
-                "out. (The authority of mask sources is mask_source_ca, `--mask-source-ca`.)"
+                f"{option} is for TLS, and {url_of(users[0])} is reached without it, on this machine; leave "
+                "it out. (The authority of mask sources is mask_source_ca, `--mask-source-ca`.)"
             )
 
 
