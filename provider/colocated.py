@@ -15,6 +15,7 @@ import secrets
 import select
 import socket
 import threading
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -117,8 +118,9 @@ class SessionMemory:
         self.size = size
 
     def close(self) -> None:
-        """Give it back; the pages go with the last view."""
-        self.mapped = None  # type: ignore[assignment]
+        """Give it back."""
+        if self.size:
+            self.mapped.close()
         os.close(self.descriptor)
         self._budget.take(-self.size)
 
@@ -136,24 +138,29 @@ class ColocatedConnection:
         self._tenant = tenant
         self._copies = service.transcript is not None
         limits = service.executor.manifest.limits
-        # The largest request with its answer, and as much again, to be filled while that is computed.
-        self._memory = SessionMemory(budget, 4 * limits.max_message_bytes)
         self._answer_at = 0
-        self._greeted = self._closing = False
+        self._greeted = self._left = False
         self._name = f"session-{secrets.token_hex(8)}"
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.set(zmq.LINGER, LINGER_MILLISECONDS)
-        self._socket.set(zmq.MAXMSGSIZE, FRONT_BYTES + MAX_REQUEST_CONTROL_BYTES)
-        for queue in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.set(queue, 2 * MAX_IN_FLIGHT)
         self._path = directory / self._name
-        self._socket.bind(f"{SCHEME}{self._path}")
-        self._requests, self._answers = self._make_pipes()
-        self._wake, self._woken = socket.socketpair()
-        self._poll = zmq.Poller()
-        self._poll.register(self._socket, zmq.POLLIN)
-        self._poll.register(self._woken.fileno(), zmq.POLLIN)
-        self._session = TenantSession(service, tenant, self._send, self._something_to_do)
+        with ExitStack() as made:
+            # The largest request with its answer, and as much again, to be filled while that is computed.
+            self._memory = SessionMemory(budget, 4 * limits.max_message_bytes)
+            made.callback(self._memory.close)
+            made.callback(self._remove_files)
+            self._requests, self._answers = self._make_pipes(made)
+            self._socket: zmq.Socket[bytes] = made.enter_context(zmq.Context.instance().socket(zmq.PAIR))
+            self._socket.set(zmq.LINGER, LINGER_MILLISECONDS)
+            self._socket.set(zmq.MAXMSGSIZE, FRONT_BYTES + MAX_REQUEST_CONTROL_BYTES)
+            for queue in (zmq.SNDHWM, zmq.RCVHWM):
+                self._socket.set(queue, 2 * MAX_IN_FLIGHT)
+            self._socket.bind(f"{SCHEME}{self._path}")
+            self._wake, self._woken = map(made.enter_context, socket.socketpair())
+            self._poll = zmq.Poller()
+            self._poll.register(self._socket, zmq.POLLIN)
+            self._poll.register(self._woken.fileno(), zmq.POLLIN)
+            self._session = TenantSession(service, tenant, self._send, self._something_to_do)
+            made.callback(self._session.close)
+            self._made = made.pop_all()
 
     def opened(self) -> Opened:
         """What the tenant needs to reach it."""
@@ -162,7 +169,6 @@ class ColocatedConnection:
 
     def drain(self) -> None:
         """From another thread: answer what has arrived, then close."""
-        self._closing = True
         try:
             self._wake.send(b"x")
         except OSError:
@@ -173,7 +179,8 @@ class ColocatedConnection:
         try:
             while self._serve_once():
                 pass
-            self._end()
+            if not self._left:
+                self._end()
         except WireError as error:
             log.warning("tenant %s broke the protocol: %s", self._tenant, error)
             self._last_word(error)
@@ -184,13 +191,7 @@ class ColocatedConnection:
 
     def close(self) -> None:
         """Give everything back."""
-        self._session.close()
-        for each in (self._socket, self._wake, self._woken):
-            each.close()
-        for pipe in (self._requests, self._answers):
-            os.close(pipe)
-        self._remove_files()
-        self._memory.close()
+        self._made.close()
 
     def _serve_once(self) -> bool:
         """Wait for something and handle it; False when the session ends well."""
@@ -211,7 +212,8 @@ class ColocatedConnection:
             self._remove_files()  # nobody else comes in, and nothing is left behind
             self._poll.register(self._requests, zmq.POLLIN)
         if data == END:
-            raise EOFError
+            self._left = True
+            return False
         if data[0] != MEMORY_BYTE:
             self._session.answer(self._incoming(data))
             return True
@@ -246,7 +248,7 @@ class ColocatedConnection:
         return Incoming(header, payload)
 
     def _something_to_do(self) -> bool:
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN) or self._closing
+        return bool(self._poll.poll(0))
 
     def _last_word(self, error: WireError) -> None:
         try:
@@ -262,15 +264,16 @@ class ColocatedConnection:
         gone.register(self._requests, 0)
         gone.poll(LINGER_MILLISECONDS)
 
-    def _make_pipes(self) -> tuple[int, int]:
+    def _make_pipes(self, made: ExitStack) -> list[int]:
         ends = []
         for kind, flags in ((REQUESTS, os.O_RDONLY), (ANSWERS, os.O_RDWR)):
             path = f"{self._path}{kind}"
             os.mkfifo(path, 0o600)
             ends.append(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
+            made.callback(os.close, ends[-1])
         # A pipe has an end only once somebody has written: now a tenant that never opens it has ended, too.
         os.close(os.open(f"{self._path}{REQUESTS}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        return ends[0], ends[1]
+        return ends
 
     def _remove_files(self) -> None:
         for kind in ("", REQUESTS, ANSWERS):

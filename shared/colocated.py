@@ -114,9 +114,13 @@ class SharedMemory:
 
     def __init__(self, descriptor: int, size: int) -> None:
         # All pages at once: in the middle of a request each would cost a fault.
-        self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._bytes = np.frombuffer(self._map, np.uint8)
+        mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._bytes = np.frombuffer(mapping, np.uint8)
         self.size = size
+
+    def close(self) -> None:
+        """Let go of it; the mapping ends with the last view."""
+        self._bytes, self.size = np.empty(0, np.uint8), 0
 
     def tensor(self, at: int, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
         """A view of a place; it keeps the mapping alive.
@@ -132,7 +136,7 @@ class SharedMemory:
         self._check(at, count * dtype.itemsize)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=at).view(shape)
+        return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=at).view(shape)
 
     def write(self, at: int, blocks: Sequence[torch.Tensor]) -> None:
         """Copy contiguous tensors to a place, one behind the other.

@@ -152,6 +152,7 @@ class ColocatedChannel(Channel):
     def _shut(self) -> None:
         for each in (self._sock, self._wake_read, self._wake_write):
             each.close()
+        self._memory.close()
         while self._descriptors:  # once: their numbers will be others'
             os.close(self._descriptors.pop())
 
@@ -176,6 +177,13 @@ class ColocatedChannel(Channel):
 
     def _write(self) -> None:
         """Write what there is room for."""
+        try:
+            self._write_what_fits()
+        except BrokenPipeError:
+            self._read()  # it may have said why
+            raise
+
+    def _write_what_fits(self) -> None:
         while self._outbox:
             with self._lock:
                 if not self._outbox:  # the channel broke
@@ -339,7 +347,8 @@ def open_colocated(url: str, token: str, timeout: float) -> ColocatedChannel:
         for kind, flag in ((REQUESTS, os.O_WRONLY), (ANSWERS, os.O_RDONLY)):
             pipes.append(os.open(f"{directory / opened.session}{kind}", flag | os.O_NONBLOCK | os.O_CLOEXEC))
         sock.set(zmq.MAXMSGSIZE, HEADER_BYTES + MAX_ANSWER_CONTROL_BYTES)
-        sock.set(zmq.RECONNECT_IVL, -1)  # a session that broke has ended
+        # A session that broke has ended; but -1, which says so, throws away what has arrived.
+        sock.set(zmq.RECONNECT_IVL, 3_600_000)
         sock.connect(f"{SCHEME}{directory / opened.session}")
         return ColocatedChannel(sock, (pipes[0], pipes[1]), descriptor, opened, url, timeout)
     except BaseException as error:

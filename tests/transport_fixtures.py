@@ -5,12 +5,16 @@ A test module takes them with ``pytest_plugins = ("transport_fixtures",)``.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from raw_colocated import memories, ones_product
+from raw_peers import eventually
 from transports import Everywhere, Start
 
 from provider.colocated import ColocatedServer
@@ -56,3 +60,20 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
     for one in started:
         one.end()
         one.directory.rmdir()  # nothing is left in it
+
+
+@pytest.fixture(scope="module")
+def one(everywhere: Start, checkpoint: Callable[[str], Path]) -> Everywhere:
+    return everywhere(checkpoint("llama"))
+
+
+@pytest.fixture
+def all_well(one: Everywhere) -> Iterator[None]:
+    """After every test here another tenant's session gets its answer, and nothing is left."""
+    with one.connect("colocated") as witness:
+        expected = ones_product(witness)
+        yield
+        assert torch.equal(ones_product(witness), expected)
+        eventually(lambda: one.metric("symbiosis_connections") == 1)
+    eventually(lambda: memories() == 0)
+    eventually(lambda: os.listdir(one.directory) == ["door"])
