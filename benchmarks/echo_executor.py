@@ -29,11 +29,16 @@ class Echo:
         """Nothing to read ahead."""
 
 
+def echo_service(folder: Path) -> Service:
+    """Everything of an executor but the products."""
+    return Service(BaseExecutor(folder), Echo(), Metrics())
+
+
 def main(folder: Path, work: Path) -> None:
     """Serve until standard input ends."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    service = Service(BaseExecutor(folder), Echo(), Metrics())
+    service = echo_service(folder)
     tokens = TokenFile(work / "tokens.json")
     server = Server(service, context=server_context(work / "tls"), tokens=tokens, port=0)
     local = ColocatedServer(service, tokens=tokens, directory=work / "local", sessions=server.sessions)

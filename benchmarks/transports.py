@@ -6,6 +6,8 @@ An executor in a process of its own whose products cost nothing (it answers with
 measured is two channels, two carriers and one session; requests are interleaved, one over each transport
 in turn. "channel" is from submitting a request to having its answer; "session" is through
 ``RemoteExecutor.product``, as a virtual layer asks, whose own bookkeeping is the same over every transport.
+"in-process" is the same work without a carrier or another process, which no transport gets below; "carriers" is
+the ratio of what comes on top of it.
 Writes transports.json into --output.
 """
 
@@ -24,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from echo_executor import echo_service
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tenant_sdk
 from provider.certificates import write_certificates
+from provider.inprocess import InprocessExecutor
 from provider.tokens import TokenFile
 from shared.header import Direction, Operation
 from shared.memory import keep_freed_memory
@@ -99,11 +103,13 @@ def main() -> None:
             with (
                 tenant_sdk.connect(told["url"], ca=work / "tls" / "ca.pem", **given) as tls,
                 tenant_sdk.connect(told["local_url"], **given) as local,
+                tenant_sdk.connect(InprocessExecutor(echo_service(work / "model")), **given) as direct,
             ):
-                results = measure({"TLS": tls, "co-located": local}, options.rounds)
+                sessions = {"TLS": tls, "co-located": local, "in-process": direct}
+                results = measure(sessions, options.rounds)
             process.communicate()
     table = Table(title="Round trips, us: median (10th to 90th percentile)")
-    for column in ("each way", "TLS", "co-located", "ratio of medians", "aim"):
+    for column in ("each way", "TLS", "co-located", "in-process", "co-located / TLS", "aim", "carriers"):
         table.add_column(column)
     for what, seconds in results.items():
         cells = []
@@ -111,9 +117,10 @@ def main() -> None:
             tenths = statistics.quantiles(values, n=10)
             low, middle, high = (v * 1e6 for v in (tenths[0], statistics.median(values), tenths[-1]))
             cells.append(f"{middle:.0f} ({low:.0f}-{high:.0f})")
-        tls_median, local_median = map(statistics.median, seconds.values())
+        tls_median, local_median, direct = map(statistics.median, seconds.values())
+        carriers = (local_median - direct) / (tls_median - direct)
         aim = SIZES[what.partition(",")[0]][2]
-        table.add_row(what, *cells, f"{local_median / tls_median:.2f}", f"{aim:.2f}")
+        table.add_row(what, *cells, f"{local_median / tls_median:.2f}", f"{aim:.2f}", f"{carriers:.2f}")
     console.print(table)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "transports.json").write_text(json.dumps(results, indent=1))

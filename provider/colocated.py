@@ -155,9 +155,11 @@ class ColocatedConnection:
                 self._socket.set(queue, 2 * MAX_IN_FLIGHT)
             self._socket.bind(f"{SCHEME}{self._path}")
             self._wake, self._woken = map(made.enter_context, socket.socketpair())
-            self._poll = zmq.Poller()
-            self._poll.register(self._socket, zmq.POLLIN)
-            self._poll.register(self._woken.fileno(), zmq.POLLIN)
+            # Not ZeroMQ's own: that looks at the socket each time, which requests for products do not need.
+            self._poll, self._socket_fd = select.poll(), int(self._socket.get(zmq.FD))
+            self._poll.register(self._socket_fd, select.POLLIN)
+            self._poll.register(self._woken, select.POLLIN)
+            self._look = True  # there may be a message that the descriptor does not tell of
             self._session = TenantSession(service, tenant, self._send, self._something_to_do)
             made.callback(self._session.close)
             self._made = made.pop_all()
@@ -195,22 +197,28 @@ class ColocatedConnection:
 
     def _serve_once(self) -> bool:
         """Wait for something and handle it; False when the session ends well."""
-        ready = dict(self._poll.poll(None if self._greeted else FIRST_MESSAGE_MILLISECONDS))
-        if self._requests in ready:
-            data = os.read(self._requests, FRONT_BYTES)
-            if not data:
-                raise EOFError
-            self._session.answer(self._incoming(data))
+        if not self._look:
+            ready = {fd for fd, _ in self._poll.poll(None if self._greeted else FIRST_MESSAGE_MILLISECONDS)}
+            if self._requests in ready:
+                data = os.read(self._requests, FRONT_BYTES)
+                if not data:
+                    raise EOFError
+                self._session.answer(self._incoming(data))
+                return True
+            if self._socket_fd not in ready:
+                if not ready:
+                    raise TimeoutError
+                return False  # drained
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            self._look = False
             return True
-        if self._socket not in ready:
-            if not ready:
-                raise TimeoutError
-            return False  # drained
-        data = self._socket.recv(zmq.NOBLOCK)
+        self._look = True
         if not self._greeted:
             self._greeted = True
             self._remove_files()  # nobody else comes in, and nothing is left behind
-            self._poll.register(self._requests, zmq.POLLIN)
+            self._poll.register(self._requests, select.POLLIN)
         if data == END:
             self._left = True
             return False
@@ -248,7 +256,7 @@ class ColocatedConnection:
         return Incoming(header, payload)
 
     def _something_to_do(self) -> bool:
-        return bool(self._poll.poll(0))
+        return self._look or bool(self._poll.poll(0))
 
     def _last_word(self, error: WireError) -> None:
         try:
@@ -287,6 +295,7 @@ class ColocatedConnection:
             os.write(self._answers, header.pack())  # as a whole or, if the tenant does not read, not at all
 
     def _write(self, data: bytes) -> None:
+        self._look = True
         try:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:  # it has gone, or has twice as much in flight as it may, unread

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import fcntl
 import os
+import select
 import socket
 import stat
 import time
@@ -124,9 +125,11 @@ class ColocatedChannel(Channel):
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self._poll = zmq.Poller()
-        for each in (sock, self._answers, self._wake_read.fileno()):
-            self._poll.register(each, zmq.POLLIN)
+        # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
+        self._poll, self._sock_fd = select.poll(), int(sock.get(zmq.FD))
+        for each in (self._sock_fd, self._answers, self._wake_read.fileno()):
+            self._poll.register(each, select.POLLIN)
+        self._look = True  # there may be a message that the descriptor does not tell of
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> _Request:
         expected = self._protocol.expected(header.request_id)
@@ -160,16 +163,21 @@ class ColocatedChannel(Channel):
         deadline = time.monotonic() + self._timeout
         self._write()
         while not pending.done:
-            ready = dict(self._poll.poll(max(0, round((deadline - time.monotonic()) * 1000))))
+            if self._look:
+                self._look = False
+                self._read()
+                self._write()
+                continue
+            ready = {fd for fd, _ in self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
             if not ready:
                 raise self._no_progress()
-            if self._sock in ready:  # first: it may say why the pipe has ended
+            if self._sock_fd in ready:  # first: it may say why the pipe has ended
                 self._read()
             if self._answers in ready:
                 self._read_pipe()
             if self._wake_read.fileno() in ready:
                 self._wake_read.recv(4096)
-            if self._sock in ready or self._answers in ready:
+            if self._sock_fd in ready or self._answers in ready:
                 deadline = time.monotonic() + self._timeout
             self._write()
 
@@ -242,6 +250,7 @@ class ColocatedChannel(Channel):
             pending.finish(None, RequestRefused(code, message, retry_after=retry_after))
 
     def _write_out(self, data: bytes) -> None:
+        self._look = True
         try:
             self._sock.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:
