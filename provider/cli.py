@@ -88,7 +88,7 @@ def serve(
     ] = "float32",
     ready_file: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Gets {url, pid, admin_url} once the port is open."),
+        typer.Option(help="Gets {url, pid, admin_url}, and local_url if there is one, once all is open."),
     ] = None,
     admin_port: Annotated[
         int, typer.Option(help="Loopback port of the status page, /metrics and /healthz; 0 picks one.")
@@ -125,6 +125,15 @@ def serve(
     tenant_mib_per_second: Annotated[
         float, typer.Option(help="MiB of requests that one tenant may send in a second; 0: any.")
     ] = 0.0,
+    local_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Also let tenants of this machine and user in, through this directory (ipc://DIR)."
+        ),
+    ] = None,
+    local_mib: Annotated[
+        int, typer.Option(help="MiB of shared memory that all their sessions together may have.")
+    ] = 2048,
     transcript: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Record what tenants send into this folder, for an audit; tenants are told."),
@@ -140,6 +149,7 @@ def serve(
 
     from provider.admin import AdminServer
     from provider.batching import Batcher, profile
+    from provider.colocated import ColocatedServer
     from provider.executor import BaseExecutor
     from provider.metrics import Metrics
     from provider.quota import Limit, Quotas
@@ -196,6 +206,13 @@ def serve(
         max_connections=max_connections,
         tenant_connections=tenant_connections,
     )
+    local = local_dir and ColocatedServer(
+        server.service,
+        tokens=tokens,
+        directory=local_dir.absolute(),
+        sessions=server.sessions,
+        memory_bytes=local_mib << 20,
+    )
     metrics.watch(
         lambda: batcher.waiting,
         lambda: quotas.in_flight()[1],
@@ -210,20 +227,24 @@ def serve(
         },
     )
     admin = AdminServer(metrics, admin_port, lambda: not server.draining, status)
+    urls = f"{server.url} and {local.url}" if local else server.url
     _errors.print(
         f"serving [bold]{executor.manifest.model}[/] ({executor.manifest.architecture}, {numerics}, "
         f"{len(executor.manifest.groups)} groups, digest {executor.manifest.digest[:16]}) "
-        f"to {tenants} tenants at {server.url}; status at http://127.0.0.1:{admin.port}/"
+        f"to {tenants} tenants at {urls}; status at http://127.0.0.1:{admin.port}/"
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if ready_file is not None:
-        server.write_ready_file(ready_file, admin_url=f"http://127.0.0.1:{admin.port}")
+        more = {"local_url": local.url} if local else {}
+        server.write_ready_file(ready_file, admin_url=f"http://127.0.0.1:{admin.port}", **more)
     # With a timeout: a signal that another thread takes runs its handler only when this one wakes.
     while not stop.wait(0.5):
         pass
     _errors.print("draining")
+    if local:
+        local.close()
     clean = server.drain(drain_seconds)
     admin.close()
     status.close()

@@ -8,11 +8,16 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from provider.connection import HANDSHAKE_ERRORS, Connection, Refused, handshake
+from provider.metrics import Metrics
 from provider.session import Service
 from provider.tokens import TokenFile
 from shared.errors import ConfigurationError
@@ -48,6 +53,92 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     return context
 
 
+class Drains(Protocol):
+    """An open session of any transport."""
+
+    tenant: str
+
+    def drain(self) -> None:
+        """From another thread: answer what has arrived, then close."""
+        ...
+
+
+class Sessions:
+    """The threads that serve tenants, over all transports together: how many, and how they end.
+
+    Args:
+        metrics: counts them.
+        limit: how many; each costs a thread.
+        tenant_limit: of one tenant.
+    """
+
+    def __init__(self, metrics: Metrics, limit: int, tenant_limit: int) -> None:
+        self._metrics, self._limit, self._tenant_limit = metrics, limit, tenant_limit
+        self._threads: set[threading.Thread] = set()
+        self._open: set[Drains] = set()
+        self._lock = threading.Lock()
+        self.draining = False
+
+    def start(self, serve: Callable[[], None]) -> bool:
+        """Run this in a thread of its own; False if there is no room for another."""
+        thread = threading.Thread(target=self._run, args=(serve,), daemon=True)
+        with self._lock:  # the thread takes itself off the list under the same lock
+            if len(self._threads) < self._limit:
+                try:
+                    thread.start()
+                    self._threads.add(thread)
+                    return True
+                except RuntimeError:
+                    pass  # no more threads to be had: this connection is one too many
+        self._metrics.handshakes_failed.labels("full").inc()
+        return False
+
+    def crowded(self, tenant: str) -> bool:
+        """Whether a tenant has as many sessions as it may; it is counted and logged if so."""
+        with self._lock:
+            crowded = sum(session.tenant == tenant for session in self._open) >= self._tenant_limit
+        if crowded:
+            self._metrics.handshakes_failed.labels("tenant_full").inc()
+            log.warning("tenant %s has %d sessions already", tenant, self._tenant_limit)
+        return crowded
+
+    @contextmanager
+    def open(self, session: Drains) -> Iterator[None]:
+        """While a session is served."""
+        with self._lock:
+            self._open.add(session)
+        self._metrics.connections.inc()
+        try:
+            if self.draining:
+                session.drain()
+            yield
+        finally:
+            self._metrics.connections.dec()
+            with self._lock:
+                self._open.discard(session)
+
+    def drain(self, seconds: float) -> bool:
+        """Let every session answer what has arrived; whether all ended in time."""
+        self.draining = True
+        with self._lock:
+            sessions, threads = list(self._open), list(self._threads)
+        for session in sessions:
+            session.drain()
+        deadline = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _run(self, serve: Callable[[], None]) -> None:
+        try:
+            serve()
+        except Exception:
+            log.exception("connection thread failed")
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+
 class Server:
     """A base executor behind a TLS port.
 
@@ -69,11 +160,7 @@ class Server:
     ) -> None:
         self.service, self._metrics = service, service.metrics
         self._context, self._tokens = context, tokens
-        self._max_connections, self._tenant_connections = max_connections, tenant_connections
-        self._threads: set[threading.Thread] = set()
-        self._sessions: set[Connection] = set()
-        self._lock = threading.Lock()
-        self.draining = False
+        self.sessions = Sessions(service.metrics, max_connections, tenant_connections)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -101,21 +188,19 @@ class Server:
 
     def drain(self, seconds: float = 10.0) -> bool:
         """Stop accepting, let every session answer what has arrived; whether all ended in time."""
-        self.draining = True
+        self.sessions.draining = True
         try:
             # Closing alone would not wake the thread that waits in accept().
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         self._listener.close()
-        with self._lock:
-            sessions, threads = list(self._sessions), list(self._threads)
-        for session in sessions:
-            session.drain()
-        deadline = time.monotonic() + seconds
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        return self.sessions.drain(seconds)
+
+    @property
+    def draining(self) -> bool:
+        """Whether it has begun to end."""
+        return self.sessions.draining
 
     def _accept(self) -> None:
         while not self.draining:
@@ -126,23 +211,11 @@ class Server:
                     log.exception("cannot accept connections")
                     threading.Event().wait(0.1)  # out of file descriptors: give some time to close
                 continue
-            with self._lock:
-                full = len(self._threads) >= self._max_connections
-            if full:
-                self._metrics.handshakes_failed.labels("full").inc()
+            if not self.sessions.start(partial(self._serve, raw)):
                 raw.close()
-                continue
-            thread = threading.Thread(target=self._serve, args=(raw,), daemon=True)
-            with self._lock:  # the thread takes itself off the list under the same lock
-                try:
-                    thread.start()
-                    self._threads.add(thread)
-                except RuntimeError:  # no more threads to be had: this connection is one too many
-                    self._metrics.handshakes_failed.labels("full").inc()
-                    raw.close()
 
     def _serve(self, raw: socket.socket) -> None:
-        try:
+        with raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
@@ -156,27 +229,8 @@ class Server:
                 log.info("no session: %s (%s)", reason, type(error).__name__)
                 return
             session = Connection(sock, tenant, self.service)
-            with self._lock:
-                crowded = sum(s.tenant == tenant for s in self._sessions) >= self._tenant_connections
-                if not crowded:
-                    self._sessions.add(session)
-            if crowded:
-                self._metrics.handshakes_failed.labels("tenant_full").inc()
-                log.warning("tenant %s has %d connections already", tenant, self._tenant_connections)
+            if self.sessions.crowded(tenant):
                 session.turn_away()
                 return
-            self._metrics.connections.inc()
-            try:
-                if self.draining:
-                    session.drain()
+            with self.sessions.open(session):
                 session.serve()
-            finally:
-                self._metrics.connections.dec()
-                with self._lock:
-                    self._sessions.discard(session)
-        except Exception:
-            log.exception("connection thread failed")
-        finally:
-            raw.close()
-            with self._lock:
-                self._threads.discard(threading.current_thread())

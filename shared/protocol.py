@@ -238,6 +238,10 @@ class TenantProtocol:
         self._next_id = request_id % 0xFFFFFFFF + 1
         return request_id
 
+    def expected(self, request_id: int) -> Header:
+        """Header of the answer that a request under way must get, unless it is an error."""
+        return self._expected[request_id]
+
     def accept(self, header: Header) -> None:
         """Check an answer's header; nothing has been allocated yet.
 

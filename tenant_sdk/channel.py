@@ -1,23 +1,22 @@
 """One connection to an executor: many requests in flight, from any thread, without a thread of its own.
 
-Whoever waits for an answer and finds the socket free becomes the *leader*: it writes what is to be
+Whoever waits for an answer and finds the carrier free becomes the *leader*: it writes what is to be
 written and reads what arrives, for itself and for the others, until its own answer is complete;
-then it hands the socket to another waiter. So a lone thread, which is the usual case, sends and
+then it hands the carrier to another waiter. So a lone thread, which is the usual case, sends and
 receives without a single hand-over between threads.
+
+What carries the messages is a subclass's: ``websocket_channel``, ``colocated``, ``inprocess``.
 """
 
 from __future__ import annotations
 
+import abc
 import copy
-import logging
 import os
-import select
-import socket
-import ssl
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,16 +24,9 @@ from shared.errors import ConnectionLost, RequestRefused, RequestTimeout, Symbio
 from shared.header import Header, Operation
 from shared.messages import ErrorInfo, decode
 from shared.protocol import TenantProtocol
-from shared.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
-
-log = logging.getLogger(__name__)
+from shared.websocket import Incoming
 
 Entropy = Callable[[int], bytes]
-# What an answer may hold at most; each answer's true size is checked against its request as well.
-MAX_ANSWER_BYTES = 1 << 30
-KEEPALIVE_SECONDS = 20.0
-MAX_OUTBOX = 4096  # messages; far more than threads ever wait
-READS_AT_ONCE = 1024  # before looking at the clock again
 
 
 class Pending:
@@ -60,42 +52,25 @@ class Pending:
 _NO_ANSWER = Incoming(Header(0), None)  # of a ping
 
 
-class Channel:
+class Channel(abc.ABC):
     """An open session's connection.
 
     Args:
-        sock: after TLS and websocket handshake.
         peer: the URL, for messages.
         timeout: seconds without any progress after which requests fail and the channel closes.
-        entropy: fresh random bytes for websocket masks (RFC 6455 §5.3).
     """
 
-    def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:
-        self._sock = sock
+    def __init__(self, peer: str, timeout: float) -> None:
         self.peer = peer
         self.timeout = timeout
-        self._entropy = entropy
         self._protocol = TenantProtocol()
-        self._reader = MessageReader(self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES)
         self._lock = threading.Lock()  # guards all below
         self._process = os.getpid()
         self._leading = False
         self._pending: dict[int, Pending] = {}
         self._pongs: deque[Pending] = deque()
-        self._outbox: deque[Iterator[bytes | memoryview]] = deque()
+        self._outbox: deque[Any] = deque()  # what ``_message`` and ``_ping_message`` made
         self._broken: SymbiosisError | None = None
-        # The leader's own: the message being written.
-        self._writing: Iterator[bytes | memoryview] | None = None
-        self._piece = memoryview(b"")
-        sock.settimeout(0)
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
-        self._poll = select.poll()
-        self._poll.register(self._wake_read, select.POLLIN)
-        self._events = 0  # what the socket is registered for
-        self._stop = threading.Event()
-        threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
 
     def submit(
         self, header_of: Callable[[TenantProtocol], Header], blocks: list[torch.Tensor] | bytes
@@ -114,8 +89,9 @@ class Channel:
                 raise again(self._broken)
             header = header_of(self._protocol)
             self._pending[header.request_id] = pending
-            self._outbox.append(encode_message(header, blocks, self._entropy(4)))
-            self._wake_leader()
+            self._outbox.append(self._message(header, blocks))
+            if self._leading:  # it may be asleep until something arrives
+                self._wake_leader()
         return pending
 
     def wait(self, pending: Pending) -> Incoming:
@@ -140,7 +116,7 @@ class Channel:
                     self._lead(pending)
                 except SymbiosisError as error:
                     self._break(error)
-                except (OSError, ssl.SSLError) as error:
+                except OSError as error:  # ssl.SSLError is one
                     self._break(
                         ConnectionLost(
                             f"the connection to {self.peer} broke ({type(error).__name__}); "
@@ -165,15 +141,16 @@ class Channel:
         return self._broken is not None
 
     def ping(self) -> None:
-        """Round trip of a websocket ping."""
+        """A round trip that asks for nothing."""
         self._check_process()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
                 raise again(self._broken)
             self._pongs.append(pending)
-            self._outbox.append(iter([encode_control(Opcode.PING, b"", self._entropy(4))]))
-            self._wake_leader()
+            self._outbox.append(self._ping_message())
+            if self._leading:
+                self._wake_leader()
         self.wait(pending)
 
     def close(self) -> None:
@@ -181,14 +158,12 @@ class Channel:
         if os.getpid() != self._process:
             return  # it is the parent's, who goes on with it
         with self._lock:
-            ours = not self._leading  # else the leader shuts the socket: nobody else may touch it
+            ours = not self._leading  # else the leader shuts the carrier: nobody else may touch it
             self._leading = True  # and from now on nobody starts to lead
-            between_messages = ours and self._broken is None and self._writing is None
+            well = ours and self._broken is None
         try:
-            if between_messages:
-                self._sock.settimeout(1.0)
-                code = (1000).to_bytes(2, "big")
-                self._sock.sendall(encode_control(Opcode.CLOSE, code, self._entropy(4)))
+            if well:
+                self._goodbye()
         except (OSError, ValueError):
             pass  # it is gone already
         finally:
@@ -197,18 +172,38 @@ class Channel:
                 self._shut()
 
     def _check_process(self) -> None:
-        """A forked child has the parent's TLS keys and counters: what it sent would reuse its key stream."""
+        """A forked child has the parent's keys, counters and sockets: what it sent would garble the parent's,
+        or reuse its key stream."""
         if os.getpid() != self._process:
             raise ConnectionLost("a session stays in the process that opened it; open one in this process")
 
-    # -- leading ---------------------------------------------------------------------------------
+    # -- what a carrier does ---------------------------------------------------------------------
 
+    @abc.abstractmethod
+    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Any:
+        """A request as the outbox keeps it. Under the lock."""
+
+    @abc.abstractmethod
+    def _ping_message(self) -> Any:
+        """A ping as the outbox keeps it; its answer finishes the first of ``_pongs``. Under the lock."""
+
+    @abc.abstractmethod
     def _wake_leader(self) -> None:
-        if self._leading:  # it may be asleep until bytes arrive
-            try:
-                self._wake_write.send(b"x")
-            except BlockingIOError:
-                pass  # it has been woken a thousand times already
+        """There is something in the outbox, or the channel broke; from any thread, under the lock."""
+
+    @abc.abstractmethod
+    def _lead(self, pending: Pending) -> None:
+        """Write and read until a request is done; whatever this raises breaks the channel."""
+
+    @abc.abstractmethod
+    def _goodbye(self) -> None:
+        """Tell the executor; only whoever leads is here."""
+
+    @abc.abstractmethod
+    def _shut(self) -> None:
+        """Give the carrier back; only whoever leads, or led last, is here."""
+
+    # -- leading ---------------------------------------------------------------------------------
 
     def _hand_over(self, pending: Pending) -> None:
         """Leave ``wait``: the leader names an heir, or shuts a broken channel that needs none."""
@@ -226,35 +221,24 @@ class Channel:
             elif self._broken is not None:
                 self._shut()
 
-    def _lead(self, pending: Pending) -> None:
-        last_progress = time.monotonic()
-        while not pending.done:
-            blocked = self._write()
-            left = last_progress + self.timeout - time.monotonic()
-            if left <= 0:
-                raise self._no_progress()
-            # What TLS has decrypted already does not wake poll().
-            if not self._sock.pending() and self._sleep(blocked, left):
-                last_progress = time.monotonic()
-            before = self._reader.progress
-            self._read()
-            # Pings do not count: an executor that sends only those is one that does not answer.
-            if self._reader.progress != before:
-                last_progress = time.monotonic()
-
-    def _sleep(self, blocked: bool, seconds: float) -> bool:
-        """Until there is something to read or, if writing is blocked, to write; True for the latter."""
-        events = select.POLLIN | (select.POLLOUT if blocked else 0)
-        if events != self._events:
-            self._poll.register(self._sock, events)
-            self._events = events
-        ready = self._poll.poll(seconds * 1000)
-        if not ready:
-            raise self._no_progress()
-        for descriptor, _ in ready:
-            if descriptor == self._wake_read.fileno() and not self._wake_read.recv(4096):
-                raise ConnectionLost("the session was closed while a request was under way")
-        return any(what & select.POLLOUT for _, what in ready)
+    def _handle(self, answer: Incoming) -> None:
+        """Give a complete answer to whoever asked for it."""
+        if answer.error is not None:
+            raise answer.error
+        error: SymbiosisError | None = None
+        if answer.header.operation == Operation.ERROR:
+            info = decode(control_payload(answer), ErrorInfo)
+            code, message = peer_text(info.code, 40), peer_text(info.message)
+            if answer.header.request_id == 0:
+                raise WireError(code, message, fatal=True)
+            error = RequestRefused(code, message, retry_after=info.retry_after)
+        with self._lock:
+            self._protocol.answered(answer.header.request_id)
+            pending = self._pending.pop(answer.header.request_id, None)
+        if pending is None:
+            # Its header was accepted because the first answer arrived in the same read.
+            raise WireError("unexpected", "the executor answered a request twice", fatal=True)
+        pending.finish(answer, error)
 
     def _no_progress(self) -> RequestTimeout:
         return RequestTimeout(
@@ -262,84 +246,11 @@ class Channel:
             "gone. `symbiosis-tenant doctor` tests the connection"
         )
 
-    def _write(self) -> bool:
-        """Write what there is; True if the socket took only part of it."""
-        while True:
-            while not self._piece:
-                if self._writing is None:
-                    with self._lock:
-                        if not self._outbox:
-                            return False
-                        self._writing = self._outbox.popleft()
-                piece = next(self._writing, None)
-                if piece is None:
-                    self._writing = None
-                else:
-                    self._piece = memoryview(piece)
-            try:
-                sent = self._sock.send(self._piece)
-            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                return True
-            self._piece = self._piece[sent:]
-
-    def _read(self) -> None:
-        """Read what there is, until something is complete, but not for ever."""
-        for _ in range(READS_AT_ONCE):
-            try:
-                count = self._sock.recv_into(self._reader.get_buffer())
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return
-            if count == 0:
-                raise ConnectionLost(
-                    f"{self.peer} ended the connection; open a new session and resume from your last "
-                    "checkpoint"
-                )
-            events = self._reader.received(count)
-            for event in events:
-                self._handle(event)
-            if events:
-                return
-
-    def _handle(self, event: Incoming | Control) -> None:
-        if isinstance(event, Control):
-            if event.opcode == Opcode.PING:
-                pong = encode_control(Opcode.PONG, event.data, self._entropy(4))
-                with self._lock:
-                    if len(self._outbox) >= MAX_OUTBOX:
-                        raise WireError("frame", "more pings than the executor reads answers", fatal=True)
-                    self._outbox.append(iter([pong]))
-            elif event.opcode == Opcode.PONG:
-                with self._lock:
-                    waiting = self._pongs.popleft() if self._pongs else None
-                if waiting is not None:
-                    waiting.finish(None, None)
-            else:
-                code = int.from_bytes(event.data[:2], "big")
-                why = {1001: "it is shutting down", 1013: "this tenant has too many connections"}.get(
-                    code, f"code {code}"
-                )
-                raise ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=5.0)
-            return
-        if event.error is not None:
-            raise event.error
-        error: SymbiosisError | None = None
-        if event.header.operation == Operation.ERROR:
-            info = decode(control_payload(event), ErrorInfo)
-            info_code, message = peer_text(info.code, 40), peer_text(info.message)
-            if event.header.request_id == 0:
-                raise WireError(info_code, message, fatal=True)
-            error = RequestRefused(info_code, message, retry_after=info.retry_after)
-        with self._lock:
-            self._protocol.answered(event.header.request_id)
-            pending = self._pending.pop(event.header.request_id, None)
-        if pending is None:
-            # Its header was accepted because the first answer arrived in the same read.
-            raise WireError("unexpected", "the executor answered a request twice", fatal=True)
-        pending.finish(event, error)
+    def _closed_by_peer(self, why: str) -> ConnectionLost:
+        return ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=5.0)
 
     def _break(self, error: SymbiosisError) -> None:
         """Fail everything under way and everything to come."""
-        self._stop.set()
         with self._lock:
             if self._broken is None:
                 self._broken = error
@@ -349,25 +260,6 @@ class Channel:
             self._outbox.clear()
         for pending in waiting:
             pending.finish(None, again(self._broken))
-        self._wake_write.close()  # wakes a leader that is asleep in poll()
-
-    def _shut(self) -> None:
-        """Close the sockets. Only whoever leads may: a TLS socket that is closed under another
-        thread's send would send in the clear, through the plain socket that is left of it."""
-        self._writing, self._piece = None, memoryview(b"")
-        self._sock.close()
-        self._wake_read.close()
-
-    def _keep_alive(self) -> None:
-        """Keep middleboxes from forgetting an idle connection, and notice early that it died."""
-        while not self._stop.wait(KEEPALIVE_SECONDS):
-            with self._lock:
-                busy = self._leading
-            if not busy:
-                try:
-                    self.ping()
-                except SymbiosisError as error:
-                    log.info("keep-alive: %s", error)
 
 
 def again(error: SymbiosisError) -> SymbiosisError:

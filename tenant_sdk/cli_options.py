@@ -37,7 +37,9 @@ _REACH, _PRIVACY, _CHECKS = "Executors", "Privacy", "Verification"
 class Reach:
     """Which executors, and how to reach them."""
 
-    provider: Annotated[str, _option(_REACH, "URL of the executor, wss://host:port.")]
+    provider: Annotated[
+        str, _option(_REACH, "URL of the executor: wss://host:port; on this machine ipc://DIRECTORY.")
+    ]
     token_env: Annotated[
         Optional[str],  # noqa: UP045
         _option(_REACH, "Environment variable that holds the token.", metavar="VAR"),
@@ -50,7 +52,7 @@ class Reach:
         Optional[list[str]],  # noqa: UP045
         _option(
             _REACH,
-            "Who computes masks' effects: an executor of another operator (wss:// URL), or local:FOLDER "
+            "Who computes masks' effects: an executor of another operator (its URL), or local:FOLDER "
             "with the checkpoint. Repeat for several: one that does not collude is enough.",
         ),
     ] = None

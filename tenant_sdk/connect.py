@@ -77,7 +77,10 @@ def split_url(url: str) -> tuple[str, int]:
             f"{url}: plain ws:// is refused, everything would travel in the clear; use wss://"
         )
     if parts.scheme != "wss" or not host:
-        raise ConfigurationError(f"{url!r} is not an executor's URL; it looks like wss://host:{DEFAULT_PORT}")
+        raise ConfigurationError(
+            f"{url!r} is not an executor's URL; it looks like wss://host:{DEFAULT_PORT}, or "
+            "ipc:///directory for one on this machine"
+        )
     return host, port
 
 
@@ -186,13 +189,22 @@ def _refusal(response: Response, url: str) -> SymbiosisError:
     return ConnectError(f"{url} answered HTTP {response.status_code}; is this an executor's port?")
 
 
-def open_connection(url: str, token: str, context: ssl.SSLContext, timeout: float) -> ssl.SSLSocket:
-    """All steps together."""
-    host, port = split_url(url)
+def check_token(token: str) -> None:
+    """Refuse what no provider printed.
+
+    Raises:
+        ConfigurationError: it is empty or holds white space.
+    """
     if not token or any(c.isspace() or not c.isprintable() for c in token):
         raise ConfigurationError(
             "the token is empty or holds white space; paste it as the provider printed it"
         )
+
+
+def open_connection(url: str, token: str, context: ssl.SSLContext, timeout: float) -> ssl.SSLSocket:
+    """All steps together."""
+    host, port = split_url(url)
+    check_token(token)
     sock: socket.socket = open_tcp(host, port, timeout)
     try:
         tls = start_tls(sock, host, context)

@@ -15,17 +15,21 @@ from pathlib import Path
 import torch
 from cryptography import x509
 
+from shared.colocated import directory_of
 from shared.errors import AuthenticationError, ConfigurationError, ProtocolVersionError, SymbiosisError
 from shared.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
 from shared.messages import Manifest
 from shared.protocol import RING
 from tenant_sdk.channel import Channel
 from tenant_sdk.cli_options import Reach, one_or_each
+from tenant_sdk.colocated import open_colocated
 from tenant_sdk.connect import client_context, open_tcp, split_url, start_tls, upgrade
 from tenant_sdk.mask_sources import open_checkpoint
 from tenant_sdk.opening import LOCAL, check_same_weights, for_each
 from tenant_sdk.operators import Operators
 from tenant_sdk.remote import RemoteExecutor
+from tenant_sdk.transports import over_tls
+from tenant_sdk.websocket_channel import WebsocketChannel
 
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
 LARGE_BYTES = 4 << 20
@@ -127,44 +131,55 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
     sock: socket.socket | None = None
     channel: Channel | None = None
     try:
-        host, port = split_url(target.url)
-        yield Finding("url", True, f"host {host}, port {port}")
+        if over_tls(target.url):
+            host, port = split_url(target.url)
+            yield Finding("url", True, f"host {host}, port {port}")
 
-        step = "authority"
-        context = client_context(target.ca, target.client_certificate)
-        trusts = f"{target.ca}" if target.ca is not None else "those of the operating system (no --ca given)"
-        yield Finding("authority", True, trusts)
+            step = "authority"
+            context = client_context(target.ca, target.client_certificate)
+            system = "those of the operating system (no --ca given)"
+            yield Finding("authority", True, system if target.ca is None else str(target.ca))
 
-        step = "dns"
-        yield _resolve(host, port)
+            step = "dns"
+            yield _resolve(host, port)
 
-        step = "tcp"
-        started = time.perf_counter()
-        sock = open_tcp(host, port, target.timeout)
-        milliseconds = (time.perf_counter() - started) * 1e3
-        yield Finding("tcp", True, f"port {port} is open, connected in {milliseconds:.1f} ms")
+            step = "tcp"
+            started = time.perf_counter()
+            sock = open_tcp(host, port, target.timeout)
+            milliseconds = (time.perf_counter() - started) * 1e3
+            yield Finding("tcp", True, f"port {port} is open, connected in {milliseconds:.1f} ms")
 
-        step = "tls"
-        tls = sock = start_tls(sock, host, context)
-        yield from _tls_findings(tls)
-        met.operators.meet(target.url, tls, object())
+            step = "tls"
+            tls = sock = start_tls(sock, host, context)
+            yield from _tls_findings(tls)
+            met.operators.meet(target.url, tls, object())
 
-        step = "token"
-        token = os.environ.get(target.token_env, "") if target.token_env else ""
-        if target.token_env and not token:
-            raise ConfigurationError(f"the environment variable {target.token_env} is not set, or empty")
-        if not token:
-            yield from _without_token(tls, target.url)
-            return
-        if any(c.isspace() or not c.isprintable() for c in token):
-            raise ConfigurationError(f"the token in {target.token_env} holds white space")
-        upgrade(tls, target.url, token)
+            step = "token"
+            token = _token(target)
+            if not token:
+                yield from _without_token(lambda token: upgrade(tls, target.url, token))
+                return
+            upgrade(tls, target.url, token)
+            channel = WebsocketChannel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
+        else:
+            yield Finding("url", True, f"directory {directory_of(target.url)}, on this machine")
+
+            step = "token"
+            token = _token(target)
+
+            step = "directory"
+            met.operators.meet(target.url, None, object())
+            if not token:
+                yield from _without_token(lambda token: open_colocated(target.url, token, target.timeout))
+                return
+            channel = open_colocated(target.url, token, target.timeout)
+            yield Finding("directory", True, "an executor listens there")
         yield Finding("token", True, f"accepted (from {target.token_env})")
         yield Finding("protocol", True, f"both sides speak {SUBPROTOCOL}")
 
         step = "manifest"
-        channel = Channel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
-        remote = RemoteExecutor(lambda: channel, DTYPE_NAMES[target.wire_dtype])
+        opened = channel
+        remote = RemoteExecutor(lambda: opened, DTYPE_NAMES[target.wire_dtype])
         met.manifests[target.url] = remote.manifest
         yield from _manifest_findings(remote.manifest)
 
@@ -176,6 +191,8 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
     except SymbiosisError as error:
         if isinstance(error, ProtocolVersionError):
             step = "protocol"
+        if isinstance(error, AuthenticationError) and step == "directory":
+            step = "token"
         shown = ""
         if step == "tls":
             shown = _shown_certificate(target)
@@ -200,6 +217,7 @@ def _cure(error: SymbiosisError, step: str, target: Target) -> str:
         "url": "give the URL that the provider's `serve` printed with --provider",
         "authority": "give the provider's ca.pem with --ca, and both files of a client certificate or none",
         "dns": "look for a typing error in --provider; on a private network, ask for its DNS server or VPN",
+        "directory": "compare --provider with what `serve --local-dir` printed; both must run as one user",
         "tcp": "compare --provider with the URL that `serve` printed; ask whether it runs, and on an address "
         "that this machine may reach (`serve --host`, firewall)",
         "tls": "ask the provider for the ca.pem that belongs to this server, or for a server certificate "
@@ -261,10 +279,20 @@ def _shown_certificate(target: Target) -> str:
         return ""
 
 
-def _without_token(sock: ssl.SSLSocket, url: str) -> Iterator[Finding]:
+def _token(target: Target) -> str:
+    """Empty, if none is at hand."""
+    token = os.environ.get(target.token_env, "") if target.token_env else ""
+    if target.token_env and not token:
+        raise ConfigurationError(f"the environment variable {target.token_env} is not set, or empty")
+    if any(c.isspace() or not c.isprintable() for c in token):
+        raise ConfigurationError(f"the token in {target.token_env} holds white space")
+    return token
+
+
+def _without_token(show: Callable[[str], object]) -> Iterator[Finding]:
     """Whether it is an executor shows in how it refuses."""
     try:
-        upgrade(sock, url, "none")
+        show("none")
     except AuthenticationError:
         yield Finding("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
     yield Finding(

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from shared.endpoint import Endpoint
 from shared.errors import ConfigurationError, ConnectError, ModelMismatch
 from shared.messages import Manifest
 from shared.protocol import GroupShape
 from tenant_sdk.channel import Channel
-from tenant_sdk.connect import client_context, open_connection
+from tenant_sdk.connect import client_context
 from tenant_sdk.fingerprints import StoredFingerprints
 from tenant_sdk.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
 from tenant_sdk.noise_bank import NoiseBank, NoiseBankOptions
@@ -25,6 +26,7 @@ from tenant_sdk.privacy import Plain, Privacy, padded
 from tenant_sdk.remote import RemoteExecutor, Stats
 from tenant_sdk.ring_mode import RingMode
 from tenant_sdk.session import Session
+from tenant_sdk.transports import open_channel, over_tls, url_of
 from tenant_sdk.verification import Fingerprints, LiveFingerprints, Verifier
 
 log = logging.getLogger(__name__)
@@ -41,13 +43,13 @@ _CHOICES = (
 
 
 def connect(
-    provider: str,
+    provider: str | Endpoint,
     *,
-    token: str,
+    token: str = "",
     ca: str | Path | None = None,
     client_certificate: tuple[str | Path, str | Path] | None = None,
     privacy: str = "one-time",
-    mask_sources: Sequence[str] = (),
+    mask_sources: Sequence[str | Endpoint] = (),
     mask_source_token: str | Sequence[str] | None = None,
     mask_source_ca: str | Path | Sequence[str | Path] | None = None,
     allow_same_operator: bool = False,
@@ -66,21 +68,24 @@ def connect(
     """Open a session with an executor.
 
     Args:
-        provider: its URL, ``wss://host:port``.
-        token: as the provider printed it.
-        ca: PEM file of the provider's certificate authority; default: the operating system's.
+        provider: its URL, ``wss://host:port``, or ``ipc://`` and the absolute path of the directory in which
+            an executor on this machine listens (``serve --local-dir``); or what ``provider.inprocess.serve``
+            returns.
+        token: as the provider printed it; an executor in this process needs none.
+        ca: PEM file of the provider's certificate authority; default: the operating system's. Only for
+            ``wss://``, as all about certificates.
         client_certificate: PEM files of certificate and key, if an executor asks for one.
         privacy: ``one-time``: what the provider sees is uniform, unless it colludes with every mask
             source; needs a provider with ring numerics. ``noise-bank`` and ``plain`` are worth little or
             nothing (SECURITY.md).
-        mask_sources: who computes the effects of masks: ``wss://`` URLs of executors of the same
-            weights, or ``local:FOLDER`` with the checkpoint. ``one-time`` needs at least one and its
+        mask_sources: who computes the effects of masks: ``wss://`` or ``ipc://`` URLs of executors of the
+            same weights, or ``local:FOLDER`` with the checkpoint. ``one-time`` needs at least one and its
             masks are hidden while any of them does not collude with the provider; ``noise-bank`` takes
             one, by default the provider itself, as in the paper, which therefore sees every mask.
         mask_source_token: of the mask sources, one for all or one for each; default: ``token``, which
             then all operators know.
         mask_source_ca: PEM files of their authorities, one for all or one for each; default: ``ca``.
-        allow_same_operator: let provider and mask sources be the same host or hold the same
+        allow_same_operator: let provider and mask sources be the same host or machine or hold the same
             certificate, although ``one-time`` is then worth nothing: for trying it out.
         allow_transcript: use executors that announce that they record what tenants send.
         mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
@@ -137,6 +142,8 @@ def connect(
         raise ConfigurationError(f"verify is one of {', '.join(VERIFY_MODES)}, not {verify!r}")
     if not 0 < verify_rate <= 1:
         raise ConfigurationError("verify_rate is more than 0 and at most 1")
+    provider_url, source_urls = url_of(provider), [url_of(source) for source in mask_sources]
+    _check_certificates(provider, mask_sources, ca, mask_source_ca, client_certificate)
     tokens = for_each(mask_source_token or token, mask_sources, "mask_source_token")
     authorities = for_each(mask_source_ca or ca, mask_sources, "mask_source_ca")
     stored = None
@@ -144,39 +151,38 @@ def connect(
         stored = StoredFingerprints(fingerprints, fingerprint_key)
     stats, operators = Stats(), Operators(allow_same=allow_same_operator or privacy != "one-time")
 
-    def open_remote(url: str, token: str, ca: str | Path | None) -> RemoteExecutor:
+    def open_remote(where: str | Endpoint, token: str, ca: str | Path | None) -> RemoteExecutor:
+        url = url_of(where)
         context = client_context(ca, client_certificate)
         party = object()  # so that a mask source with the provider's own URL is noticed
 
-        def open_channel() -> Channel:
+        def open_session() -> Channel:
             try:
-                sock = open_connection(url, token, context, timeout)
+                return open_channel(
+                    where, token, context, timeout, lambda sock: operators.meet(url, sock, party)
+                )
             except ConnectError as error:
-                if url != provider:
+                if url != provider_url:
                     error.message = f"mask source {url}: {error.message}"
                     error.args = (error.message,)
                 raise
-            try:
-                operators.meet(url, sock, party)
-                return Channel(sock, url, timeout=timeout, entropy=os.urandom)
-            except BaseException:
-                sock.close()
-                raise
 
-        return RemoteExecutor(open_channel, _WIRE_DTYPES[wire_dtype], stats)
+        return RemoteExecutor(open_session, _WIRE_DTYPES[wire_dtype], stats)
 
     remotes = [open_remote(provider, token, ca)]
     try:
         manifest = remotes[0].manifest
-        _check_fit(provider, manifest, privacy, verify, digest)
-        for url, source_token, source_ca in zip(mask_sources, tokens, authorities, strict=True):
+        _check_fit(provider_url, manifest, privacy, verify, digest)
+        for source, url, source_token, source_ca in zip(
+            mask_sources, source_urls, tokens, authorities, strict=True
+        ):
             if not url.startswith(LOCAL):
-                remotes.append(open_remote(url, source_token, source_ca))
+                remotes.append(open_remote(source, source_token, source_ca))
                 check_same_weights(url, remotes[-1].manifest, manifest)
         if not allow_transcript:
             _check_not_recorded(remotes)
         executors = iter(remotes[1:])
-        folders = [url.removeprefix(LOCAL) if url.startswith(LOCAL) else None for url in mask_sources]
+        folders = [url.removeprefix(LOCAL) if url.startswith(LOCAL) else None for url in source_urls]
         sources: list[ExecutorSource | LocalRing | LocalSource] = [
             ExecutorSource(next(executors), owned=True)
             if folder is None
@@ -186,7 +192,7 @@ def connect(
             for folder in folders
         ]
         bank = noise_bank or NoiseBankOptions()
-        _warn(provider, privacy, operators, remotes)
+        _warn(provider_url, privacy, operators, remotes)
         if not remotes[0].ring:
             return Session(remotes[0], padded(_float_privacy(remotes[0], privacy, sources, bank), pad_rows))
         if stored is not None:
@@ -211,7 +217,7 @@ def connect(
                 manifest.groups,
                 rate=1.0 if verify == "always" else verify_rate,
                 entropy=os.urandom,
-                parties=" or ".join([provider, *mask_sources]),
+                parties=" or ".join([provider_url, *source_urls]),
             )
         local = next((source for source in sources if isinstance(source, LocalRing)), None)
         scales = _agreed_scales(remotes, stored.scales if stored else local.scales if local else None)
@@ -222,7 +228,24 @@ def connect(
         raise
 
 
-def for_each(given: Any, sources: Sequence[str], option: str) -> list[Any]:
+def _check_certificates(
+    provider: str | Endpoint, sources: Sequence[str | Endpoint], ca: Any, source_ca: Any, client: Any
+) -> None:
+    """Refuse options of TLS that nothing would use: whoever gives them expects a connection that has it."""
+    executors = [each for each in sources if not url_of(each).startswith(LOCAL)]
+    for option, given, users in (
+        ("ca", ca, [provider]),
+        ("mask_source_ca", source_ca, executors),
+        ("client_certificate", client, [provider, *executors]),
+    ):
+        if given is not None and users and not any(map(over_tls, users)):
+            raise ConfigurationError(
+                f"{option} is for TLS, and {url_of(users[0])} is reached without it, on this machine; leave "
+                "it out. (The authority of mask sources is mask_source_ca, `--mask-source-ca`.)"
+            )
+
+
+def for_each(given: Any, sources: Sequence[str | Endpoint], option: str) -> list[Any]:
     """One value for each mask source, from one for all or one for each.
 
     Raises:

@@ -21,6 +21,7 @@ class Identity(NamedTuple):
     host: str
     address: str
     key: bytes  # of the certificate
+    here: bool  # it is on this machine
 
 
 class Operators:
@@ -39,29 +40,22 @@ class Operators:
         self._lock = threading.Lock()
         self.same = ""  # what was found, in words
 
-    def meet(self, url: str, sock: ssl.SSLSocket, party: Hashable = None) -> None:
+    def meet(self, url: str, sock: ssl.SSLSocket | None, party: Hashable = None) -> None:
         """Compare a new connection with those of other parties; at every connection, also a later one.
 
         Args:
             url: under which it was reached.
-            sock: the connection, after TLS.
+            sock: the connection, after TLS; None: the executor is on this machine, without TLS.
             party: which provider or mask source it is; default: what the URL says, so that two under
                 one URL are one.
 
         Raises:
-            ConfigurationError: the same host, address or key as another, unless that is allowed.
+            ConfigurationError: the same host, address, key or machine as another, unless that is allowed.
         """
-        certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
-        key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-        try:
-            address = sock.getpeername()[0]
-        except OSError:  # it has ended already, and will say so to whoever reads from it
-            address = ""
-        mine = Identity(split_url(url)[0].rstrip("."), _plain_address(address), key)
+        mine = _THIS_MACHINE if sock is None else _identity(url, sock)
         with self._lock:
             for known, (other, theirs) in self._known.items():
-                what = ("host", "address", "certificate key")
-                equal = [w for w, a, b in zip(what, mine, theirs, strict=True) if a and a == b]
+                equal = _equal(mine, theirs)
                 if known == (party or url) or not equal:
                     continue
                 self.same = f"{url} and {other} have the same {', '.join(equal)}"
@@ -73,6 +67,28 @@ class Operators:
                         "(`--allow-same-operator`)"
                     )
             self._known[party or url] = url, mine
+
+
+_THIS_MACHINE = Identity("", "", b"", here=True)
+
+
+def _identity(url: str, sock: ssl.SSLSocket) -> Identity:
+    certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
+    key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    try:
+        address, own = (_plain_address(end()[0]) for end in (sock.getpeername, sock.getsockname))
+    except OSError:  # it has ended already, and will say so to whoever reads from it
+        address = own = ""
+    here = address != "" and (address == own or ipaddress.ip_address(address).is_loopback)
+    return Identity(split_url(url)[0].rstrip("."), address, key, here)
+
+
+def _equal(one: Identity, other: Identity) -> list[str]:
+    """What two have in common, in words."""
+    if _THIS_MACHINE in (one, other):  # which has nothing else to compare
+        return ["machine"] if one.here and other.here else []
+    what = ("host", "address", "certificate key")
+    return [word for word, a, b in zip(what, one, other, strict=False) if a and a == b]
 
 
 def _plain_address(address: str) -> str:

@@ -24,6 +24,7 @@ from shared.protocol import GroupShape
 from shared.websocket import Incoming
 from tenant_sdk.channel import Channel, Pending
 from tenant_sdk.connect import client_context, open_connection
+from tenant_sdk.websocket_channel import WebsocketChannel
 
 SHAPE = GroupShape(4, (4,))
 
@@ -67,7 +68,7 @@ def channel_to(
     """A channel to a scripted executor."""
     with scripted_executor(tls_dir, script) as url:
         sock = open_connection(url, "token", client_context(tls_dir / "ca.pem"), SECONDS)
-        channel = Channel(sock, url, timeout=timeout, entropy=os.urandom)
+        channel = WebsocketChannel(sock, url, timeout=timeout, entropy=os.urandom)
         try:
             yield channel
         finally:

@@ -31,13 +31,14 @@ from raw_peers import (
     scripted_executor,
 )
 
-import tenant_sdk.channel as channel_module
+import tenant_sdk.websocket_channel as channel_module
 from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost, RequestTimeout, SymbiosisError
 from shared.header import Direction, Operation
 from shared.websocket import RECORD_BYTES
 from tenant_sdk.channel import Channel
 from tenant_sdk.connect import client_context, open_connection
+from tenant_sdk.websocket_channel import WebsocketChannel
 
 pytest_plugins = ("wire_fixtures",)
 
@@ -301,7 +302,7 @@ def test_the_socket_is_closed_by_nobody_but_its_leader(tls_dir: Path, threads: T
 
     with scripted_executor(tls_dir, echo) as url:
         held = Held(open_connection(url, "token", client_context(tls_dir / "ca.pem"), SECONDS))
-        channel = Channel(held, url, timeout=20, entropy=os.urandom)  # type: ignore[arg-type]
+        channel = WebsocketChannel(held, url, timeout=20, entropy=os.urandom)  # type: ignore[arg-type]
         leader = threads.submit(ask, channel)
         assert held.sending.wait(SECONDS)
         channel.close()

@@ -116,7 +116,7 @@ def test_further_connections_are_closed_at_once(another: Callable[..., Executor]
             assert metric(executor, "symbiosis_handshakes_failed_total", reason="full") == 1
             ask(first)
         eventually(lambda: metric(executor, "symbiosis_connections") == 1)
-        eventually(lambda: len(executor.server._threads) == 1)  # type: ignore[union-attr]
+        eventually(lambda: len(executor.server.sessions._threads) == 1)  # type: ignore[union-attr]
         with executor.connect() as third:
             ask(third)
             ask(first)

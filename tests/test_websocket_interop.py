@@ -41,6 +41,7 @@ from shared.messages import encode
 from tenant_sdk.channel import Channel
 from tenant_sdk.connect import client_context, open_connection
 from tenant_sdk.remote import RemoteExecutor
+from tenant_sdk.websocket_channel import WebsocketChannel
 
 SEED_EFFECT = 8
 
@@ -253,7 +254,7 @@ def their_server(tls_dir: Path, handler: Callable[[ServerConnection], None]) -> 
 def open_channel(url: str, tls_dir: Path) -> Channel:
     """The tenant's connection."""
     sock = open_connection(url, "token", client_context(tls_dir / "ca.pem"), SECONDS)
-    return Channel(sock, url, timeout=SECONDS, entropy=os.urandom)
+    return WebsocketChannel(sock, url, timeout=SECONDS, entropy=os.urandom)
 
 
 def welcome(websocket: ServerConnection) -> None:

@@ -1,0 +1,124 @@
+"""An executor for tenants of the same process, without sockets, certificates or tokens.
+
+::
+
+    with provider.inprocess.serve("examples/base_model") as endpoint:
+        session = tenant_sdk.connect(endpoint, privacy="plain")
+
+Everything but the carrier is as behind a port: headers, checks on both sides, batching, metrics. There is
+nobody to hide anything from in one process: it is for tests and notebooks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from provider.executor import BaseExecutor
+from provider.session import Service, TenantSession
+from provider.tokens import TokenFile
+from shared.endpoint import Answer
+from shared.errors import AuthenticationError, ConnectError, WireError
+from shared.header import Header, parse_header, request_id_of
+from shared.websocket import Incoming
+
+
+class InprocessExecutor:
+    """A ``shared.endpoint.Endpoint``.
+
+    Args:
+        service: of the executor.
+        tokens: ask for one of these tokens; None: for none.
+
+    Attributes:
+        url: what to call it in messages.
+    """
+
+    def __init__(self, service: Service, tokens: TokenFile | None = None) -> None:
+        self.service, self._tokens = service, tokens
+        self.url = f"inprocess:{service.executor.manifest.model}"
+        self.closed = False
+
+    def open(self, token: str, answer: Answer) -> InprocessSession:
+        """See ``shared.endpoint.Endpoint``."""
+        if self.closed:
+            raise ConnectError(f"cannot connect to {self.url}: it is closed")
+        tenant = self._tokens.tenant_of(token) if self._tokens is not None else "inprocess"
+        if tenant is None:
+            raise AuthenticationError(f"{self.url} refused the token")
+        return InprocessSession(self, tenant, answer)
+
+    def close(self) -> None:
+        """Serve no further request; those under way are answered."""
+        self.closed = True
+
+    def __enter__(self) -> InprocessExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class InprocessSession:
+    """A ``shared.endpoint.EndpointSession``."""
+
+    def __init__(self, executor: InprocessExecutor, tenant: str, answer: Answer) -> None:
+        self._executor, self._answer = executor, answer
+        self._session = TenantSession(executor.service, tenant, self._send, lambda: True)
+        self._open = True
+        executor.service.metrics.connections.inc()
+
+    def request(self, header: bytes, payload: torch.Tensor) -> None:
+        """See ``shared.endpoint.EndpointSession``."""
+        if self._executor.closed or not self._open:
+            raise BrokenPipeError(f"{self._executor.url} is closed")
+        parsed: Header | None = None
+        try:
+            parsed = parse_header(header)
+            if parsed.payload_bytes != payload.nbytes:
+                raise WireError("payload_length", "the payload has not the bytes that its header says")
+            self._session.accept(parsed)
+            rows = payload.view(-1).view(parsed.payload_dtype).view(parsed.payload_shape)
+            message = Incoming(parsed, rows)
+        except WireError as error:
+            if error.fatal:
+                self._session.refuse(0, error)
+                raise BrokenPipeError(error.code) from error
+            message = Incoming(parsed or Header(0, request_id=request_id_of(header)), None, error)
+        self._session.answer(message)
+
+    def close(self) -> None:
+        """See ``shared.endpoint.EndpointSession``."""
+        if self._open:
+            self._open = False
+            self._executor.service.metrics.connections.dec()
+            self._session.close()
+
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes) -> None:
+        if isinstance(blocks, bytes):
+            payload = torch.frombuffer(bytearray(blocks), dtype=torch.uint8)
+        else:  # copies, also of a single block: it may be the executor's own, such as a parameter
+            payload = torch.cat([block.reshape(-1) for block in blocks])
+        self._answer(header.pack(), payload.view(header.payload_shape))
+
+
+def serve(
+    model_dir: str | Path, *, numerics: str = "float32", tokens: TokenFile | None = None, **options: Any
+) -> InprocessExecutor:
+    """Load a checkpoint and serve it to this process.
+
+    Args:
+        model_dir: folder with safetensors.
+        numerics: ``float32``, ``bfloat16`` or ``ring``.
+        tokens: ask tenants for one of these; default: for none.
+        options: others of ``BaseExecutor``.
+
+    Returns:
+        What ``tenant_sdk.connect`` takes in place of a URL, for provider and mask sources; a context manager.
+
+    Raises:
+        ConfigurationError: see ``BaseExecutor``.
+    """
+    return InprocessExecutor(Service.of(BaseExecutor(model_dir, numerics=numerics, **options)), tokens)

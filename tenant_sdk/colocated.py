@@ -1,0 +1,440 @@
+"""A channel to an executor on the same machine: ZeroMQ and shared memory (Symbiosis §3.5).
+
+``shared/PROTOCOL.md``, "Co-located transport", is normative. The session's memory is the executor's;
+which request and which answer lies where in it is the tenant's affair.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import os
+import select
+import socket
+import stat
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import zmq
+
+from shared.colocated import (
+    ANSWERS,
+    DOOR,
+    END,
+    MAX_IN_FLIGHT,
+    MEMORY,
+    MEMORY_BYTE,
+    OPENED,
+    PLACES,
+    REQUESTS,
+    SCHEME,
+    Opened,
+    SharedMemory,
+    aligned,
+    directory_of,
+    why_not_private,
+)
+from shared.errors import (
+    AuthenticationError,
+    ConnectError,
+    ConnectionLost,
+    ProtocolVersionError,
+    RequestRefused,
+    SymbiosisError,
+    WireError,
+    peer_text,
+)
+from shared.header import HEADER_BYTES, SUBPROTOCOL, Header, Operation, parse_header
+from shared.messages import ErrorInfo, decode
+from shared.protocol import MAX_ANSWER_CONTROL_BYTES
+from shared.websocket import Incoming
+from tenant_sdk.channel import Channel, Pending
+
+LINGER_MILLISECONDS = 1000
+RETRY_SECONDS = 1.0
+
+
+class Areas:
+    """Which parts of the memory are in use; first fit.
+
+    A lone thread gets the same bytes for every request, which are then in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._used: list[tuple[int, int]] = []
+
+    def take(self, size: int, within: int) -> int | None:
+        """Offset of a free area, or None; ``within`` is the size of all memory."""
+        at = 0
+        for start, stop in self._used:
+            if start - at >= size:
+                break
+            at = stop
+        if at + size > within:
+            return None
+        bisect.insort(self._used, (at, at + size))
+        return at
+
+    def give(self, at: int, size: int) -> None:
+        """Free again."""
+        if size:
+            self._used.remove((at, at + size))
+
+
+class _Request(NamedTuple):
+    """What waits to be written."""
+
+    header: Header
+    blocks: list[torch.Tensor] | bytes
+    answer_bytes: int  # of an answer that goes to memory
+
+
+class ColocatedChannel(Channel):
+    """See Channel.
+
+    Args:
+        sock: the session's own, connected.
+        pipes: where headers of tensors go, and where those of answers come from; closed at the end.
+        descriptor: of the session's memory; closed at the end.
+        opened: what the executor said.
+        peer: the URL, for messages.
+        timeout: seconds without any progress after which requests fail and the channel closes.
+    """
+
+    def __init__(
+        self,
+        sock: zmq.Socket[bytes],
+        pipes: tuple[int, int],
+        descriptor: int,
+        opened: Opened,
+        peer: str,
+        timeout: float,
+    ) -> None:
+        super().__init__(peer, timeout)
+        # All of these are the leader's.
+        self._sock, self._descriptor = sock, descriptor
+        self._requests, self._answers = pipes
+        self._descriptors = [*pipes, descriptor]
+        self._memory, self._max_size = SharedMemory(descriptor, opened.size), opened.max_size
+        self._areas = Areas()
+        self._places: dict[int, tuple[int, int, int]] = {}  # by request: area, its size, the answer's place
+        self._asked: deque[bool] = deque()  # what was asked of the memory: to grow, or a ping
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
+        self._poll, self._sock_fd = select.poll(), int(sock.get(zmq.FD))
+        for each in (self._sock_fd, self._answers, self._wake_read.fileno()):
+            self._poll.register(each, select.POLLIN)
+        self._look = True  # there may be a message that the descriptor does not tell of
+
+    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> _Request:
+        expected = self._protocol.expected(header.request_id)
+        in_memory = expected.operation == Operation.REPLY
+        return _Request(header, blocks, expected.payload_bytes if in_memory else 0)
+
+    def _ping_message(self) -> None:
+        return None
+
+    def _wake_leader(self) -> None:
+        try:
+            self._wake_write.send(b"x")
+        except OSError:
+            pass  # it has been woken a thousand times already, or has left
+
+    def _break(self, error: SymbiosisError) -> None:
+        super()._break(error)
+        self._wake_leader()
+
+    def _goodbye(self) -> None:
+        self._write_out(END)
+
+    def _shut(self) -> None:
+        for each in (self._sock, self._wake_read, self._wake_write):
+            each.close()
+        self._memory.close()
+        while self._descriptors:  # once: their numbers will be others'
+            os.close(self._descriptors.pop())
+
+    def _lead(self, pending: Pending) -> None:
+        deadline = time.monotonic() + self.timeout
+        self._write()
+        while not pending.done:
+            if self._look:
+                self._look = False
+                self._read()
+                self._write()
+                continue
+            ready = {fd for fd, _ in self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
+            if not ready:
+                raise self._no_progress()
+            if self._sock_fd in ready:  # first: it may say why the pipe has ended
+                self._read()
+            if self._answers in ready:
+                self._read_pipe()
+            if self._wake_read.fileno() in ready:
+                self._wake_read.recv(4096)
+            if self._sock_fd in ready or self._answers in ready:
+                deadline = time.monotonic() + self.timeout
+            self._write()
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Write what there is room for."""
+        try:
+            self._write_what_fits()
+        except BrokenPipeError:
+            self._read()  # it may have said why
+            raise
+
+    def _write_what_fits(self) -> None:
+        while self._outbox:
+            with self._lock:
+                if not self._outbox:  # the channel broke
+                    return
+                request: _Request | None = self._outbox[0]
+            if request is None:
+                self._ask(0)
+            elif not self._place(request):
+                return
+            with self._lock:
+                if self._outbox:
+                    self._outbox.popleft()
+
+    def _place(self, request: _Request) -> bool:
+        """Send one request; False if it has to wait for room."""
+        header, blocks, answer_bytes = request
+        in_line = isinstance(blocks, bytes)
+        request_bytes = 0 if in_line else aligned(header.payload_bytes)
+        size = request_bytes + aligned(answer_bytes)
+        if size > self._max_size:
+            self._give_up(
+                header, "too_large", f"{size} bytes with the answer; a session has {self._max_size} at most"
+            )
+            return True
+        if len(self._places) >= MAX_IN_FLIGHT:
+            return False
+        at = self._areas.take(size, self._memory.size)
+        if at is None:
+            if not any(self._asked) and self._memory.size < self._max_size:
+                self._ask(min(self._max_size, max(2 * self._memory.size, self._memory.size + size)))
+            return False
+        if isinstance(blocks, bytes):
+            body = blocks
+        else:
+            body = b""
+            self._memory.write(at, blocks)
+        self._places[header.request_id] = at, size, at + request_bytes
+        front = header.pack() + PLACES.pack(at, at + request_bytes)
+        if in_line:
+            self._write_out(front + body)
+        else:
+            os.write(self._requests, front)
+        return True
+
+    def _ask(self, size: int) -> None:
+        """Ask for memory; for none, to have an answer."""
+        self._asked.append(size > 0)
+        self._write_out(MEMORY.pack(MEMORY_BYTE, size))
+
+    def _give_up(self, header: Header, code: str, message: str, retry_after: float | None = None) -> None:
+        """Refuse a request that was not sent."""
+        with self._lock:
+            self._protocol.answered(header.request_id)
+            pending = self._pending.pop(header.request_id, None)
+        if pending is not None:
+            pending.finish(None, RequestRefused(code, message, retry_after=retry_after))
+
+    def _write_out(self, data: bytes) -> None:
+        self._look = True
+        try:
+            self._sock.send(data, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise BrokenPipeError(str(error)) from error
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _read_pipe(self) -> None:
+        while True:
+            try:
+                data = os.read(self._answers, HEADER_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                raise ConnectionLost(
+                    f"{self.peer} ended the connection; open a new session and resume from your last "
+                    "checkpoint"
+                )
+            self._handle(self._answer(data))
+            if not self._places:
+                return
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = self._sock.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if data == END:
+                raise self._closed_by_peer("it is shutting down")
+            if data[0] == MEMORY_BYTE:
+                self._has_memory(data)
+            else:
+                self._handle(self._answer(data))
+
+    def _answer(self, data: bytes) -> Incoming:
+        if len(data) < HEADER_BYTES:
+            raise WireError("header", "an answer shorter than its header", fatal=True)
+        header = parse_header(data)
+        self._protocol.accept(header)
+        at, size, answer_at = self._places.pop(header.request_id, (0, 0, 0))
+        in_memory = header.operation == Operation.REPLY
+        if (0 if in_memory else header.payload_bytes) != len(data) - HEADER_BYTES:
+            raise WireError("payload_length", "an answer has not the bytes that its header says", fatal=True)
+        if in_memory:
+            # The one copy: what the caller gets nobody writes to any more.
+            payload = self._memory.tensor(answer_at, header.payload_dtype, header.payload_shape).clone()
+        else:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[HEADER_BYTES:]
+        self._areas.give(at, size)
+        return Incoming(header, payload)
+
+    def _has_memory(self, data: bytes) -> None:
+        if len(data) != MEMORY.size or not self._asked:
+            raise WireError("unexpected", "the executor offers memory that was not asked for", fatal=True)
+        size = MEMORY.unpack(data)[1]
+        if not self._asked.popleft():
+            with self._lock:
+                pong = self._pongs.popleft() if self._pongs else None
+            if pong is not None:
+                pong.finish(None, None)
+        elif self._memory.size < size <= self._max_size:
+            if os.fstat(self._descriptor).st_size < size:
+                raise WireError("unexpected", "the executor claims memory that is not there", fatal=True)
+            self._memory = SharedMemory(self._descriptor, size)
+        elif not self._places:  # nothing that could end and make room
+            with self._lock:
+                request: _Request | None = self._outbox.popleft() if self._outbox else None
+            if request is not None:
+                why = "the executor has no more shared memory at the moment"
+                self._give_up(request.header, "overloaded", why, RETRY_SECONDS)
+
+
+def open_colocated(url: str, token: str, timeout: float) -> ColocatedChannel:
+    """Open a session with an executor on this machine.
+
+    Args:
+        url: ``ipc://`` and the absolute path of its directory.
+        token: as the provider printed it.
+        timeout: seconds that this, and later silence, may take.
+
+    Raises:
+        ConfigurationError: the URL is none.
+        ConnectError, AuthenticationError, ProtocolVersionError: no session, with the reason.
+    """
+    directory = directory_of(url)
+    try:
+        doubt = why_not_private(directory)
+    except OSError as error:
+        raise ConnectError(
+            f"cannot connect to {url}: {error.strerror}; is the executor running with `--local-dir`?"
+        ) from error
+    if doubt:
+        raise ConnectError(f"{url} is not trusted: {doubt}; the executor must run as the same user")
+    try:
+        opened = _knock(directory, url, token, timeout)
+        opened.check()
+        descriptor = _open_memory(opened)
+    except (WireError, OSError) as error:
+        raise ConnectError(f"{url} does not answer as an executor does: {error}") from error
+    sock, pipes = _socket(zmq.PAIR), []
+    try:
+        for kind, flag in ((REQUESTS, os.O_WRONLY), (ANSWERS, os.O_RDONLY)):
+            pipes.append(os.open(f"{directory / opened.session}{kind}", flag | os.O_NONBLOCK | os.O_CLOEXEC))
+        sock.set(zmq.MAXMSGSIZE, HEADER_BYTES + MAX_ANSWER_CONTROL_BYTES)
+        # A session that broke has ended; but -1, which says so, throws away what has arrived.
+        sock.set(zmq.RECONNECT_IVL, 3_600_000)
+        sock.connect(f"{SCHEME}{directory / opened.session}")
+        return ColocatedChannel(sock, (pipes[0], pipes[1]), descriptor, opened, url, timeout)
+    except BaseException as error:
+        sock.close()
+        for each in (*pipes, descriptor):
+            os.close(each)
+        if isinstance(error, OSError):
+            raise ConnectError(f"{url} went away: {error.strerror}", retry_after=RETRY_SECONDS) from error
+        raise
+
+
+def _socket(kind: int) -> zmq.Socket[bytes]:
+    sock: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    sock.set(zmq.LINGER, LINGER_MILLISECONDS)
+    return sock
+
+
+def _knock(directory: Path, url: str, token: str, timeout: float) -> Opened:
+    """Show the token at the door."""
+    door = _socket(zmq.DEALER)
+    events = door.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED)
+    try:
+        door.set(zmq.LINGER, 0)  # nobody else shall get it
+        door.connect(f"{SCHEME}{directory / DOOR}")
+        door.send_multipart([SUBPROTOCOL.encode(), token.encode()])
+        poll = zmq.Poller()
+        poll.register(door, zmq.POLLIN)
+        poll.register(events, zmq.POLLIN)
+        ready = dict(poll.poll(round(timeout * 1000)))
+        if not ready:
+            raise ConnectError(f"{url} did not answer within {timeout:.0f} s")
+        if door not in ready:
+            raise ConnectError(f"cannot connect to {url}: nobody listens; is the executor running?")
+        kind, body = [*door.recv_multipart(), b""][:2]
+    finally:
+        door.disable_monitor()
+        events.close()
+        door.close()
+    if kind == OPENED:
+        return decode(body, Opened)
+    info = decode(body, ErrorInfo)
+    message = peer_text(info.message)
+    if info.code == "unauthorized":
+        raise AuthenticationError(f"{url} refused the token: {message}")
+    if info.code == "protocol_version":
+        raise ProtocolVersionError(f"{url}: {message}")
+    raise ConnectError(f"{url} opened no session: {message}", retry_after=info.retry_after)
+
+
+def _open_memory(opened: Opened) -> int:
+    """A descriptor of the session's memory, by way of the executor's own.
+
+    Raises:
+        OSError: it cannot be opened, or is not what it should be.
+    """
+    path = f"/proc/{opened.pid}/fd/{opened.descriptor}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise OSError(
+            f"its memory cannot be opened ({path}: {error.strerror}); executor and tenant must see each "
+            "other's processes, so run both in one container or none"
+        ) from error
+    try:
+        found = os.fstat(descriptor)
+        # Looked at once it is open: what a path leads to may change.
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if not (
+            name == f"/memfd:{opened.memory} (deleted)"
+            and stat.S_ISREG(found.st_mode)
+            and stat.S_IMODE(found.st_mode) == 0o600
+            and found.st_uid == os.geteuid()
+            and found.st_size >= opened.size
+            and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        ):
+            raise OSError("what it calls its memory is something else")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
