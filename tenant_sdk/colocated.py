@@ -280,6 +280,10 @@ class ColocatedChannel(Channel):
             except zmq.Again:
                 return
             if data == END:
+                try:
+                    self._read_pipe()  # what was answered before
+                except ConnectionLost:
+                    pass  # that it has ended is no news
                 raise self._closed_by_peer("it is shutting down")
             if data[0] == MEMORY_BYTE:
                 self._has_memory(data)
