@@ -136,19 +136,27 @@ def short_directory() -> Iterator[Path]:
 @contextlib.contextmanager
 def scripted_door(*answer: bytes) -> Iterator[str]:
     """An executor that answers one knock, and says nothing more."""
-    with short_directory() as directory, zmq.Context.instance().socket(zmq.ROUTER) as door:
-        door.linger = 1000
-        door.bind(f"ipc://{directory}/door")
+    stop, listening = threading.Event(), threading.Event()
 
-        def run() -> None:
-            assert door.poll(SECONDS * 1000)
-            who, *_ = door.recv_multipart()
-            door.send_multipart([who, *answer])
+    def run(directory: Path) -> None:
+        with zmq.Context.instance().socket(zmq.ROUTER) as door:  # of this thread alone: ZeroMQ insists
+            door.linger = 1000
+            door.bind(f"ipc://{directory}/door")
+            listening.set()
+            while not stop.is_set():
+                if door.poll(20):
+                    who, *_ = door.recv_multipart()
+                    door.send_multipart([who, *answer])
 
-        thread = threading.Thread(target=run)
+    with short_directory() as directory:
+        thread = threading.Thread(target=run, args=(directory,))
         thread.start()
-        yield f"ipc://{directory}"
-        thread.join(SECONDS)
+        try:
+            assert listening.wait(SECONDS)
+            yield f"ipc://{directory}"
+        finally:
+            stop.set()
+            thread.join(SECONDS)
 
 
 GOOD = {
