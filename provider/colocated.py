@@ -345,7 +345,7 @@ class ColocatedServer:
     def close(self) -> None:
         """Let nobody in any more; open sessions go on, until ``Sessions.drain``."""
         self._wake.close()
-        self._thread.join()
+        self._thread.join(LINGER_MILLISECONDS / 1000 * 10)
 
     def _open_sessions(self) -> None:
         poll = zmq.Poller()
@@ -353,7 +353,7 @@ class ColocatedServer:
         poll.register(self._woken.fileno(), zmq.POLLIN)
         while self._woken.fileno() not in dict(poll.poll()):
             try:
-                who, *parts = self._door.recv_multipart()
+                who, *parts = self._door.recv_multipart(zmq.NOBLOCK)
                 try:
                     answer = self._answer(parts)
                 except Exception:

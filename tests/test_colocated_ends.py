@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +89,9 @@ def test_as_many_sessions_as_allowed_over_all_transports(
         product(session)
 
 
-def test_directories_that_are_not_private(one: Everywhere, tmp_path: Path) -> None:
+def test_directories_that_are_not_private(one: Everywhere, directory: Path) -> None:
+    tmp_path = directory.parent
+
     def refused(directory: Path, match: str) -> None:
         with pytest.raises(ConfigurationError, match=match):
             ColocatedServer(
@@ -115,31 +118,45 @@ def test_directories_that_are_not_private(one: Everywhere, tmp_path: Path) -> No
         refused(opened, "belongs to another user")
 
 
-def test_where_nobody_listens(tmp_path: Path) -> None:
-    with pytest.raises(ConnectError, match="No such file"):
-        open_colocated(f"ipc://{tmp_path / 'nothing'}", "token", SECONDS)
-    empty = tmp_path / "e"
-    empty.mkdir(mode=0o700)
-    with pytest.raises(ConnectError, match="nobody listens"):
-        open_colocated(f"ipc://{empty}", "token", SECONDS)
+def test_where_nobody_listens() -> None:
+    with short_directory() as empty:
+        with pytest.raises(ConnectError, match="No such file"):
+            open_colocated(f"ipc://{empty / 'nothing'}", "token", SECONDS)
+        with pytest.raises(ConnectError, match="nobody listens"):
+            open_colocated(f"ipc://{empty}", "token", SECONDS)
 
 
 @contextlib.contextmanager
-def scripted_door(directory: Path, *answer: bytes) -> Iterator[str]:
+def short_directory() -> Iterator[Path]:
+    """Sockets want short paths, which pytest's are not."""
+    with tempfile.TemporaryDirectory(prefix="symbiosis-") as name:
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def scripted_door(*answer: bytes) -> Iterator[str]:
     """An executor that answers one knock, and says nothing more."""
-    directory.mkdir(mode=0o700)
-    with zmq.Context.instance().socket(zmq.ROUTER) as door:
-        door.linger = 1000
-        door.bind(f"ipc://{directory}/door")
+    stop, listening = threading.Event(), threading.Event()
 
-        def run() -> None:
-            who, *_ = door.recv_multipart()
-            door.send_multipart([who, *answer])
+    def run(directory: Path) -> None:
+        with zmq.Context.instance().socket(zmq.ROUTER) as door:  # of this thread alone: ZeroMQ insists
+            door.linger = 1000
+            door.bind(f"ipc://{directory}/door")
+            listening.set()
+            while not stop.is_set():
+                if door.poll(20):
+                    who, *_ = door.recv_multipart()
+                    door.send_multipart([who, *answer])
 
-        thread = threading.Thread(target=run)
+    with short_directory() as directory:
+        thread = threading.Thread(target=run, args=(directory,))
         thread.start()
-        yield f"ipc://{directory}"
-        thread.join(SECONDS)
+        try:
+            assert listening.wait(SECONDS)
+            yield f"ipc://{directory}"
+        finally:
+            stop.set()
+            thread.join(SECONDS)
 
 
 GOOD = {
@@ -167,10 +184,10 @@ GOOD = {
         ({}, "is something else|cannot be opened"),  # standard input
     ],
 )
-def test_an_executor_that_offers_no_memory(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+def test_an_executor_that_offers_no_memory(change: dict[str, Any], match: str) -> None:
     body = json.dumps(GOOD | change).encode()
     with (
-        scripted_door(tmp_path / "d", b"opened", body) as url,
+        scripted_door(b"opened", body) as url,
         pytest.raises(ConnectError, match=match),
     ):
         open_colocated(url, "token", SECONDS)
@@ -179,9 +196,7 @@ def test_an_executor_that_offers_no_memory(tmp_path: Path, change: dict[str, Any
 @pytest.mark.parametrize(
     ("sealed", "mode", "size"), [(False, 0o600, 1 << 20), (True, 0o666, 1 << 20), (True, 0o600, 1 << 12)]
 )
-def test_memory_that_could_be_cut_off_or_is_others(
-    tmp_path: Path, sealed: bool, mode: int, size: int
-) -> None:
+def test_memory_that_could_be_cut_off_or_is_others(sealed: bool, mode: int, size: int) -> None:
     import fcntl
 
     descriptor = os.memfd_create(GOOD["memory"], os.MFD_ALLOW_SEALING)  # type: ignore[arg-type]
@@ -192,7 +207,7 @@ def test_memory_that_could_be_cut_off_or_is_others(
     body = json.dumps(GOOD | {"descriptor": descriptor}).encode()
     try:
         with (
-            scripted_door(tmp_path / "d", b"opened", body) as url,
+            scripted_door(b"opened", body) as url,
             pytest.raises(ConnectError, match="something else"),
         ):
             open_colocated(url, "token", SECONDS)
@@ -200,10 +215,10 @@ def test_memory_that_could_be_cut_off_or_is_others(
         os.close(descriptor)
 
 
-def test_another_version(tmp_path: Path) -> None:
+def test_another_version() -> None:
     body = b'{"code":"protocol_version","message":"I speak symbiosis.v9"}'
     with (
-        scripted_door(tmp_path / "d", b"refused", body) as url,
+        scripted_door(b"refused", body) as url,
         pytest.raises(ProtocolVersionError, match="v9"),
     ):
         open_colocated(url, "token", SECONDS)
@@ -213,8 +228,9 @@ def test_another_version(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "ipc"
+def directory() -> Iterator[Path]:
+    with short_directory() as folder:
+        yield folder / "made"
 
 
 def connect(executor: Executor, directory: Path, **options: Any) -> tenant_sdk.Session:
@@ -303,7 +319,7 @@ def test_the_largest_request_fits(everywhere: Start, checkpoint: Callable[[str],
         assert product(session, 2560).shape == (2560, 64)
 
 
-def test_the_doctor(one: Everywhere, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_doctor(one: Everywhere, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     monkeypatch.setenv("TOKEN", one.token)
     found = list(examine(Target(one.local.url, token_env="TOKEN")))
     assert [f.step for f in found][:6] == ["url", "directory", "token", "protocol", "manifest", "digest"]
@@ -312,7 +328,7 @@ def test_the_doctor(one: Everywhere, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert [(f.step, f.ok) for f in found] == [("url", True), ("protocol", True), ("token", None)]
     monkeypatch.setenv("TOKEN", "wrong")
     assert list(examine(Target(one.local.url, token_env="TOKEN")))[-1].step == "token"
-    last = list(examine(Target(f"ipc://{tmp_path / 'nothing'}", token_env="TOKEN")))[-1]
+    last = list(examine(Target(f"ipc://{directory}", token_env="TOKEN")))[-1]
     assert (last.step, last.ok) == ("directory", False)
     assert "--local-dir" in last.cure
     assert list(examine(Target("ipc://relative")))[-1].step == "url"

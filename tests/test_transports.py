@@ -30,6 +30,7 @@ from shared.errors import AuthenticationError, ConfigurationError, ConnectionLos
 from shared.header import Direction, Header, Operation
 from shared.messages import Limits
 from shared.protocol import GroupShape, TenantProtocol
+from tenant_sdk.channel import Channel
 
 pytest_plugins = ("transport_fixtures", "wire_fixtures")
 
@@ -208,8 +209,7 @@ class Slow:
         """Nothing to do meanwhile."""
 
 
-def ask_for_ever(session: tenant_sdk.Session) -> None:
-    channel = session._remote.channel  # not a new one, which it would open
+def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
         session._remote._submit(channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
         channel.wait(next(iter(channel._pending.values())))
@@ -225,6 +225,7 @@ def test_draining_answers_what_has_arrived(
     one = everywhere(checkpoint("llama"), service=slow)
     scheduler: Any = one.service.scheduler
     with one.connect(transport) as session:
+        channel = session._remote.channel  # later it would open a new one
         under_way = threads.submit(product, session, torch.ones(1, 64))
         assert scheduler.busy.wait(SECONDS)
         drained = threads.submit(one.end)
@@ -232,7 +233,7 @@ def test_draining_answers_what_has_arrived(
         scheduler.go.set()
         assert error_of(under_way) is None
         with pytest.raises(ConnectionLost, match=r"shutting down|broke"):
-            ask_for_ever(session)
+            ask_for_ever(session, channel)
         assert drained.result(timeout=SECONDS)
 
 
