@@ -37,10 +37,11 @@ check: install ## lint, check the format and the types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 
-bench: install ## measure split execution against local, the ring's own figures, and transports
+bench: install ## measure split execution, the ring, transports, and many tenants on one executor
 	$(BIN)/python benchmarks/split_execution.py $(ARGS)
 	$(BIN)/python benchmarks/ring.py $(ARGS)
 	$(BIN)/python benchmarks/transports.py $(ARGS)
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 clean: ## remove results and caches, but not .venv
 	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

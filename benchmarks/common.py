@@ -56,6 +56,7 @@ class Executor:
     ca: Path
     admin_url: str
     tokens: TokenFile  # to add tenants
+    local_url: str = ""  # with --local-dir
 
 
 def provider(*arguments: str) -> str:

@@ -82,7 +82,7 @@ def results(running: list[subprocess.Popen[str]], begin: float) -> list[Any]:
 def replay(running: Executor, plans: list[Plan], seconds: float, processes: int = 2) -> dict[str, Any]:
     """What replayed tenants saw, and what the executor did meanwhile."""
     plans = [{**plan, "token": running.tokens.add(plan["name"])} for plan in plans]
-    common = {"url": running.url, "ca": str(running.ca), "timeout": 120, "seconds": seconds}
+    common = {"url": running.url, "ca": authority(running, running.url), "timeout": 120, "seconds": seconds}
     parts = [part for part in (plans[i::processes] for i in range(processes)) if part]
     with started("load.py", [{**common, "tenants": part} for part in parts]) as tenants:
         before, processor = metrics(running), cpu_seconds(running.pid)
@@ -274,7 +274,7 @@ def dedicated(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str
                             **plan,
                             "seed": i,
                             "url": url,
-                            "ca": str(running.ca) if url.startswith("wss") else None,
+                            "ca": authority(running, url),
                             "token": running.tokens.add(f"tenant-{i}"),
                         }
                         for i in range(count)
@@ -377,12 +377,17 @@ def show_efficiency(found: dict[str, Any]) -> list[Table]:
 
 def carriers(running: Executor) -> dict[str, str]:
     """The URLs under which an executor is reached."""
-    return {"over TLS": running.url}
+    return {"over TLS": running.url, "co-located": running.local_url}
+
+
+def authority(running: Executor, url: str) -> str | None:
+    """What to trust, where there are certificates."""
+    return str(running.ca) if url.startswith("wss") else None
 
 
 def local_options(work: Path, name: str) -> list[str]:
     """Options that open the co-located transport."""
-    return []
+    return ["--local-dir", str(work / f"{name}-local")]
 
 
 # -- the figures as pictures -----------------------------------------------------------------------

@@ -49,7 +49,7 @@ def trips(session: tenant_sdk.Session, rows: int) -> dict[str, Callable[[], obje
     channel = remote.channel
 
     def through_channel() -> None:
-        channel.wait(remote._submit(channel, Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x]))
+        remote._submit(channel, Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x])()
 
     def through_session() -> None:
         remote.product(Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x])
