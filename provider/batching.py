@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -110,6 +111,8 @@ class Batcher:
         self._latency = LatencyModel(shapes_of(executor))
         self._all = sum(shape.size for shape in self._latency.shapes)
         self._changed = threading.Condition()  # guards all below
+        # Products that were not told of yet; none of note are lost if nobody gets an answer.
+        self._measured: deque[tuple[int, float, float]] = deque(maxlen=4096)
         self._requests: dict[Work, _Request] = {}
         self._busy = False  # a thread takes decisions; nobody else may
         self._engine: threading.Thread | None = None
@@ -163,6 +166,11 @@ class Batcher:
         A product of few rows takes as long as its weight takes to arrive from memory, and groups
         are called in the order of their ids. Only while nobody else's product runs.
         """
+        while self._measured:  # now that nobody waits for it
+            try:
+                self._on_batch(*self._measured.popleft())
+            except IndexError:
+                break  # another thread was faster
         if header.rows <= READ_AHEAD_ROWS and not self._busy:
             self._executor.read_ahead(header.group + 1, lambda: self._busy or stop())
 
@@ -260,7 +268,7 @@ class Batcher:
             self._policy.finished(batch, ended - started, ended)
         for request in finished:
             request.waiting.release()
-        self._on_batch(rows, ended - started, processor)
+        self._measured.append((rows, ended - started, processor))
 
     def _product(self, kind: Kind, pieces: list[tuple[_Request, int, int]]) -> list[_Part | Exception]:
         """The answers of each piece.

@@ -79,6 +79,7 @@ class Metrics:
             ("tenant",),
             registry=self.registry,
         )
+        self._by_tenant: dict[str, tuple[Counter, Counter]] = {}
         self._by_class = {
             c: (self._queue.labels(c.name.lower()), self._reply.labels(c.name.lower()))
             for c in RequestClass
@@ -137,8 +138,12 @@ class Metrics:
         reply.observe(done.reply_seconds)
         self.received.inc(header.payload_bytes)
         self.sent.inc(answer.payload_bytes)
-        self._tenant_rows.labels(tenant).inc(header.rows)
-        self._tenant_bytes.labels(tenant).inc(header.payload_bytes + answer.payload_bytes)
+        by_tenant = self._by_tenant.get(tenant)
+        if by_tenant is None:  # looking labels up costs more than counting
+            by_tenant = self._tenant_rows.labels(tenant), self._tenant_bytes.labels(tenant)
+            self._by_tenant[tenant] = by_tenant
+        by_tenant[0].inc(header.rows)
+        by_tenant[1].inc(header.payload_bytes + answer.payload_bytes)
 
     def batch(self, rows: int, seconds: float, processor: float) -> None:
         """Count one product, of one request or many; ``processor`` seconds are those of its first thread."""

@@ -226,6 +226,8 @@ class Opportunistic:
         if not self._queue:
             return None
         alone = self._active.latest_of_others({work.tenant for work in self._queue}, now) is None
+        if alone and len(self._queue) == 1:  # nobody to be fair to, and no time to lose
+            return [self._take(self._queue[0], self._most_rows(self._queue[0], now))]
         costs = {work: self._most_rows(work, now) * work.row_cost for work in self._queue}
         # Nobody who is further ahead than this is multiplied before the least served has caught up.
         limit = self.counters.least() + max(costs.values())
@@ -286,12 +288,15 @@ class Opportunistic:
             if not rows or (work is not head and self.counters.of(work.tenant) + cost > limit):
                 continue  # passed over, not waited for
             room = max(0, room - rows)
-            batch.append(work.take(rows))
-            self.counters.charge(work.tenant, cost)
-        for piece in batch:
-            if not piece.work.left:
-                self.drop(piece.work)
+            batch.append(self._take(work, rows))
         return batch
+
+    def _take(self, work: Work, rows: int) -> Piece:
+        self.counters.charge(work.tenant, rows * work.row_cost)
+        piece = work.take(rows)
+        if not work.left:
+            self.drop(work)
+        return piece
 
 
 class Tokens:
