@@ -122,8 +122,11 @@ class BaseExecutor:
         self, group: int, direction: int, members: int, blocks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Multiply blocks of any number of rows: see ``GroupWeight``. Fresh blocks on the CPU."""
+        weight = self._weights[group]
+        if self._device.type == "cpu":  # each call into torch lets go of Python's lock, and queues for it again
+            return weight.product(direction, members, blocks)
         there = [block.to(self._device) for block in blocks]
-        return [out.cpu() for out in self._weights[group].product(direction, members, there)]
+        return [out.cpu() for out in weight.product(direction, members, there)]
 
     def zeros(self, group: int, direction: int, members: int, rows: int) -> list[torch.Tensor]:
         """Blocks of a request, to measure with."""

@@ -65,8 +65,12 @@ class FloatWeight:
 
     def product(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         """See GroupWeight. Rows in another dtype are rounded to the weight's, and answers back."""
-        given = blocks[0].dtype
-        blocks = [block.to(self._weight.dtype) for block in blocks]
+        given, served = blocks[0].dtype, self._weight.dtype
+        if given != served:
+            return [
+                block.to(given)
+                for block in self.product(direction, members, [block.to(served) for block in blocks])
+            ]
         rows = len(blocks[0])
         if direction == Direction.FORWARD:
             x = blocks[0]
@@ -82,7 +86,7 @@ class FloatWeight:
                 else:
                     gx.addmm_(block, self._parts[i])
             out = [gx]
-        return [block.to(given) for block in out]
+        return out
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
         """See GroupWeight."""
