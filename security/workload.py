@@ -28,7 +28,7 @@ class Size:
     tokens: int  # sent through the finished adapter
 
 
-FULL = Size(prompts=40, new_tokens=2, repeated=5, repeats=14, steps=16, tokens=2048)
+FULL = Size(prompts=40, new_tokens=2, repeated=5, repeats=9, steps=16, tokens=2048)
 QUICK = Size(prompts=60, new_tokens=0, repeated=1, repeats=10, steps=2, tokens=1024)
 REPEATED_TOKENS = 250
 ADAPTER_TOKENS = 128
