@@ -123,7 +123,9 @@ class BaseExecutor:
     ) -> list[torch.Tensor]:
         """Multiply blocks of any number of rows: see ``GroupWeight``. Fresh blocks on the CPU."""
         weight = self._weights[group]
-        if self._device.type == "cpu":  # each call into torch lets go of Python's lock, and queues for it again
+        if (
+            self._device.type == "cpu"
+        ):  # each call into torch lets go of Python's lock, and queues for it again
             return weight.product(direction, members, blocks)
         there = [block.to(self._device) for block in blocks]
         return [out.cpu() for out in weight.product(direction, members, there)]
