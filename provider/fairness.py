@@ -60,7 +60,3 @@ class Counters:
     def least(self) -> float:
         """The smallest counter of those who wait; somebody must."""
         return min(self._tokens[tenant] for tenant in self._waiting)
-
-    def waits(self, tenant: str) -> bool:
-        """Whether a request of the tenant waits."""
-        return tenant in self._waiting
