@@ -180,7 +180,10 @@ def _no_cross_talk(result: Result) -> tuple[bool, str]:
     found = result.figures.get("canaries")
     if not found:
         return False, "not measured"
-    return found["wrong"] == 0, f"{found['wrong']} wrong of {found['replies']:,} replies"
+    return found["wrong"] == 0 and found["products"] < found["replies"] / 2, (
+        f"{found['wrong']} wrong of {found['replies']:,} replies, "
+        f"{found['replies'] / found['products']:.1f} in a product"
+    )
 
 
 def _silent(result: Result) -> tuple[bool, str]:
@@ -286,7 +289,7 @@ CLAIMS = (
         "A tenant gets its own answers only",
         "any",
         "co-tenant canaries",
-        "0 wrong replies",
+        "0 wrong replies, 2 or more in a product",
         _no_cross_talk,
     ),
     Claim(

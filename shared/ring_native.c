@@ -42,7 +42,7 @@ enum {
     ROW_BLOCK = 192 << 10,   /* bytes of rows likewise */
     ROW_BUFFER = 8 << 20,    /* bytes of rows in all */
     FEW = 16,                /* rows that are multiplied without packing the weight */
-    SMALL = 1 << 17          /* bytes of weight for which a second thread is not woken */
+    SMALL = 1 << 20          /* bytes of weight, times rows, for which a second thread is not woken */
 };
 
 /* Bytes of each four neighbouring integers, digit by digit: the unsigned base-256 digits of r. */
@@ -237,7 +237,7 @@ int ring_multiply(const int32_t *rows, int64_t row_stride, int64_t count, int64_
 {
     if (by_rows && count <= FEW)
         return dot(rows, row_stride, count, inner, weight, weight_stride, columns, out, out_stride,
-                   columns * inner < SMALL ? 1 : threads);
+                   count * columns * inner < SMALL ? 1 : threads);
     int64_t groups = (inner + 3) / 4, row_bytes = 16 * groups;
     int64_t panels = PACKED / (groups * 128);
     panels = panels < 1 ? 1 : panels > 8 ? 8 : panels;

@@ -78,12 +78,12 @@ def test_a_lie_is_another_answer(kind: str) -> None:
 def canaries(request: pytest.FixtureRequest) -> Any:
     executor = BaseExecutor(MODEL, numerics=request.param)
     weight = PublicModel(MODEL, executor.manifest).weight(1)
-    return lambda: CanaryRows(1, 200, weight).attack(executor, RNG)
+    return lambda: CanaryRows(1, 320, weight).attack(executor, RNG)
 
 
 def test_canaries_come_home(canaries: Any) -> None:
     found = canaries()
-    assert (found.wrong, found.replies) == (0, 200)
+    assert (found.wrong, found.replies) == (0, 320)
 
 
 def test_canaries_that_always_get_another_tenants_answer(
@@ -94,4 +94,4 @@ def test_canaries_that_always_get_another_tenants_answer(
     monkeypatch.setattr(
         Batcher, "run", lambda self, tenant, header, blocks: run(self, tenant, header, [blocks[0].roll(1, 1)])
     )
-    assert canaries().wrong == 200
+    assert canaries().wrong == 320

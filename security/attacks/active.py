@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from provider.executor import BaseExecutor
 from provider.latency import LatencyModel
 from provider.scheduler import Opportunistic
 from security.executors import AuditError
+from security.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.header import DTYPE_CODES, Direction, Header, Operation
 from shared.ring import quantize_weight
@@ -163,10 +165,14 @@ class WeightExtraction:
 
 @dataclass(frozen=True)
 class CrossTalk:
-    """``wrong`` of ``replies`` that a tenant got were not its own, by the canaries in them."""
+    """``wrong`` of ``replies`` that tenants got were not their own, by the canaries in them.
+
+    ``products`` made them; were they as many as the replies, nothing would have been shared, or shown.
+    """
 
     wrong: int
     replies: int
+    products: int
 
 
 class CanaryRows:
@@ -185,7 +191,7 @@ class CanaryRows:
     metric: ClassVar[str] = "wrong replies"
     source: ClassVar[str] = "batching of many tenants: Symbiosis, section 3.6; Punica"
 
-    def __init__(self, group: int, replies: int, weight: torch.Tensor, tenants: int = 4) -> None:
+    def __init__(self, group: int, replies: int, weight: torch.Tensor, tenants: int = 16) -> None:
         self.group, self.replies, self.weight, self.tenants = group, replies, weight, tenants
 
     def attack(self, view: BaseExecutor, rng: np.random.Generator) -> CrossTalk:
@@ -193,7 +199,12 @@ class CanaryRows:
 
         The right answer is the weight's column times it, exactly, in floats and on the ring.
         """
-        scheduler = Batcher(view, Opportunistic(LatencyModel(shapes_of(view))))
+        products: list[int] = []  # rows of each
+        scheduler = Batcher(
+            view,
+            Opportunistic(LatencyModel(shapes_of(view))),
+            on_batch=lambda rows, seconds, processor: products.append(rows),
+        )
         info = view.manifest.groups[self.group]
         members = (1 << len(info.members)) - 1
         dtype, columns = torch.float32, self.weight
@@ -215,14 +226,22 @@ class CanaryRows:
             )
             canary = torch.zeros(1, info.inputs, dtype=dtype)
             canary[0, number] = 1 << number
-            expected = columns[:, number] * (1 << number)
-            for _ in range(each):
-                answer = torch.cat(scheduler.run(f"tenant {number}", header, [canary]).blocks, 1)
-                if not torch.equal(answer.flatten(), expected):
+            expected = (columns[:, number] * (1 << number)).numpy().tobytes()
+            for _ in range(each):  # as bytes: each call into torch lets others take Python's lock
+                blocks = scheduler.run(f"tenant {number}", header, [canary]).blocks
+                if b"".join([block.numpy().tobytes() for block in blocks]) != expected:
                     wrong[number] += 1
+                scheduler.answered(header, lambda: True)
 
         _together([lambda n=n: tenant(n) for n in range(self.tenants)])  # type: ignore[misc]
-        return CrossTalk(sum(wrong), each * self.tenants)
+        return CrossTalk(sum(wrong), each * self.tenants, len(products))
+
+
+def canaries(model: Path, numerics: str, replies: int) -> CrossTalk:
+    """CanaryRows through an executor of its own."""
+    executor = BaseExecutor(model, numerics=numerics)
+    weight = PublicModel(model, executor.manifest).weight(1)
+    return CanaryRows(1, replies, weight).attack(executor, np.random.default_rng(0))
 
 
 class CoTenantTiming:
