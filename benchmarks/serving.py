@@ -177,7 +177,7 @@ def show_batching(found: dict[str, Any]) -> list[Table]:
     return [table, other]
 
 
-OBJECTIVE_MS = 150.0
+OBJECTIVE_MS = 200.0
 
 
 def coserving(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
@@ -195,9 +195,9 @@ def coserving(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str
                 {
                     "name": f"chat-{i}",
                     "prompt": 32,
-                    "tokens": 8,
+                    "tokens": 12,
                     "think": 0.001,
-                    "arrivals": bursty(0.1, seconds, draw, period=seconds / 2),
+                    "arrivals": bursty(0.05, 2 * seconds, draw, period=seconds),
                 }
                 for i in range(4)
             ]
@@ -208,24 +208,30 @@ def coserving(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str
                 (turns, chats + tune, "together, taking turns"),
             ):
                 console.print(f"co-serving {number + 1}/{rounds}: {name}", highlight=False)
-                found.setdefault(name, []).append(replay(where, plans, seconds))
+                found.setdefault(name, []).append(replay(where, plans, 2 * seconds))
     return found
 
 
 def show_coserving(found: dict[str, Any]) -> list[Table]:
     table = Table(
-        title=f"Chats in bursts beside fine-tuning; objective {OBJECTIVE_MS:g} ms a token, "
-        "measured by the tenants, transport included"
+        title=f"Chats in bursts beside fine-tuning; objective: {OBJECTIVE_MS:g} ms of a token in the executor"
     )
-    for column in ("", "tokens", "within the objective", "ms: median", "95th", "tuning rows/s", "kept"):
+    columns = ("", "tokens", "objective met", "with transport", "ms: median", "95th", "tuning rows/s", "kept")
+    for column in columns:
         table.add_column(column)
     alone = _median(found["fine-tuning alone"], _tuned)
     for name, runs in found.items():
         waits = sorted(1e3 * waited for run in runs for waited in run["tokens"])
-        cells = [name, str(len(waits)), "", "", ""]
+        cells = [name, str(len(waits)), "", "", "", ""]
         if waits:
-            met = sum(waited <= OBJECTIVE_MS for waited in waits) / len(waits)
-            cells[2:] = [f"{met:.1%}", f"{statistics.median(waits):.0f}", f"{np.quantile(waits, 0.95):.0f}"]
+            met, late = (sum(run[key] for run in runs) for key in ("met", "late"))  # by the executor's count
+            cells[2] = f"{met / (met + late):.1%}" if met + late else "not counted"
+            within = sum(waited <= OBJECTIVE_MS for waited in waits) / len(waits)
+            cells[3:] = [
+                f"{within:.1%}",
+                f"{statistics.median(waits):.0f}",
+                f"{np.quantile(waits, 0.95):.0f}",
+            ]
         rate = _median(runs, _tuned)
         table.add_row(
             *cells, spread([_tuned(run) for run in runs], 1, 0), f"{rate / alone:.0%}" if rate else ""

@@ -16,7 +16,7 @@ from shared.header import Direction, RequestClass
 
 DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it calls itself
 ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
-QUIET_SECONDS = 1.0  # after the last decode, fine-tuning need not make room for the next
+QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room for the next
 PIECE_SECONDS = 0.05  # no product is longer while nobody decodes: the first token must not wait for ever
 LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
 ROW_STEP = 16  # windows are whole tiles of the kernels
@@ -303,8 +303,9 @@ class Tokens:
     """Decoded tokens, told from requests by their groups, and whether they met the objective.
 
     A token's requests pass the groups in order, so a tenant's next token begins where the groups begin
-    again. ``room`` follows: what others may take of a token's time grows while tokens are in time and
-    shrinks when one is late, so that LATE of them are.
+    again. ``room`` follows what tokens take, since no model tells how often a decode finds others at
+    work: it grows while they take less than they are meant to and shrinks while they take more. What
+    they are meant to take is as much of the objective as leaves LATE of them late, for they differ.
 
     Attributes:
         met, late: counts.
@@ -312,12 +313,14 @@ class Tokens:
     """
 
     LATE = 0.02
-    STEP = 0.5
+    STEP, AIM_STEP = 0.05, 0.3
+    LEAST_AIM, MOST_AIM = 0.1, 0.8
     LEAST_ROOM, MOST_ROOM = 0.1, 2.0
 
     def __init__(self, objective: float) -> None:
         self._objective = objective
         self._under_way: dict[str, tuple[int, float]] = {}  # last group, seconds so far
+        self._aim = self.MOST_AIM  # of the objective
         self.met = self.late = 0
         self.room = 1.0
 
@@ -333,7 +336,9 @@ class Tokens:
             late = spent > self._objective
             self.late += late
             self.met += not late
-            room = self.room * math.exp(self.STEP * (self.LATE - late))
+            aim = self._aim * math.exp(self.AIM_STEP * (self.LATE - late))
+            self._aim = min(self.MOST_AIM, max(self.LEAST_AIM, aim))
+            room = self.room * (self._aim * self._objective / max(spent, 1e-9)) ** self.STEP
             self.room = min(self.MOST_ROOM, max(self.LEAST_ROOM, room))
             spent = 0.0
         self._under_way[tenant] = (group, spent + seconds)
