@@ -58,7 +58,7 @@ class Finding:
 
     def spell(self, value: float) -> str:
         """A number in the attack's own metric: a share of the trials, or a cosine or advantage."""
-        return percent(value) if self.is_rate else f"{value:.4f}"
+        return percent(value) if self.is_rate else f"{round(value, 4) + 0.0:.4f}"  # and no -0
 
     @property
     def measured(self) -> str:

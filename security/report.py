@@ -27,27 +27,30 @@ COLUMNS = (
     (ONE_TIME, BOTH),
 )
 _FREQUENCIES = "sum over all tokens of share among the guesses times share among the true ones"
-_ROWS = "rows of the first layer, prompts that were sent again included"
-# Of each attack what its n counts, and what its chance is.
-COUNTED = {
-    "vocabulary matching": (_ROWS, _FREQUENCIES),
-    "known-mask subtraction": (_ROWS, _FREQUENCIES),
-    "mask reuse": (f"{_ROWS}, first rows of messages left out", _FREQUENCIES),
-    "subspace projection": (_ROWS, _FREQUENCIES),
-    "noise-aware retrieval": (_ROWS, _FREQUENCIES),
-    "averaging": ("tokens of the repeated prompts, each guessed once from all its rows", _FREQUENCIES),
-    "search in hidden states": (
-        "first places of the repeated prompts, every time they were sent",
+_ROWS = "rows of the first layer, those of prompts that were sent again included"
+# Attacks, what their n counts, and what their chance is.
+COUNTED = (
+    (
+        "vocabulary matching, known-mask subtraction, subspace projection, noise-aware retrieval",
+        _ROWS,
         _FREQUENCIES,
     ),
-    "label recovery": ("places in training batches that have a next token", _FREQUENCIES),
-    "gradient span check": (
+    ("mask reuse", f"{_ROWS}; first rows of messages, which are known, left out", _FREQUENCIES),
+    ("averaging", "places of the repeated prompts, each guessed once from all its rows", _FREQUENCIES),
+    (
+        "search in hidden states",
+        "first places of the repeated prompts, each time they were sent",
+        _FREQUENCIES,
+    ),
+    ("label recovery", "places in training batches that have a next token", _FREQUENCIES),
+    (
+        "gradient span check",
         "different tokens in each part of 32 rows of a training batch",
         "what the same guesses score against the tokens of the other parts",
     ),
-    "adapter extraction": ("rows that the copy was made from", "cosine 0: a random direction"),
-    "distinguishing game": ("rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),
-}
+    ("adapter extraction", "rows that the copies were made from", "cosine 0: a random direction"),
+    ("distinguishing game", "rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
         failed_controls=[name for name in failed if name.startswith("control")],
         against=against_one_time(result),
         sure=surely_found(against_one_time(result)),
+        least_power=min((f.power for f in against_one_time(result) if f.power is not None), default=0.0),
         statistical=STATISTICAL,
         randomness=result.randomness,
         seeds=result.seeds,
