@@ -207,7 +207,7 @@ def _stolen(result: Result) -> tuple[bool, str]:
         if name.startswith("adapter extraction") and name.endswith(f"{PLAIN}, {PROVIDER}")
     ]
     worst = max(errors, default=math.nan)
-    return worst < 1e-2, f"relative error at most {worst:.2g} in {len(errors)} layers"
+    return worst < 1e-2, f"relative error at most {worst:.2g}; layers copied: {len(errors)}"
 
 
 def _no_cross_talk(result: Result) -> tuple[bool, str]:
