@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import platform
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 import tenant_sdk
 from provider.executor import BaseExecutor
@@ -24,7 +22,7 @@ from provider.metrics import Metrics
 from provider.server import Server, server_context
 from provider.session import Service
 from provider.tokens import TokenFile
-from security import capture
+from security import capture, surroundings
 from security.attacks.active import CoTenantTiming, LyingProvider, Poison, WeightExtraction, canaries
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Parties
 from security.claims import STATISTICAL
@@ -86,21 +84,23 @@ class Audit:
         self.result.about |= {
             "model": evidence.public.manifest.model,
             "digest": evidence.public.manifest.digest,
+            "architecture": type(evidence.public.model).__name__,
             "parameters": f"{evidence.public.model.num_parameters():,}",
             "layers": evidence.public.model.config.num_hidden_layers,
+            "width": evidence.public.first_inputs.shape[1],
             "vocabulary": f"{evidence.public.vocabulary:,}",
+            "card": surroundings.card(self.model),
             "text_lines": len(self.text),
             "seed": self.seed,
+            "plan": asdict(self.plan.size) | {"game_rows": self.plan.game_rows, "lies": self.plan.lies},
             "confidence_of_one_interval": self.confidence,
             "family_error": self.plan.family_error,
             "resolution": self.plan.resolution,
             "seconds": time.time() - started,
             "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            "versions": {
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "program": surroundings.program(),
+            "machine": surroundings.machine(),
+            "versions": surroundings.versions(),
         }
         return self.result
 
@@ -303,7 +303,7 @@ class Audit:
                 f"malicious {role}",
                 Poison.metric,
                 rate(sum(every), len(every), self.confidence),
-                0.0,
+                None,
                 ", ".join(f"{kind}: {sum(found)} of {len(found)}" for kind, found in noticed.items()),
             )
         )
@@ -325,6 +325,7 @@ class Audit:
         pairs = (busy[:, None] > idle[None, :]).mean() + 0.5 * (busy[:, None] == idle[None, :]).mean()
         self.result.figures["co-tenant timing"] = {
             "told_apart": float(pairs),
+            "times": len(idle),
             "median_idle_seconds": float(np.median(idle)),
             "median_busy_seconds": float(np.median(busy)),
         }

@@ -33,6 +33,15 @@ MODES = (PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME)
 RING_MASKS = 4  # so few that 64 messages show all of them, but once in 10^7 runs
 
 
+def bank_name(label: str) -> str:
+    """A bank of masks, by its mode or by ``K masks`` on floats, as reports call it."""
+    named = {
+        RING_BANK: f"on the ring, K = {RING_MASKS}",
+        ELSEWHERE: f"on floats, K = {NoiseBankOptions().masks}",
+    }
+    return named.get(label) or f"on floats, K = {label.removesuffix(' masks')}"
+
+
 @dataclass(frozen=True)
 class Parties:
     """Who runs what: a float executor, and two of the ring from operators that do not collude."""

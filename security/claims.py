@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
-from security.findings import Finding
+from security.attacks.masking import Randomness
+from security.attacks.seeds import SeedStatistics
+from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME, bank_name
+from security.findings import Finding, percent
 from security.plan import BOTH, PROVIDER, SOURCE, Result
 
 TOKEN_ATTACKS = (
@@ -27,6 +29,7 @@ SINGLE_ATTACKS = ("adapter extraction", "distinguishing game")
 # Judgements about one-time that chance alone could upset: these attacks, and the smallest p-values of
 # bytes and of seeds.
 STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + len(SINGLE_ATTACKS) + 2
+ASKED = {"PRODUCT": "requests to multiply rows", "SEED_EFFECT": "seeds", "EFFECT": "masks"}
 LEAST_SEEDS = 64  # fewer show nothing
 
 # What has to succeed where masks are known, and how well.
@@ -81,9 +84,12 @@ def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Resu
             if not measured:
                 return False, f"not measured: {attack}"
             found += measured
-        worst = max(found, key=lambda f: f.success.low - f.chance)
-        numbers = [n for f in found for n in (f.success.value, f.success.low, f.success.high, f.chance)]
-        return all(map(math.isfinite, numbers)) and not any(f.beats_chance for f in found), _figure(worst)
+        chances = [math.nan if f.chance is None else f.chance for f in found]
+        numbers = chances + [n for f in found for n in (f.success.value, f.success.low, f.success.high)]
+        beaten = sum(f.beats_chance for f in found)
+        _, worst = max(zip(chances, found, strict=True), key=lambda pair: pair[1].success.low - pair[0])
+        told = f"{beaten} of {len(found)} attacks above chance; nearest: " if len(found) > 1 else ""
+        return all(map(math.isfinite, numbers)) and not beaten, told + _figure(worst)
 
     return judge
 
@@ -102,7 +108,7 @@ def _succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Resu
 def _all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
     def judge(result: Result) -> tuple[bool, str]:
         found = {attack: _select(result, mode, sees, (attack,)) for attack in least}
-        told = [f"{attack}: {f.success.value:.2%}" for attack, each in found.items() for f in each]
+        told = [f"{attack}: {f.spell(f.success.value)}" for attack, each in found.items() for f in each]
         holds = all(each and each[0].success.value >= least[attack] for attack, each in found.items())
         return holds, "; ".join(told) or "not measured"
 
@@ -110,19 +116,34 @@ def _all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[Res
 
 
 def _resolved(result: Result) -> tuple[bool, str]:
-    found = _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
+    found = against_one_time(result)
     if not found:
         return False, "not measured"
     least, attack = max((math.inf if f.resolution is None else f.resolution, f.attack) for f in found)
-    return least <= result.about["resolution"], f"{least:.2%} or less in {len(found)} attacks ({attack})"
+    asked = result.about["resolution"]
+    told = f"{100 * least:.2f} points of 100 or fewer in {len(found)} attacks (most in {attack})"
+    powers = [(f.power, f.attack) for f in found if f.power is not None]
+    if powers:
+        power, weakest = min(powers)
+        told += f"; a true advantage of {100 * asked:g} of 100 is found with probability {percent(power)} "
+        told += f"or more (least in {weakest})"
+    sure = 100 * surely_found(found)
+    return least <= asked, f"{told}; one of {sure:.1f} with 99 % or more in every attack"
+
+
+def against_one_time(result: Result) -> list[Finding]:
+    """The attacks on what the provider saw under one-time, whose success is to be told from chance."""
+    return _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
+
+
+def surely_found(found: list[Finding]) -> float:
+    """The true advantage over chance that each of these attacks finds with probability POWER."""
+    return max((f.detectable or 0.0 for f in found), default=1.0)
 
 
 def _figure(finding: Finding) -> str:
-    success = finding.success
-    return (
-        f"{finding.attack}: {success.value:.2%} ({success.low:.2%} to {success.high:.2%}, "
-        f"chance {finding.chance:.2%}, n = {success.trials:,})"
-    )
+    where = f" ({finding.detail})" if finding.hits is None and finding.detail else ""
+    return f"{finding.attack}: {finding.measured}{where}"
 
 
 def _uniform(result: Result) -> tuple[bool, str]:
@@ -132,15 +153,26 @@ def _uniform(result: Result) -> tuple[bool, str]:
     level = 1 - result.about["confidence_of_one_interval"]
     repeated = found.repeated_blocks + found.repeated_tops
     return found.bytes_tested > 0 and found.p_value > level and repeated == 0, (
-        f"p = {found.p_value:.3g} ({found.worst}; fails below {level:.2g}), {found.repeated_blocks} repeated "
-        f"blocks, {found.repeated_tops} repeated runs of top bytes, {found.bytes_tested:,} bytes"
+        f"{found.bytes_tested:,} bytes: {_p_value(found, level)}, {found.repeated_blocks} repeated blocks of "
+        f"16 bytes, {found.repeated_tops} repeated runs of the top bytes of 8 numbers"
+    )
+
+
+def _p_value(found: Randomness | SeedStatistics, level: float) -> str:
+    return (
+        f"p = {found.p_value:.3g}, the smallest of {found.tests} tests times their number, 1 at most "
+        f"({found.worst}; fails below {level:.2g})"
     )
 
 
 def _separated(result: Result) -> tuple[bool, str]:
     found = result.figures.get("operations", {})
     told = [
-        f"{party}: " + ", ".join(f"{count:,} {name}" for name, count in found.get(party, {}).items())
+        f"{party}: "
+        + (
+            ", ".join(f"{n:,} {ASKED.get(name, name)}" for name, n in found.get(party, {}).items())
+            or "nothing"
+        )
         for party in (PROVIDER, SOURCE)
     ]
     only = set(found.get(PROVIDER, {})) == {"PRODUCT"} and set(found.get(SOURCE, {})) == {"SEED_EFFECT"}
@@ -153,8 +185,8 @@ def _seeds_fresh(result: Result) -> tuple[bool, str]:
         return False, "not measured"
     level = 1 - result.about["confidence_of_one_interval"]
     return found.p_value > level and not found.repeated and not found.others, (
-        f"p = {found.p_value:.3g} ({found.worst}; fails below {level:.2g}), {found.repeated} repeated of "
-        f"{found.count:,} seeds, {found.others} other requests"
+        f"{found.count:,} seeds, {found.repeated} repeated, {found.others} other requests: "
+        f"{_p_value(found, level)}"
     )
 
 
@@ -162,7 +194,10 @@ def _repeats_found(result: Result) -> tuple[bool, str]:
     found = result.randomness.get(RING_BANK)
     if found is None:
         return False, "not measured"
-    return found.repeated_tops > 0, f"{found.repeated_tops:,} repeated runs of top bytes"
+    told = (
+        f"{found.repeated_tops:,} repeated runs of the top bytes of 8 numbers in {found.bytes_tested:,} bytes"
+    )
+    return found.repeated_tops > 0, told
 
 
 def _stolen(result: Result) -> tuple[bool, str]:
@@ -171,9 +206,8 @@ def _stolen(result: Result) -> tuple[bool, str]:
         for name, more in result.figures.items()
         if name.startswith("adapter extraction") and name.endswith(f"{PLAIN}, {PROVIDER}")
     ]
-    return bool(errors) and max(
-        errors
-    ) < 1e-2, f"relative error at most {max(errors, default=float('nan')):.2g}"
+    worst = max(errors, default=math.nan)
+    return worst < 1e-2, f"relative error at most {worst:.2g}; layers copied: {len(errors)}"
 
 
 def _no_cross_talk(result: Result) -> tuple[bool, str]:
@@ -181,8 +215,8 @@ def _no_cross_talk(result: Result) -> tuple[bool, str]:
     if not found:
         return False, "not measured"
     return found["wrong"] == 0 and found["products"] < found["replies"] / 2, (
-        f"{found['wrong']} wrong of {found['replies']:,} replies, "
-        f"{found['replies'] / found['products']:.1f} in a product"
+        f"{found['wrong']} of {found['replies']:,} replies wrong; {found['replies'] / found['products']:.1f} "
+        "requests of 16 tenants were computed in one product on average"
     )
 
 
@@ -190,8 +224,9 @@ def _silent(result: Result) -> tuple[bool, str]:
     found = result.figures.get("secrets in logs")
     if found is None:
         return False, "not measured"
-    searched = sum(result.figures["log characters searched"].values())
-    return not found, f"{len(found)} found in {searched:,} characters" + (f": {found[0]}" if found else "")
+    searched = result.figures["log characters searched"]
+    told = f"{len(found)} found in {sum(searched.values()):,} characters of {len(searched)} logs and listings"
+    return not found, told + (f": {found[0]}" if found else "")
 
 
 def _planted_found(result: Result) -> tuple[bool, str]:
@@ -204,10 +239,10 @@ def _planted_found(result: Result) -> tuple[bool, str]:
 
 def _reuse_counted(result: Result) -> tuple[bool, str]:
     broken = result.figures.get("broken after messages", {})
-    told = [f"{label}: {'never' if count is None else count}" for label, count in broken.items()]
+    told = [f"{bank_name(label)}: {'never' if n is None else n}" for label, n in broken.items()]
     on_floats_too = RING_BANK in broken and len(broken) > 1
     return on_floats_too and None not in broken.values(), (
-        "messages until 95 % are right: " + ("; ".join(told) or "not measured")
+        "messages until 95 % of tokens are right: " + ("; ".join(told) or "not measured")
     )
 
 
@@ -217,7 +252,7 @@ CLAIMS = (
         "The provider cannot tell any token better than by guessing",
         ONE_TIME,
         ", ".join(TOKEN_ATTACKS),
-        "chance within the interval",
+        "no interval above chance",
         _at_chance(ONE_TIME, PROVIDER, TOKEN_ATTACKS),
     ),
     Claim(
@@ -225,7 +260,7 @@ CLAIMS = (
         "The provider cannot tell labels or a batch's tokens in fine-tuning better than by guessing",
         ONE_TIME,
         ", ".join(LEARNING_ATTACKS),
-        "chance within the interval",
+        "no interval above chance",
         _at_chance(ONE_TIME, PROVIDER, LEARNING_ATTACKS),
     ),
     Claim(
@@ -233,7 +268,7 @@ CLAIMS = (
         "The provider cannot copy the adapter",
         ONE_TIME,
         "adapter extraction",
-        "cosine 0 within the interval",
+        "interval not above cosine 0",
         _at_chance(ONE_TIME, PROVIDER, ("adapter extraction",)),
     ),
     Claim(
@@ -241,7 +276,7 @@ CLAIMS = (
         "Two inputs that the provider chose itself look the same",
         ONE_TIME,
         "distinguishing game",
-        "advantage 0 within the interval",
+        "interval not above advantage 0",
         _at_chance(ONE_TIME, PROVIDER, ("distinguishing game",)),
     ),
     Claim(
@@ -249,7 +284,7 @@ CLAIMS = (
         "Every byte sent to the provider is uniform, and no mask serves twice, for whatever product",
         ONE_TIME,
         "uniformity and independence",
-        "smallest p above its level; no block of 16 bytes comes again, nor the top bytes of 8 numbers",
+        "smallest p above its level; no block of 16 bytes, no run of the top bytes of 8 numbers comes again",
         _uniform,
     ),
     Claim(
@@ -257,7 +292,7 @@ CLAIMS = (
         "The provider is sent rows and neither masks nor seeds, a mask source seeds and no rows",
         ONE_TIME,
         "operations in both transcripts",
-        "provider: requests for products only; mask source: for effects of seeds only; some of each",
+        "provider: requests to multiply rows only; mask source: seeds only; some of each",
         _separated,
     ),
     Claim(
@@ -345,12 +380,12 @@ CLAIMS = (
         "In the clear it tells chosen inputs apart",
         PLAIN,
         "distinguishing game",
-        "advantage at least 99 %",
+        "advantage at least 0.99",
         _succeeds(PLAIN, PROVIDER, "distinguishing game", 0.99),
     ),
     Claim(
         "control-same-executor",
-        "The paper's scheme hides nothing from the executor that computes its noise effects",
+        "The paper's scheme hides no token from the executor that computes its noise effects",
         SAME,
         "known-mask subtraction",
         "at least 95 %",
@@ -369,7 +404,7 @@ CLAIMS = (
         "Masks that serve again under other rows are seen by their top bytes",
         RING_BANK,
         "uniformity and independence",
-        "top bytes of 8 numbers that come again",
+        "some runs of the top bytes of 8 numbers come again",
         _repeats_found,
     ),
     Claim(
@@ -385,15 +420,15 @@ CLAIMS = (
         "Together they also read hidden states, labels, batches and the adapter, so attacks work on a ring",
         f"{ONE_TIME}, {BOTH}",
         ", ".join(ON_RING),
-        ", ".join(f"at least {least:.0%}" for least in ON_RING.values()),
+        ", ".join(f"{attack} at least {least:g}" for attack, least in ON_RING.items()),
         _all_succeed(ONE_TIME, BOTH, ON_RING),
     ),
     Claim(
         "control-resolution",
-        "A small advantage over chance would have shown in every attack on one-time",
+        "In every attack on one-time a score a little above chance would have counted",
         ONE_TIME,
         "all attacks on the provider's view",
-        "what would lie above chance with its interval is at most 1 % above it (in a quick audit 10 %)",
+        "an observed score 1 point of 100 above chance counts (in a quick audit 10), whatever chance is",
         _resolved,
     ),
     Claim(

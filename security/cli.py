@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 import time
@@ -60,6 +61,7 @@ def run(
         from security.claims import CLAIMS, judge
         from security.plan import FULL_PLAN, QUICK_PLAN
         from security.report import write_html, write_json
+        from security.surroundings import text_file
 
     for path, what in ((model, "model"), (text, "text")):
         if not path.exists():
@@ -69,6 +71,11 @@ def run(
     audit = Audit(model, lines, QUICK_PLAN if quick else FULL_PLAN, stage, seed)
     with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
         result = audit.run(Path(folder))
+    result.about |= {
+        "command": shlex.join(["symbiosis-audit", *sys.argv[1:]]),
+        "quick": quick,
+        "text": text_file(text),
+    }
     verdicts = judge(result)
     write_json(result, verdicts, report / "report.json")
     with stage("drawing"):

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from security.attacks.base import TokenGuess
-from security.attacks.extraction import StolenAdapter
+from security.attacks.extraction import AdapterExtraction, StolenAdapter
+from security.attacks.masking import DistinguishingGame
 from security.statistics import Estimate, independent_hits, rate
 from security.workload import Truth
 from shared.header import Direction
@@ -20,8 +21,10 @@ class Finding:
     """One cell of the report.
 
     ``success`` is in the attack's own metric; ``chance`` is what the same guesses would score if they had
-    nothing to do with the truth; ``resolution`` how far above chance it must be for the interval to lie above
-    chance, None where that is not asked. ``detail`` is for readers.
+    nothing to do with the truth, None where nothing is guessed. ``detail`` is for readers. Where success
+    is to be told from chance: ``resolution`` is how far above chance an observed score must be for its
+    interval to lie above chance; ``detectable`` how large a true advantage over chance must be to be found so
+    with probability POWER; ``power`` the probability that one as small as the plan asks for is found.
     """
 
     attack: str
@@ -29,14 +32,51 @@ class Finding:
     sees: str
     metric: str
     success: Estimate
-    chance: float
+    chance: float | None
     detail: str = ""
     resolution: float | None = None
+    detectable: float | None = None
+    power: float | None = None
 
     @property
     def beats_chance(self) -> bool:
         """Whether the whole interval lies above chance."""
-        return self.success.low > self.chance
+        return self.chance is not None and self.success.low > self.chance
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether success is a fraction of the trials, not a cosine or a game's advantage."""
+        return self.attack not in (AdapterExtraction.name, DistinguishingGame.name)
+
+    @property
+    def hits(self) -> int | None:
+        """How many of the trials succeeded; None of a cosine."""
+        if self.attack == AdapterExtraction.name:
+            return None
+        rate = self.success.value if self.is_rate else (self.success.value + 1) / 2
+        return round(rate * self.success.trials)
+
+    def spell(self, value: float) -> str:
+        """A number in the attack's own metric: a share of the trials, or a cosine or advantage."""
+        return percent(value) if self.is_rate else f"{round(value, 4) + 0.0:.4f}"  # and no -0
+
+    @property
+    def measured(self) -> str:
+        """Success, its interval and chance, as text."""
+        success = self.success
+        interval = f"interval {self.spell(success.low)} to {self.spell(success.high)}"
+        beside = interval if self.chance is None else f"{interval}; chance {self.spell(self.chance)}"
+        if self.hits is None:
+            return f"cosine {self.spell(success.value)} ({beside}) from {success.trials:,} rows"
+        counted = f"{self.hits:,} of {success.trials:,}"
+        if self.is_rate:
+            return f"{counted}, {self.spell(success.value)} ({beside})"
+        return f"{counted} right, advantage {self.spell(success.value)} ({beside})"
+
+
+def percent(value: float) -> str:
+    """A share as text, with more digits where it is small."""
+    return f"{100 * value:.2f} %" if abs(value) >= 0.01 or value == 0 else f"{100 * value:.4f} %"
 
 
 class NothingToScore(ValueError):

@@ -32,7 +32,7 @@ from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captu
 from security.findings import Finding, NothingToScore
 from security.plan import BOTH, NETWORK, PROVIDER, Plan, Result, Stage
 from security.public_model import PublicModel
-from security.statistics import Estimate, rate, visible
+from security.statistics import POWER, Estimate, detectable, power_at, rate, visible
 from security.transcript import Request
 from security.views import (
     MaskSourceView,
@@ -140,36 +140,58 @@ class PassiveAttacks:
         )
         for attack in attacks:
             guess: TokenGuess = attack.attack(view, self.rng)
-            score = partial(findings.of_guess, guess, truth, self.confidence)
+            score = partial(findings.of_guess, guess, truth)
             bare = isinstance(attack, KnownMaskSubtraction) and not view.masks
             self._found(attack, mode, sees, score, "knows no mask, takes rows as they are" if bare else "")
         deep = self._deep_attack(truth)
         guesses, wanted = deep.attack(view, self.rng)
-        self._found(deep, mode, sees, lambda: findings.of_tokens(guesses, wanted, self.confidence))
+        self._found(deep, mode, sees, partial(findings.of_tokens, guesses, wanted))
         labels = LabelRecovery()
         last = view.public.group_of(f"layers.{view.public.model.config.num_hidden_layers - 1}.mlp.down_proj")
         guessed = labels.attack(view, self.rng)
-        self._found(labels, mode, sees, lambda: findings.of_labels(guessed, truth, last, self.confidence))
+        self._found(labels, mode, sees, partial(findings.of_labels, guessed, truth, last))
         span = SpanCheck()
         ranked = span.attack(view, self.rng)
-        self._found(span, mode, sees, lambda: findings.of_spans(ranked, truth, span.rows, self.confidence))
+        self._found(span, mode, sees, partial(findings.of_spans, ranked, truth, span.rows))
         self._steal(mode, sees, view, truth)
 
     def _found(
-        self, attack: Any, mode: str, sees: str, score: Callable[[], tuple[Estimate, float]], detail: str = ""
+        self,
+        attack: Any,
+        mode: str,
+        sees: str,
+        score: Callable[[float], tuple[Estimate, float]],
+        detail: str = "",
     ) -> None:
+        able: tuple[float | None, ...]
         try:
-            success, chance = score()
+            success, chance = score(self.confidence)
             if attack is AdapterExtraction:
-                resolution: float | None = success.value - success.low
+                # Found is a cosine whose noise, on the one side that matters, stays within what is left.
+                width, noise = (each.value - each.low for each in (success, score(2 * POWER - 1)[0]))
+                able = width, width + noise
             else:
-                resolution = visible(chance, success.trials, self.confidence)
+                able = self._able(chance, success.trials)
         except NothingToScore:
             # The view holds nothing of the kind: as good as a guess, and said so.
             success, chance, detail = Estimate(0.0, 0.0, 0.0, 0), 0.0, "this party sees nothing of the kind"
-            resolution = None
+            able = ()
         self.result.findings.append(
-            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, resolution)
+            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, *able)
+        )
+
+    def _able(self, chance: float, trials: int, scale: int = 1) -> tuple[float, float, float]:
+        """What an attack can show: of a Finding ``resolution``, ``detectable`` and ``power``.
+
+        Args:
+            chance: the rate of guesses by chance.
+            trials: how many guesses.
+            scale: of the metric, by that of rates.
+        """
+        return (
+            scale * visible(chance, trials, self.confidence),
+            scale * detectable(chance, trials, self.confidence),
+            power_at(self.plan.resolution / scale, chance, trials, self.confidence),
         )
 
     def _repeated(self, truth: Truth, group: int) -> dict[int, Sent]:
@@ -194,7 +216,7 @@ class PassiveAttacks:
         self.result.figures["agreement with the tenant's model"] = {
             name: float((public.predictions(tokens, changes) == theirs).float().mean())
             for name, changes in (("stolen", copied), ("base", {}))
-        }
+        } | {"places": tokens.numel()}
 
     def _steal(self, mode: str, sees: str, view: View, truth: Truth) -> None:
         layers = self.plan.layers.get((mode, sees), 1)
@@ -206,7 +228,7 @@ class PassiveAttacks:
                 more = findings.of_copy(copy, real)
                 self.result.figures[f"adapter extraction, layer {layer}, {mode}, {sees}"] = more
                 errors.append(f"layer {layer}: relative error {more['relative_error']:.2g}")
-        score = partial(findings.of_adapters, pairs, self.confidence)
+        score = partial(findings.of_adapters, pairs)
         self._found(AdapterExtraction, mode, sees, score, "; ".join(errors))
         if layers == len(truth.adapter):
             self._compare_models({layer: copy.delta for layer, copy in stolen.items()}, truth, view.public)
@@ -215,15 +237,10 @@ class PassiveAttacks:
         half = len(game.answer) // 2
         guesses = DistinguishingGame().attack((game.rows, game.answer[:half]), self.rng)
         success = findings.advantage(guesses, game.answer[half:], self.confidence)
+        able = self._able(0.5, success.trials, scale=2)
         self.result.findings.append(
             Finding(
-                DistinguishingGame.name,
-                mode,
-                PROVIDER,
-                DistinguishingGame.metric,
-                success,
-                0.0,
-                resolution=2 * visible(0.5, success.trials, self.confidence),
+                DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0, "", *able
             )
         )
 
@@ -282,7 +299,7 @@ class PassiveAttacks:
                         sees,
                         attack.metric,
                         rate(right, len(lengths), self.confidence),
-                        0.0,
+                        None,
                     )
                 )
         ranks = [

@@ -4,16 +4,61 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from security import plots
 from security.attacks import ATTACKS
-from security.capture import ONE_TIME
-from security.claims import CLAIMS, Verdict
-from security.findings import plain
-from security.plan import PROVIDER, Result
+from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, SAME, bank_name
+from security.claims import CLAIMS, STATISTICAL, Verdict, against_one_time, surely_found
+from security.findings import Finding, percent, plain
+from security.plan import BOTH, PROVIDER, Result
+from security.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
+from tenant_sdk import NoiseBankOptions
+
+COLUMNS = (
+    (PLAIN, PROVIDER),
+    (SAME, PROVIDER),
+    (ELSEWHERE, PROVIDER),
+    (RING_BANK, PROVIDER),
+    (ONE_TIME, PROVIDER),
+    (ONE_TIME, BOTH),
+)
+_FREQUENCIES = "sum over all tokens of share among the guesses times share among the true ones"
+_ROWS = "rows of the first layer, those of prompts that were sent again included"
+# Attacks, what their n counts, and what their chance is.
+COUNTED = (
+    (
+        "vocabulary matching, known-mask subtraction, subspace projection, noise-aware retrieval",
+        _ROWS,
+        _FREQUENCIES,
+    ),
+    ("mask reuse", f"{_ROWS}; first rows of messages, which are known, left out", _FREQUENCIES),
+    ("averaging", "places of the repeated prompts, each guessed once from all its rows", _FREQUENCIES),
+    (
+        "search in hidden states",
+        "first places of the repeated prompts, each time they were sent",
+        _FREQUENCIES,
+    ),
+    ("label recovery", "places in training batches that have a next token", _FREQUENCIES),
+    (
+        "gradient span check",
+        "different tokens in each part of 32 rows of a training batch",
+        "what the same guesses score against the tokens of the other parts",
+    ),
+    ("adapter extraction", "rows that the copies were made from", "cosine 0: a random direction"),
+    ("distinguishing game", "rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One of the table of attacks; ``share`` is success above chance, 0 to 1."""
+
+    text: str
+    share: float = 0.0
 
 
 def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
@@ -40,31 +85,41 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
     environment = Environment(
         loader=PackageLoader("security", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    traffic = {
-        (
-            f.sees,
-            f.mode.rpartition(", ")[2],
-        ): f"{round(f.success.value * f.success.trials)} of {f.success.trials}"
-        for f in result.findings
-        if f.attack.startswith("traffic")
-    }
-    one_time = [f for f in result.findings if (f.mode, f.sees) == (ONE_TIME, PROVIDER) and f.success.trials]
+    environment.filters["percent"] = percent
+    environment.filters["fit"] = lambda text: text.replace(" %", "\u00a0%")
+    rows = list(zip(CLAIMS, verdicts, strict=True))
+    failed = [verdict.identity for verdict in verdicts if not verdict.holds]
     page = environment.get_template("report.html.jinja").render(
         about=result.about,
         findings=result.findings,
+        find={(f.attack, f.mode, f.sees): f for f in result.findings},
         figures=result.figures,
+        unlearned=[
+            points[0][1] for label, points in result.figures["mask reuse"].items() if label != RING_BANK
+        ],
         agreement=result.figures.get("agreement with the tenant's model"),
-        verdicts=verdicts,
-        rows=list(zip(CLAIMS, verdicts, strict=True)),
-        passed=all(verdict.holds for verdict in verdicts),
-        failed_claims=[v.identity for v in verdicts if not v.holds and not v.identity.startswith("control")],
-        failed_controls=[v.identity for v in verdicts if not v.holds and v.identity.startswith("control")],
-        controls=sum(claim.identity.startswith("control") for claim in CLAIMS),
+        claims=len(verdicts),
+        protections=[row for row in rows if not row[0].identity.startswith("control")],
+        controls=[row for row in rows if row[0].identity.startswith("control")],
+        failed_claims=[name for name in failed if not name.startswith("control")],
+        failed_controls=[name for name in failed if name.startswith("control")],
+        against=against_one_time(result),
+        sure=surely_found(against_one_time(result)),
+        least_power=min((f.power for f in against_one_time(result) if f.power is not None), default=0.0),
+        statistical=STATISTICAL,
+        randomness=result.randomness,
+        seeds=result.seeds,
+        outside={mode: plots.outside_band(found) for mode, found in result.randomness.items()},
+        bank_name=bank_name,
+        noise_bank=NoiseBankOptions(),
+        ring_masks=RING_MASKS,
+        lora={"rank": LORA_RANK, "alpha": LORA_ALPHA, "layers": ", ".join(ADAPTED)},
+        repeated_tokens=REPEATED_TOKENS,
         attacks=ATTACKS,
-        traffic=traffic,
-        resolution=max((f.resolution or 0.0 for f in one_time), default=1.0),
+        counted=COUNTED,
+        columns=COLUMNS,
+        grid=_grid(result.findings),
         plots={
-            "heat_map": plots.heat_map(result),
             "reuse": plots.reuse_curve(result),
             "extraction": plots.extraction_curve(result),
             "histogram": plots.byte_histogram(result),
@@ -72,3 +127,22 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
         },
     )
     path.write_text(page)
+
+
+def _grid(findings: list[Finding]) -> list[tuple[str, list[Cell]]]:
+    """Every attack on every view of COLUMNS, in the order in which they were run."""
+    there = {(f.attack, f.mode, f.sees): f for f in findings}
+    names = dict.fromkeys(f.attack for f in findings if (f.mode, f.sees) in COLUMNS)
+    return [(name, [_cell(there.get((name, *column))) for column in COLUMNS]) for name in names]
+
+
+def _cell(finding: Finding | None) -> Cell:
+    if finding is None:
+        return Cell("not run")
+    if not finding.success.trials:
+        return Cell("sees none")
+    if finding.chance is None or not finding.beats_chance:
+        return Cell("chance" if finding.mode == ONE_TIME else "failed")
+    above = (abs(finding.success.value) - finding.chance) / (1 - finding.chance)
+    value = finding.success.value
+    return Cell(f"{100 * value:.1f} %" if finding.is_rate else f"{value:.2f}", min(max(above, 0.0), 1.0))

@@ -10,6 +10,7 @@ from scipy import stats
 from shared.errors import ConfigurationError
 
 CONFIDENCE = 0.99
+POWER = 0.99
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,29 @@ def rate(successes: int, trials: int, confidence: float = CONFIDENCE) -> Estimat
     return Estimate(successes / trials, float(low), float(high), trials)
 
 
+def _least(chance: float, trials: int, confidence: float) -> int:
+    """The fewest successes whose interval lies above chance."""
+    return int(stats.binom.isf((1 - confidence) / 2, trials, chance)) + 1
+
+
 def visible(chance: float, trials: int, confidence: float = CONFIDENCE) -> float:
-    """How far above chance a rate must be for its interval to lie above chance."""
-    return float(stats.binom.isf((1 - confidence) / 2, trials, chance) + 1) / trials - chance
+    """How far above chance an observed rate must be for its interval to lie above chance."""
+    return _least(chance, trials, confidence) / trials - chance
+
+
+def detectable(chance: float, trials: int, confidence: float = CONFIDENCE, power: float = POWER) -> float:
+    """How far above chance the true rate must be for the observed one to count with probability ``power``.
+
+    That is more than ``visible``: a true rate just so far above chance is observed below it half the time.
+    """
+    least = _least(chance, trials, confidence)
+    return float(stats.beta.ppf(power, least, trials - least + 1)) - chance if least <= trials else 1 - chance
+
+
+def power_at(advantage: float, chance: float, trials: int, confidence: float = CONFIDENCE) -> float:
+    """The probability that a true rate so far above chance is observed as above chance."""
+    least = _least(chance, trials, confidence)
+    return float(stats.binom.sf(least - 1, trials, min(1.0, chance + advantage)))
 
 
 def independent_hits(guesses: np.ndarray, truth: np.ndarray) -> float:

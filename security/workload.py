@@ -14,6 +14,7 @@ from shared.header import Direction, Operation
 from tenant_sdk.session import Session
 
 ADAPTED = ("up_proj",)
+LORA_RANK, LORA_ALPHA = 8, 16
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,11 @@ def generate(model: Any, prompt: torch.Tensor, new_tokens: int, truth: Truth) ->
         tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
 
 
-def tune(model: Any, blocks: torch.Tensor, steps: int, truth: Truth, rank: int = 8) -> Any:
+def tune(model: Any, blocks: torch.Tensor, steps: int, truth: Truth, rank: int = LORA_RANK) -> Any:
     """Fine-tune an adapter on sequences of tokens [N, S], four at a time; the tuned model."""
-    config = peft.LoraConfig(r=rank, lora_alpha=16, target_modules=list(ADAPTED), task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=LORA_ALPHA, target_modules=list(ADAPTED), task_type="CAUSAL_LM"
+    )
     tuned = peft.get_peft_model(model, config).train()
     tuned.enable_input_require_grads()  # as gradient checkpointing does: then the first layer has some too
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=5e-3)

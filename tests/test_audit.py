@@ -96,4 +96,6 @@ def test_the_quick_audit(tmp_path: Path) -> None:
     assert not cells["vocabulary matching", "one-time", "provider"]["beats_chance"]
     page = (tmp_path / "report.html").read_text()
     assert f"All {len(CLAIMS)} claims hold" in page
+    for told in ("mask source collude", "Not protected", "run --quick", report["about"]["digest"]):
+        assert told in page
     assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//|url\(\s*["']?http|@import""", page)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from security import statistics
+from security import statistics, surroundings
 from security.attacks.extraction import StolenAdapter
 from security.attacks.logs import LogScan, Secrets
 from security.attacks.masking import DistinguishingGame
 from security.claims import STATISTICAL
 from security.findings import Finding, advantage, of_adapters, of_tokens
 from security.plan import FULL_PLAN
-from security.statistics import Estimate, independent_hits, rate, visible
+from security.statistics import POWER, Estimate, detectable, independent_hits, power_at, rate, visible
 from shared.errors import ConfigurationError
 
 RNG = np.random.default_rng(0)
@@ -69,6 +71,55 @@ def test_what_is_visible(chance: float, trials: int) -> None:
     successes = round((chance + visible(chance, trials, 0.999)) * trials)
     assert rate(successes, trials, 0.999).low > chance
     assert rate(successes - 1, trials, 0.999).low <= chance
+
+
+@pytest.mark.parametrize(("chance", "trials"), [(0.0012, 1260), (0.0147, 3652), (0.5, 140_000), (0.0, 50)])
+def test_what_is_detectable(chance: float, trials: int) -> None:
+    """A true advantage of that size is above chance as often as it says; a just visible one half the time."""
+    size = detectable(chance, trials, 0.999)
+    assert power_at(size, chance, trials, 0.999) == pytest.approx(POWER)
+    found = [
+        rate(int(hits), trials, 0.999).low > chance for hits in RNG.binomial(trials, chance + size, 2000)
+    ]
+    assert np.mean(found) == pytest.approx(POWER, abs=4 * np.sqrt(0.01 * 0.99 / 2000))
+    assert 0.4 < power_at(visible(chance, trials, 0.999), chance, trials, 0.999) < 0.7
+
+
+def test_few_trials_detect_nothing() -> None:
+    assert detectable(0.5, 3, 0.999) == 0.5
+    assert power_at(0.5, 0.5, 3, 0.999) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("attack", "measured"),
+    [
+        ("mask reuse", "3 of 4,032, 0.0744 % (interval 0.0034 % to 0.3532 %; chance 0.0740 %)"),
+        ("distinguishing game", "2,018 of 4,032 right, advantage 0.0007"),
+        ("adapter extraction", "cosine 0.0007 (interval 0.0000 to 0.0035; chance 0.0007) from 4,032 rows"),
+    ],
+)
+def test_figures_as_text(attack: str, measured: str) -> None:
+    """With a count wherever something was counted, and enough digits."""
+    success = rate(3, 4032, 0.99923)
+    assert Finding(attack, "m", "s", "t", success, 0.00074).measured.startswith(measured)
+    assert "chance" not in Finding("altered answers", "m", "s", "t", success, None).measured
+    assert not Finding("altered answers", "m", "s", "t", success, None).beats_chance
+
+
+def test_a_model_card(tmp_path: Path) -> None:
+    assert surroundings.card(tmp_path) == ""
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: x\n---\n\n# Title\n\nA model,\ntrained here.\n\nMore.\n"
+    )
+    assert surroundings.card(tmp_path) == "A model, trained here."
+    (tmp_path / "README.md").write_text("word " * 200)
+    assert len(surroundings.card(tmp_path)) <= surroundings.CARD_LETTERS + 2
+
+
+def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path: Path) -> None:
+    assert surroundings._commit(tmp_path) == ""
+    (tmp_path / ".git").mkdir()
+    assert surroundings._commit(tmp_path) == ""
 
 
 def low_rank(rank: int) -> torch.Tensor:

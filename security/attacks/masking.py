@@ -76,13 +76,14 @@ def _bit_sums(rows: torch.Tensor) -> np.ndarray:
 class Randomness:
     """What the tests say about captured bytes.
 
-    ``p_value`` is the smallest of all tests, times their number (Bonferroni); ``worst`` names that test.
-    ``repeated_blocks`` are those of 16 bytes that occur again, ``repeated_tops`` runs of eight numbers
-    whose top bytes do: the same masks under other rows.
+    ``p_value`` is the smallest of all ``tests``, times their number, 1 at most (Bonferroni); ``worst`` names
+    that test. ``repeated_blocks`` are those of 16 bytes that occur again, ``repeated_tops`` runs of eight
+    numbers whose top bytes do: the same masks under other rows.
     """
 
     p_value: float
     worst: str
+    tests: int
     repeated_blocks: int
     repeated_tops: int
     bytes_tested: int
@@ -133,6 +134,7 @@ class Uniformity:
         return Randomness(
             min(1.0, tests[worst] * len(tests)),
             worst,
+            len(tests),
             _repeated([_blocks(seen) for seen in view.requests]),
             _repeated([_tops(seen) for seen in view.requests]),
             int(data.size),

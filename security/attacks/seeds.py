@@ -18,8 +18,8 @@ class SeedStatistics:
     """What the tests say about captured seeds.
 
     ``repeated`` counts seeds, and differences of consecutive ones, that came before; ``p_value`` is the
-    smallest of all tests, times their number (Bonferroni); ``worst`` names that test. ``others`` is how
-    many requests carried something else than a seed of 32 bytes.
+    smallest of all ``tests``, times their number, 1 at most (Bonferroni); ``worst`` names that test.
+    ``others`` is how many requests carried something else than a seed of 32 bytes.
     """
 
     count: int
@@ -27,6 +27,7 @@ class SeedStatistics:
     repeated: int
     p_value: float
     worst: str
+    tests: int
 
 
 class SeedPrediction:
@@ -59,9 +60,8 @@ class SeedPrediction:
             tails = 2 * np.minimum(below, above)
             tests |= {f"bit {bit} of {what}, bias": float(p) for bit, p in enumerate(tails)}
         worst = min(tests, key=lambda name: tests[name], default="nothing was sent")
-        return SeedStatistics(
-            len(seeds), others, repeated, min(1.0, tests.get(worst, 0.0) * len(tests)), worst
-        )
+        p_value = min(1.0, tests.get(worst, 0.0) * len(tests))
+        return SeedStatistics(len(seeds), others, repeated, p_value, worst, len(tests))
 
 
 def _tested(seeds: list[bytes]) -> dict[str, list[bytes]]:
