@@ -31,8 +31,9 @@ def write_model(
     width: int = WIDTH,
     feed_forward: int = FEED_FORWARD,
     vocabulary: int = VOCABULARY,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Save a Llama-shaped model with random weights, float32; by default 12 layers and d = 768."""
+    """Save a Llama-shaped model with random weights; by default 12 layers and d = 768."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=width,
@@ -43,7 +44,7 @@ def write_model(
         vocab_size=vocabulary,
         max_position_embeddings=2048,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,15 @@ def executor(folder: Path, work: Path, *options: str) -> Iterator[Executor]:
                 raise SystemExit((work / "executor.log").read_text())
             time.sleep(0.1)
         told = json.loads(ready.read_text())
-        yield Executor(told["url"], told["pid"], token, tls / "ca.pem", told["admin_url"], TokenFile(tokens))
+        yield Executor(
+            told["url"],
+            told["pid"],
+            token,
+            tls / "ca.pem",
+            told["admin_url"],
+            TokenFile(tokens),
+            told.get("local_url", ""),
+        )
     finally:
         ready.unlink(missing_ok=True)
         process.terminate()

@@ -28,6 +28,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
+import torch
 from common import Executor, cpu_seconds, executor, metrics, peak_memory_mib, pss_mib, spread, write_model
 from load import bursty
 from rich.console import Console
@@ -46,13 +47,14 @@ Plan = dict[str, Any]
 def started(script: str, plans: list[Plan]) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that have said that they are ready."""
     running = []
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
     try:
         for plan in plans:
             process = subprocess.Popen(
                 [sys.executable, str(HERE / script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 text=True,
             )
             assert process.stdin is not None
@@ -62,12 +64,14 @@ def started(script: str, plans: list[Plan]) -> Iterator[list[subprocess.Popen[st
         for process in running:
             assert process.stdout is not None
             if process.stdout.readline() != "ready\n":
-                raise SystemExit(f"a process of {script} ended before it was ready")
+                errors.seek(0)
+                raise SystemExit(f"a process of {script} ended before it was ready:\n{errors.read()[-2000:]}")
         yield running
     finally:
         for process in running:
             process.kill()
             process.wait()
+        errors.close()
 
 
 def results(running: list[subprocess.Popen[str]], begin: float) -> list[Any]:
@@ -263,8 +267,22 @@ def _errors(runs: list[dict[str, Any]]) -> str:
     return ", ".join(f"{code}: {count}" for code, count in total.items()) or "none"
 
 
+def large_model(work: Path) -> Path:
+    """A model of 396 million parameters, written once.
+
+    In bfloat16, as models are given away, and computed with in float32: processes that map a file of
+    the type that they compute with would share its pages, which no two GPUs or containers do.
+    """
+    folder = work / "large"
+    if not folder.exists():
+        console.print("writing the large model", highlight=False)
+        write_model(folder, layers=14, width=1536, feed_forward=4096, vocabulary=4096, dtype=torch.bfloat16)
+    return folder
+
+
 def dedicated(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
     """Eight decoding and four tuning tenants, real ones, against as many processes with a whole model."""
+    folder = large_model(work)
     decode = {"work": "decode", "batch": 1, "length": 32, "threads": 1, "seconds": seconds}
     tune = {"work": "tune", "batch": 1, "length": 256, "threads": 1, "seconds": 2 * seconds}
     found: dict[str, list[dict[str, Any]]] = {}
@@ -309,8 +327,7 @@ def show_dedicated(found: dict[str, Any]) -> list[Table]:
 
 def memory(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
     """One to five tenants that tune, against as many processes, with a base of more than 1 GB."""
-    folder = work / "large"
-    write_model(folder, layers=14, width=1536, feed_forward=4096, vocabulary=4096)
+    folder = large_model(work)
     plan = {"work": "tune", "batch": 1, "threads": 1, "seconds": seconds}
     found: dict[str, Any] = {"local": {}, "shared": {}, "executor": {}, "executor by length": {}}
     with executor(folder, work / "memory") as running:
@@ -334,7 +351,7 @@ def memory(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, A
             console.print(f"memory: a sequence of {length} tokens", highlight=False)
             tenants(1, length)
             found["executor by length"][length] = peak_memory_mib(running.pid)
-    found["base_mib"] = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
+    found["base_mib"] = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
     return found
 
 

@@ -20,6 +20,7 @@ QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room fo
 PIECE_SECONDS = 0.05  # no product is longer while nobody decodes: the first token must not wait for ever
 LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
 ROW_STEP = 16  # windows are whole tiles of the kernels
+LEAD = 1.0  # virtual tokens that a tenant may be ahead of another that waits, if no piece costs more
 
 
 class Kind(NamedTuple):
@@ -195,8 +196,12 @@ class Opportunistic:
 
     Batches without padding or lockstep (Symbiosis §3.7); windows of rows that nobody waits for, sized
     by a latency model (FlexLLM §6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
-    wait, none gets further ahead of the least served than one largest piece costs, whatever it
-    declares: FlexLLM's lemma 1 with that cost as the bound.
+    wait, none gets further ahead of the least served than one largest piece or one token costs,
+    whatever it declares: FlexLLM's lemma 1 with that cost as the bound.
+
+    Of decodes those in the first groups go first. They catch up with the ones further on, and from
+    there on go through the groups with them, in the same products: tenants fall in step where there is
+    more to do than time, and none waits for another that does not ask.
 
     Args:
         latency: how long products take.
@@ -230,7 +235,7 @@ class Opportunistic:
             return [self._take(self._queue[0], self._most_rows(self._queue[0], now))]
         costs = {work: self._most_rows(work, now) * work.row_cost for work in self._queue}
         # Nobody who is further ahead than this is multiplied before the least served has caught up.
-        limit = self.counters.least() + max(costs.values())
+        limit = self.counters.least() + max(LEAD, *costs.values())
         fair = [work for work in self._queue if self.counters.of(work.tenant) + costs[work] <= limit]
         ripe = {work: now if alone else self._ripe(work) for work in fair}
         heads = [work for work in fair if ripe[work] <= now]
@@ -253,8 +258,10 @@ class Opportunistic:
             if work.decodes and stop == work.rows:
                 self.tokens.answered(work.tenant, group, now - work.arrived)
 
-    def _precedence(self, work: Work) -> tuple[bool, float, int, float]:
-        return (not work.decodes, self.counters.of(work.tenant), work.request_class, work.arrived)
+    def _precedence(self, work: Work) -> tuple[bool, int, float, int, float]:
+        group = work.kind.group if work.decodes else 0
+        served = self.counters.of(work.tenant)
+        return (not work.decodes, group, served, work.request_class, work.arrived)
 
     def _ripe(self, work: Work) -> float:
         """When a request has waited long enough for others; one that has begun waits no more."""

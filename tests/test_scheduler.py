@@ -72,6 +72,8 @@ class Tenant:
     ends: float = float("inf")
     served: list[tuple[float, float]] = field(default_factory=list)  # time and virtual tokens
     replies: list[float] = field(default_factory=list)  # seconds of each
+    waiting: int = 0  # requests of which rows are left
+    rested: list[float] = field(default_factory=list)  # when none was
     group: int = 0
 
     def next(self, now: float) -> Work:
@@ -93,6 +95,7 @@ def simulate(policy: Policy, tenants: list[Tenant], seconds: float) -> list[tupl
             at, _, tenant = heapq.heappop(arrivals)
             request = tenant.next(at)
             left[request] = request.rows
+            tenant.waiting += 1
             policy.add(request, now)
         decision = policy.next(now)
         if not isinstance(decision, list):
@@ -103,7 +106,12 @@ def simulate(policy: Policy, tenants: list[Tenant], seconds: float) -> list[tupl
         done.append((now, decision))
         took = FIXED + PER_ROW * rows_of(decision)
         for request, start, stop in decision:
-            by_name[request.tenant].served.append((now, (stop - start) * request.row_cost))
+            tenant = by_name[request.tenant]
+            tenant.served.append((now, (stop - start) * request.row_cost))
+            if stop == request.rows:
+                tenant.waiting -= 1
+                if not tenant.waiting:
+                    tenant.rested.append(now)
         now += took
         policy.finished(decision, took, now)
         for request, start, stop in decision:
@@ -274,17 +282,21 @@ def test_backlogged_tenants_get_the_same_within_the_bound_of_the_theorem(seed: i
             f"tenant {i}",
             draw.choice([1, 8, 100, 1000, 3000]),
             draw.choice([DECODE, PREFILL, FINETUNING]),
-            at_once=draw.choice([1, 2, 12]) + 1,  # so that one always waits
+            at_once=draw.choice([1, 2, 12]) + 1,  # so that one nearly always waits
         )
         for i in range(5)
     ]
     for tenant in tenants:
         tenant.what = bounded_class(tenant.what, Direction.FORWARD, tenant.rows)
     simulate(Opportunistic(model()), tenants, 8.0)
+    compared = 0
     for _ in range(200):
         begin, end = sorted((draw.uniform(0.1, 8.0), draw.uniform(0.1, 8.0)))
-        got = [tokens(tenant, begin, end) for tenant in tenants]
-        assert max(got) - min(got) <= 2 * largest_piece()
+        waited = [t for t in tenants if not any(begin <= at <= end for at in t.rested)]
+        got = [tokens(tenant, begin, end) for tenant in waited]
+        assert max(got, default=0.0) - min(got, default=0.0) <= 2 * largest_piece()
+        compared += len(waited) > 1
+    assert compared > 100
 
 
 def test_whoever_floods_gets_no_more_than_its_share() -> None:
@@ -334,6 +346,16 @@ def test_alone_is_first_come_first_served() -> None:
         assert isinstance(batch, list)
         served.append([(piece.work, piece.start, piece.stop) for piece in batch])
     assert served == [[(request, 0, request.rows)] for request in asked]
+
+
+def test_decoding_tenants_fall_in_step_and_none_is_left_behind() -> None:
+    """Products of a few rows take as long as those of one, so tenants are better off in each other's."""
+    people = [Tenant(f"chat {i}", 1, DECODE, think=0.003, begins=0.0013 * i) for i in range(16)]
+    done = simulate(Opportunistic(model()), people, 10.0)
+    rows = [rows_of(batch) for at, batch in done if at > 2.0]
+    assert sum(rows) / len(rows) > 5
+    replies = [len(tenant.replies) for tenant in people]
+    assert max(replies) - min(replies) <= 2 * GROUPS
 
 
 def test_lockstep_goes_at_the_pace_of_the_slowest() -> None:
