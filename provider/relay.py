@@ -76,9 +76,9 @@ class Relay:
 
 
 class RelayedSession:
-    """See ``provider.session.Session``. One request is under way at a time.
+    """See ``provider.session.Session``.
 
-    A request lies at the beginning of the memory, its answer behind it.
+    One request is under way at a time: it lies at the beginning of the memory, its answer behind it.
     """
 
     def __init__(self, relay: Relay, link: Link, tenant: str, send: Send) -> None:
@@ -91,12 +91,12 @@ class RelayedSession:
         self._look = True  # there may be a message that the descriptor does not tell of
         # Its own, so that a tenant may say nothing, or something wrong, for as long as over TLS alone.
         hello = encode(Hello(f"front door {os.getpid()}"))
-        self._exchange(Header(Operation.HELLO, request_id=1, rows=1, columns=len(hello)), 0, hello)
+        self._exchange(Header(Operation.HELLO, request_id=1, rows=1, columns=len(hello)), 0, 0, hello)
 
     def accept(self, header: Header) -> None:
         """See ``provider.session.Session``; ``overloaded`` if the executor has no memory for it."""
         self._protocol.accept(header)
-        if header.operation in PRODUCTS:
+        if _in_memory(header):
             self._have(_in_memory(header) + self._protocol.answer(header).payload_bytes)
 
     def allocate(self, header: Header) -> torch.Tensor:
@@ -146,25 +146,29 @@ class RelayedSession:
 
     def _ask(self, header: Header, payload: torch.Tensor) -> None:
         """Have the executor answer, and pass that on."""
-        at, body = _in_memory(header), None
-        if not at:
-            body = tensor_bytes(payload)
-            if header.operation == Operation.FETCH:
-                self._have(self._relay.fetched_bytes(decode(body, Fetch)))
-        elif self._placed is not header:
-            self._link.memory.write(0, [payload])
-        answer, data = self._exchange(header, at, body)
+        data = tensor_bytes(payload)
+        if header.operation in PRODUCTS:
+            answer_bytes = self._protocol.answer(header).payload_bytes
+        else:
+            answer_bytes = self._relay.fetched_bytes(decode(data, Fetch))
+        # Of the next request a part may have arrived, and lie at the beginning already.
+        at = _in_memory(self._placed) if self._placed and self._placed is not header else 0
+        answer_at = at + _in_memory(header)
+        self._have(answer_at + answer_bytes)
+        if _in_memory(header) and self._placed is not header:
+            self._link.memory.write(at, [payload])
+        answer, body = self._exchange(header, at, answer_at, None if _in_memory(header) else data)
         if answer.operation == Operation.REPLY:
-            tensor = self._link.memory.tensor(at, answer.payload_dtype, answer.payload_shape)
+            tensor = self._link.memory.tensor(answer_at, answer.payload_dtype, answer.payload_shape)
             self._send(answer, [tensor])
         else:
-            self._send(answer, data)
+            self._send(answer, body)
 
     def _exchange(
-        self, header: Header, answer_at: int, body: bytes | memoryview | None
+        self, header: Header, at: int, answer_at: int, body: bytes | memoryview | None
     ) -> tuple[Header, bytes]:
         """One request and its answer; ``body`` is what does not lie in the memory."""
-        front = header.pack() + PLACES.pack(0, answer_at)
+        front = header.pack() + PLACES.pack(at, answer_at)
         if body is None:
             os.write(self._link.requests, front)
         else:
