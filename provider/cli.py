@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -215,6 +216,8 @@ def serve(
     if front_doors and local_dir is None:
         private = tempfile.TemporaryDirectory(prefix="symbiosis-")
     directory = Path(private.name) if private else local_dir
+    if directory:
+        _allow_open_files(12 * max_connections + 256)  # sockets, pipes and memory of each local session
     local = directory and ColocatedServer(
         server.service,
         tokens=tokens,
@@ -279,6 +282,14 @@ def serve(
     if private:
         private.cleanup()
     _errors.print("stopped" if clean else "stopped; some requests were cut off")
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Raise this process's limit, which is 1024 on many systems, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def run(application: Callable[[], Any]) -> None:

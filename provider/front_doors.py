@@ -51,11 +51,6 @@ class FrontDoors:
             self.drain()
             raise ConfigurationError("a front door did not start; what it logged says why")
 
-    def pids(self) -> list[int]:
-        """Of the processes."""
-        with self._lock:
-            return [process.pid for process in self._running]
-
     def drain(self) -> bool:
         """Let all of them answer what has arrived, and end; whether they did so in time."""
         self._stopping.set()

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import struct
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from channels import error_of
 from conftest import Executor, executor_processes
 from raw_colocated import memories
 from raw_peers import HELLO, PING, REPLY, SECONDS, TEXT, Peer, eventually, header, open_raw, product
+from transports import Start
 
 import tenant_sdk
 from provider.executor import BaseExecutor
@@ -30,7 +32,7 @@ from provider.tokens import TokenFile
 from shared.errors import AuthenticationError, ConfigurationError, ConnectionLost
 from shared.header import Direction, Operation
 
-pytest_plugins = ("wire_fixtures",)
+pytest_plugins = ("transport_fixtures", "wire_fixtures")
 
 DOORS = 2
 TENANT_CONNECTIONS = 4
@@ -307,15 +309,38 @@ def test_sigterm_answers_drains_and_leaves_nobody(served: Executor) -> None:
 def test_an_executor_that_is_killed_takes_its_doors_along(
     serve_process: Callable[..., Executor], checkpoint: Callable[[str], Path]
 ) -> None:
-    executor = serve_process(checkpoint("llama"), "--front-doors", "1")
-    assert executor.process is not None
-    doors = children(executor)
-    assert len(doors) == 1
-    with executor.connect() as session:
-        executor.process.kill()
-        with pytest.raises(ConnectionLost):
-            ping_for_ever(session)
-    eventually(lambda: not any(map(alive, doors)))
+    with tempfile.TemporaryDirectory(prefix="symbiosis-") as name:  # it cannot remove one of its own
+        options = ("--front-doors", "1", "--local-dir", f"{name}/local")
+        executor = serve_process(checkpoint("llama"), *options)
+        assert executor.process is not None
+        doors = children(executor)
+        assert len(doors) == 1
+        with executor.connect() as session:
+            executor.process.kill()
+            with pytest.raises(ConnectionLost):
+                ping_for_ever(session)
+        eventually(lambda: not any(map(alive, doors)))
+
+
+def test_memory_of_all_is_bounded(everywhere: Start, checkpoint: Callable[[str], Path]) -> None:
+    """The first tenant's grows, the second's cannot, for a third there is none."""
+    tight = everywhere(checkpoint("llama"), memory_bytes=3 << 20)
+    at = Executor(str(tight.where("front door")), tight.token, tight.ca)
+    large = product(4000, 64, request_id=3) + bytes(4000 * 256)
+    with open_raw(at) as first, open_raw(at) as second:
+        for peer in (first, second):
+            peer.hello()
+        first.send(first.frame(large))
+        assert first.receive()[0].operation == REPLY
+        second.send(second.frame(large))
+        assert second.receive_error() == (3, "overloaded")
+        second.send(last(second))
+        assert second.receive()[0].operation == REPLY
+        with open_raw(at) as third:
+            assert third.receive_close() == 1013
+    eventually(lambda: tight.metric("symbiosis_connections") == 0)
+    assert tight.metric("symbiosis_refused_total", code="overloaded") == 1
+    assert tight.metric("symbiosis_handshakes_failed_total", reason="overloaded") == 1
 
 
 def test_doors_that_cannot_start(llama: Executor, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
