@@ -223,22 +223,20 @@ def test_a_hello_is_said_as_soon_as_its_header_is_there(served: Executor) -> Non
 
 def test_requests_of_all_sizes_in_one_write(served: Executor, reference: BaseExecutor) -> None:
     """The end of one and the beginning of the next are in one TLS record, and lie in the same memory."""
-    sizes = [80, 81, 1, 200, 1, 1, 20_000, 90, 2]  # of 256 bytes a row; a TLS record has 16 KiB
+    sizes = [80, 81, 1, 70, 1, 1, 2000, 90, 2]  # of 256 bytes a row; a TLS record has 16 KiB
     with open_raw(served) as peer:
         peer.hello()
         messages = [
             peer.frame(product(n, 64, request_id=i, members=7) + draw(i, n).numpy().tobytes())
             for i, n in enumerate(sizes, 1)
         ]
-        with ThreadPoolExecutor(1) as sending:
-            sent = sending.submit(peer.send, b"".join(messages))
-            for i, n in enumerate(sizes, 1):
-                fields, body = peer.receive()
-                assert (fields.operation, fields.request_id) == (REPLY, i)
-                blocks = reference.product(0, Direction.FORWARD, 7, [draw(i, n)])
-                got = torch.frombuffer(bytearray(body), dtype=torch.float32)
-                torch.testing.assert_close(got, torch.cat([block.reshape(-1) for block in blocks]))
-            sent.result(SECONDS)
+        peer.send(b"".join(messages))  # the answers until the large one fit into the sockets
+        for i, n in enumerate(sizes, 1):
+            fields, body = peer.receive()
+            assert (fields.operation, fields.request_id) == (REPLY, i)
+            blocks = reference.product(0, Direction.FORWARD, 7, [draw(i, n)])
+            got = torch.frombuffer(bytearray(body), dtype=torch.float32)
+            torch.testing.assert_close(got, torch.cat([block.reshape(-1) for block in blocks]))
         peer.send(peer.frame(b"alive?", PING))
         assert peer.receive_frame() == (10, b"alive?")
     at_rest(served)
