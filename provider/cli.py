@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import gc
-import logging
 import os
+import resource
 import signal
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -18,12 +20,12 @@ from typing import Annotated, Any, Optional
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 from tqdm import tqdm
 
 from provider.certificates import DEFAULT_HOSTS, write_certificates
+from provider.log import console as _errors
+from provider.log import log_to_console
 from provider.tokens import TokenFile
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import keep_freed_memory
@@ -31,7 +33,6 @@ from shared.memory import keep_freed_memory
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
 app.add_typer(token_app, name="token")
-_errors = Console(stderr=True, soft_wrap=True)
 
 
 @app.callback()
@@ -98,6 +99,12 @@ def serve(
         typer.Option(help="Also ask tenants for a certificate signed by this authority."),
     ] = None,
     serve_head: Annotated[bool, typer.Option(help="Also serve the output head.")] = False,
+    front_doors: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Processes that let tenants in, for TLS of many on many cores; 0: the executor's own."
+        ),
+    ] = 0,
     max_connections: Annotated[int, typer.Option(help="Close further connections at once.")] = 256,
     tenant_connections: Annotated[int, typer.Option(help="Turn further ones of one tenant away.")] = 64,
     drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM waits for requests.")] = 10.0,
@@ -132,7 +139,7 @@ def serve(
         ),
     ] = None,
     local_mib: Annotated[
-        int, typer.Option(help="MiB of shared memory that all their sessions together may have.")
+        int, typer.Option(help="MiB of shared memory of all local sessions together; front doors' are local.")
     ] = 2048,
     transcript: Annotated[
         Optional[Path],  # noqa: UP045
@@ -140,17 +147,15 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(message)s",
-        handlers=[RichHandler(console=_errors, show_path=False, rich_tracebacks=False)],
-    )
+    log_to_console()
     import torch
 
     from provider.admin import AdminServer
     from provider.batching import Batcher, profile
     from provider.colocated import ColocatedServer
     from provider.executor import BaseExecutor
+    from provider.front_door import Plan
+    from provider.front_doors import FrontDoors
     from provider.metrics import Metrics
     from provider.quota import Limit, Quotas
     from provider.scheduler import POLICIES, Objective, Opportunistic, make_policy
@@ -205,14 +210,34 @@ def serve(
         port=port,
         max_connections=max_connections,
         tenant_connections=tenant_connections,
+        accepting=not front_doors,
     )
-    local = local_dir and ColocatedServer(
+    private = None
+    if front_doors and local_dir is None:
+        private = tempfile.TemporaryDirectory(prefix="symbiosis-")
+    directory = Path(private.name) if private else local_dir
+    if directory:
+        _allow_open_files(12 * max_connections + 256)  # sockets, pipes and memory of each local session
+    local = directory and ColocatedServer(
         server.service,
         tokens=tokens,
-        directory=local_dir.absolute(),
+        directory=directory.absolute(),
         sessions=server.sessions,
         memory_bytes=local_mib << 20,
     )
+    doors = None
+    if front_doors and local:
+        plan = Plan(
+            listener=server.listener.fileno(),
+            url=local.url,
+            manifest=executor.manifest,
+            tls_dir=str(tls_dir),
+            client_ca=str(client_ca) if client_ca else None,
+            token_file=str(token_file),
+            max_connections=max_connections,
+            drain_seconds=drain_seconds,
+        )
+        doors = FrontDoors(front_doors, plan, metrics)
     metrics.watch(
         lambda: batcher.waiting,
         lambda: quotas.in_flight()[1],
@@ -227,7 +252,8 @@ def serve(
         },
     )
     admin = AdminServer(metrics, admin_port, lambda: not server.draining, status)
-    urls = f"{server.url} and {local.url}" if local else server.url
+    local_url = local.url if local and local_dir else ""
+    urls = f"{server.url} and {local_url}" if local_url else server.url
     _errors.print(
         f"serving [bold]{executor.manifest.model}[/] ({executor.manifest.architecture}, {numerics}, "
         f"{len(executor.manifest.groups)} groups, digest {executor.manifest.digest[:16]}) "
@@ -237,20 +263,33 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if ready_file is not None:
-        more = {"local_url": local.url} if local else {}
+        more = {"local_url": local_url} if local_url else {}
         server.write_ready_file(ready_file, admin_url=f"http://127.0.0.1:{admin.port}", **more)
     # With a timeout: a signal that another thread takes runs its handler only when this one wakes.
     while not stop.wait(0.5):
         pass
     _errors.print("draining")
+    deadline = time.monotonic() + drain_seconds
+    server.stop_listening()
     if local:
         local.close()
-    clean = server.drain(drain_seconds)
+    doors_clean = doors.drain() if doors else True  # first: their sessions are the executor's as well
+    clean = server.drain(max(1.0, deadline - time.monotonic())) and doors_clean
     admin.close()
     status.close()
     if recording is not None:
         recording.close()
+    if private:
+        private.cleanup()
     _errors.print("stopped" if clean else "stopped; some requests were cut off")
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Raise this process's limit, which is 1024 on many systems, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def run(application: Callable[[], Any]) -> None:

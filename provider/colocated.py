@@ -398,7 +398,7 @@ class ColocatedServer:
         self, code: str, message: str, retry_after: float | None = None, *, counted: bool = False
     ) -> list[bytes]:
         if not counted:
-            self._service.metrics.handshakes_failed.labels(code).inc()
+            self._service.metrics.handshake_failed(code)
         log.info("no session: %s", code)
         return [REFUSED, encode(ErrorInfo(code, message, retry_after))]
 

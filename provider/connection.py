@@ -12,18 +12,22 @@ import select
 import socket
 import ssl
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
-from provider.session import Service, TenantSession
 from provider.tokens import TokenFile
 from shared.errors import WireError
 from shared.header import SUBPROTOCOL, Header
 from shared.messages import ErrorInfo, encode
 from shared.websocket import Incoming, MessageReader, Opcode, encode_control, encode_message
+
+if TYPE_CHECKING:  # a front door has no executor, and starts in a third of the time without it
+    from provider.session import Send, Session
 
 log = logging.getLogger(__name__)
 _quiet = logging.getLogger("symbiosis.websockets")
@@ -41,11 +45,25 @@ class Refused(Exception):
         self.reason = reason
 
 
-def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, str]:
+class TurnedAway(Exception):
+    """No session for whom the handshake let in: there are too many. The message is for the peer."""
+
+
+class Bearer(NamedTuple):
+    """Whom the handshake let in."""
+
+    tenant: str
+    token: str  # which it showed
+
+
+OpenSession = Callable[["Bearer", "Send", Callable[[], bool]], "Session"]
+
+
+def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, Bearer]:
     """TLS, then the websocket opening handshake with its bearer token.
 
     Returns:
-        The encrypted socket and the tenant's name.
+        The encrypted socket and whose it is.
 
     Raises:
         Refused, OSError: no session. The peer was told why as far as it may know.
@@ -60,7 +78,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
         raise
 
 
-def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> str:
+def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
     while request is None:
@@ -76,17 +94,19 @@ def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> str:
         request = next((e for e in events if isinstance(e, Request)), None)
         if protocol.handshake_exc is not None:
             raise Refused("http")
-    tenant, response, reason = _admit(protocol, request, tokens)
+    bearer, response, reason = _admit(protocol, request, tokens)
     protocol.send_response(response)
     for piece in protocol.data_to_send():
         if piece:
             sock.sendall(piece)
-    if tenant is None:
+    if bearer is None:
         raise Refused(reason)
-    return tenant
+    return bearer
 
 
-def _admit(protocol: ServerProtocol, request: Request, tokens: TokenFile) -> tuple[str | None, Response, str]:
+def _admit(
+    protocol: ServerProtocol, request: Request, tokens: TokenFile
+) -> tuple[Bearer | None, Response, str]:
     def refuse(status: int, code: str, message: str) -> tuple[None, Response, str]:
         return None, protocol.reject(status, encode(ErrorInfo(code, message)).decode()), code
 
@@ -97,7 +117,8 @@ def _admit(protocol: ServerProtocol, request: Request, tokens: TokenFile) -> tup
         )
     credentials = request.headers.get_all("Authorization")
     scheme, _, token = (credentials[0] if len(credentials) == 1 else "").partition(" ")
-    tenant = tokens.tenant_of(token.strip()) if scheme.lower() == "bearer" else None
+    token = token.strip()
+    tenant = tokens.tenant_of(token) if scheme.lower() == "bearer" else None
     if tenant is None:
         return refuse(
             401, "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
@@ -105,26 +126,43 @@ def _admit(protocol: ServerProtocol, request: Request, tokens: TokenFile) -> tup
     response = protocol.accept(request)
     if response.status_code != 101:
         return None, response, "http"
-    return tenant, response, ""
+    return Bearer(tenant, token), response, ""
 
 
 class Connection:
     """Serves one session after its handshake.
 
     Args:
-        sock: encrypted and authenticated.
-        tenant: whose token it showed.
-        service: of the executor.
+        sock: encrypted and authenticated; this closes it.
+        bearer: who it is.
+        open_session: makes its session of ``bearer``, what sends an answer, and what tells whether the
+            next request has arrived.
+        max_message_bytes: of a payload.
+
+    Raises:
+        TurnedAway: ``open_session`` did; the tenant has been told.
     """
 
-    def __init__(self, sock: ssl.SSLSocket, tenant: str, service: Service) -> None:
+    def __init__(
+        self, sock: ssl.SSLSocket, bearer: Bearer, open_session: OpenSession, max_message_bytes: int
+    ) -> None:
         self._sock = sock
-        self.tenant = tenant
-        self._session = TenantSession(service, tenant, self._send, self._something_to_do)
+        self.tenant = bearer.tenant
+        try:
+            self._session = open_session(bearer, self._send, self._something_to_do)
+        except TurnedAway as error:
+            with sock:
+                sock.settimeout(1.0)
+                self._close(1013, str(error))  # try again later
+            raise
+        except BaseException:
+            sock.close()
+            raise
         self._reader = MessageReader(
             self._session.accept,
             masked=True,
-            max_message_bytes=service.executor.manifest.limits.max_message_bytes,
+            max_message_bytes=max_message_bytes,
+            allocate=self._session.allocate,
         )
         self._closing = False
         # To wake the thread when it waits for its tenant. Shutting the socket would wake it too, but
@@ -142,12 +180,6 @@ class Connection:
         except OSError:
             pass  # it has ended already
 
-    def turn_away(self) -> None:
-        """End the session before it began: the tenant has too many."""
-        self._sock.settimeout(1.0)
-        self._close(1013, "too many connections of this tenant")  # try again later
-        self._end()
-
     def serve(self) -> None:
         """Answer requests until the tenant leaves, breaks the protocol or stalls."""
         self._sock.settimeout(STALL_SECONDS)
@@ -162,12 +194,9 @@ class Connection:
         except (OSError, EOFError) as error:
             log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._session.close()
-        for each in (self._sock, self._wake, self._woken):
-            each.close()
+            self._session.close()
+            for each in (self._sock, self._wake, self._woken):
+                each.close()
 
     def _serve_once(self) -> bool:
         """Receive once and handle what is complete; False when the connection ends well."""

@@ -110,6 +110,14 @@ class Metrics:
         ):
             Gauge(f"symbiosis_{name}", text, registry=self.registry).set_function(value)
 
+    def handshake_failed(self, reason: str) -> None:
+        """A connection ended before a session began."""
+        self.handshakes_failed.labels(reason).inc()
+
+    def connected(self, change: int) -> None:
+        """A session began (1) or ended (-1)."""
+        self.connections.inc(change)
+
     def value(self, name: str) -> float:
         """Of a metric without labels; 0 if there is none."""
         return self.registry.get_sample_value(name) or 0.0

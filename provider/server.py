@@ -1,7 +1,11 @@
-"""Listens, hands each connection to a thread, and drains at the end."""
+"""Listens, hands each connection to a thread, and drains at the end.
+
+Front doors use all of it but ``Server``, and have no executor; so nothing of one is imported here.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -12,15 +16,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from provider.connection import HANDSHAKE_ERRORS, Connection, Refused, handshake
-from provider.metrics import Metrics
-from provider.session import Service
+from provider.connection import (
+    HANDSHAKE_ERRORS,
+    Bearer,
+    Connection,
+    OpenSession,
+    Refused,
+    TurnedAway,
+    handshake,
+)
 from provider.tokens import TokenFile
 from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from provider.session import Send, Service, Session
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +76,29 @@ class Drains(Protocol):
         ...
 
 
+class Counts(Protocol):
+    """Counts how connections fare; see ``provider.metrics.Metrics``."""
+
+    def handshake_failed(self, reason: str) -> None:
+        """A connection ended before a session began."""
+        ...
+
+    def connected(self, change: int) -> None:
+        """A session began (1) or ended (-1)."""
+        ...
+
+
 class Sessions:
     """The threads that serve tenants, over all transports together: how many, and how they end.
 
     Args:
-        metrics: counts them.
+        counts: counts them.
         limit: how many; each costs a thread.
         tenant_limit: of one tenant.
     """
 
-    def __init__(self, metrics: Metrics, limit: int, tenant_limit: int) -> None:
-        self._metrics, self._limit, self._tenant_limit = metrics, limit, tenant_limit
+    def __init__(self, counts: Counts, limit: int, tenant_limit: int) -> None:
+        self.counts, self._limit, self._tenant_limit = counts, limit, tenant_limit
         self._threads: set[threading.Thread] = set()
         self._open: set[Drains] = set()
         self._lock = threading.Lock()
@@ -90,7 +115,7 @@ class Sessions:
                     return True
                 except RuntimeError:
                     pass  # no more threads to be had: this connection is one too many
-        self._metrics.handshakes_failed.labels("full").inc()
+        self.counts.handshake_failed("full")
         return False
 
     def crowded(self, tenant: str) -> bool:
@@ -98,7 +123,7 @@ class Sessions:
         with self._lock:
             crowded = sum(session.tenant == tenant for session in self._open) >= self._tenant_limit
         if crowded:
-            self._metrics.handshakes_failed.labels("tenant_full").inc()
+            self.counts.handshake_failed("tenant_full")
             log.warning("tenant %s has %d sessions already", tenant, self._tenant_limit)
         return crowded
 
@@ -107,13 +132,13 @@ class Sessions:
         """While a session is served."""
         with self._lock:
             self._open.add(session)
-        self._metrics.connections.inc()
+        self.counts.connected(1)
         try:
             if self.draining:
                 session.drain()
             yield
         finally:
-            self._metrics.connections.dec()
+            self.counts.connected(-1)
             with self._lock:
                 self._open.discard(session)
 
@@ -139,10 +164,70 @@ class Sessions:
                 self._threads.discard(threading.current_thread())
 
 
+class Entrance:
+    """Lets tenants in at a listening socket: TLS, the websocket handshake, a session, a thread for each.
+
+    Args:
+        listener: others, and other processes, may accept from it too.
+        sessions: counts and ends them.
+        open_session, max_message_bytes: see ``Connection``.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        context: ssl.SSLContext,
+        tokens: TokenFile,
+        sessions: Sessions,
+        open_session: OpenSession,
+        max_message_bytes: int,
+    ) -> None:
+        self._listener, self._context, self._tokens, self._sessions = listener, context, tokens, sessions
+        self._open_session, self._max_message_bytes = open_session, max_message_bytes
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._sessions.draining:
+            try:
+                raw, _ = self._listener.accept()
+            except OSError as error:
+                if self._sessions.draining or error.errno == errno.EINVAL:  # nobody listens any more
+                    return
+                log.exception("cannot accept connections")
+                threading.Event().wait(0.1)  # out of file descriptors: give some time to close
+                continue
+            if not self._sessions.start(partial(self._serve, raw)):
+                raw.close()
+
+    def _serve(self, raw: socket.socket) -> None:
+        with raw:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            try:
+                sock, bearer = handshake(raw, self._context, self._tokens)
+            except HANDSHAKE_ERRORS as error:
+                reason = "slow" if isinstance(error, TimeoutError) else "tls"
+                if isinstance(error, Refused):
+                    reason = error.reason
+                self._sessions.counts.handshake_failed(reason)
+                log.info("no session: %s (%s)", reason, type(error).__name__)
+                return
+            try:
+                session = Connection(sock, bearer, self._open_session, self._max_message_bytes)
+            except TurnedAway as error:
+                log.info("tenant %s was turned away: %s", bearer.tenant, error)
+                return
+            with self._sessions.open(session):
+                session.serve()
+
+
 class Server:
     """A base executor behind a TLS port.
 
     Args:
+        accepting: let tenants in here; else front doors do so, at ``listener``.
         max_connections: further ones are closed at once; each costs a thread.
         tenant_connections: of one tenant; further ones are turned away.
     """
@@ -157,18 +242,25 @@ class Server:
         port: int = 8765,
         max_connections: int = 256,
         tenant_connections: int = 64,
+        accepting: bool = True,
     ) -> None:
-        self.service, self._metrics = service, service.metrics
-        self._context, self._tokens = context, tokens
+        self.service, self.tokens = service, tokens
         self.sessions = Sessions(service.metrics, max_connections, tenant_connections)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
+            self.listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        self.host, self.port = host, self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
-        self._acceptor.start()
+        self.host, self.port = host, self.listener.getsockname()[1]
+        if accepting:
+            Entrance(
+                self.listener,
+                context=context,
+                tokens=tokens,
+                sessions=self.sessions,
+                open_session=self._open_session,
+                max_message_bytes=service.executor.manifest.limits.max_message_bytes,
+            )
 
     @property
     def url(self) -> str:
@@ -186,15 +278,19 @@ class Server:
         except OSError as error:
             raise ConfigurationError(f"cannot write the ready file {path}: {error.strerror}") from error
 
-    def drain(self, seconds: float = 10.0) -> bool:
-        """Stop accepting, let every session answer what has arrived; whether all ended in time."""
+    def stop_listening(self) -> None:
+        """Accept nobody any more, here and at front doors."""
         self.sessions.draining = True
         try:
-            # Closing alone would not wake the thread that waits in accept().
-            self._listener.shutdown(socket.SHUT_RDWR)
+            # Closing alone would not wake those who wait in accept().
+            self.listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        self._listener.close()
+        self.listener.close()
+
+    def drain(self, seconds: float = 10.0) -> bool:
+        """Stop accepting, let every session answer what has arrived; whether all ended in time."""
+        self.stop_listening()
         return self.sessions.drain(seconds)
 
     @property
@@ -202,35 +298,7 @@ class Server:
         """Whether it has begun to end."""
         return self.sessions.draining
 
-    def _accept(self) -> None:
-        while not self.draining:
-            try:
-                raw, _ = self._listener.accept()
-            except OSError:
-                if not self.draining:
-                    log.exception("cannot accept connections")
-                    threading.Event().wait(0.1)  # out of file descriptors: give some time to close
-                continue
-            if not self.sessions.start(partial(self._serve, raw)):
-                raw.close()
-
-    def _serve(self, raw: socket.socket) -> None:
-        with raw:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-            try:
-                sock, tenant = handshake(raw, self._context, self._tokens)
-            except HANDSHAKE_ERRORS as error:
-                reason = "slow" if isinstance(error, TimeoutError) else "tls"
-                if isinstance(error, Refused):
-                    reason = error.reason
-                self._metrics.handshakes_failed.labels(reason).inc()
-                log.info("no session: %s (%s)", reason, type(error).__name__)
-                return
-            session = Connection(sock, tenant, self.service)
-            if self.sessions.crowded(tenant):
-                session.turn_away()
-                return
-            with self.sessions.open(session):
-                session.serve()
+    def _open_session(self, bearer: Bearer, send: Send, waiting: Callable[[], bool]) -> Session:
+        if self.sessions.crowded(bearer.tenant):
+            raise TurnedAway("too many connections of this tenant")
+        return self.service.open(bearer.tenant, send, waiting)

@@ -22,11 +22,47 @@ from shared.errors import SymbiosisError, WireError
 from shared.header import PRODUCTS, Header, Operation
 from shared.messages import ErrorInfo, Fetch, Hello, decode, encode
 from shared.protocol import ExecutorProtocol
-from shared.websocket import Incoming
+from shared.websocket import Incoming, new_payload
 
 log = logging.getLogger(__name__)
 
 Send = Callable[[Header, "list[torch.Tensor] | bytes"], None]
+
+
+class Session(Protocol):
+    """What a connection needs of one; here it is ``TenantSession``, in a front door it is relayed."""
+
+    def accept(self, header: Header) -> None:
+        """Check a request's header; nothing has been allocated yet.
+
+        Raises:
+            WireError: what is wrong.
+        """
+        ...
+
+    def allocate(self, header: Header) -> torch.Tensor:
+        """Where the payload of an accepted request goes."""
+        ...
+
+    def answer(self, message: Incoming) -> None:
+        """Answer one complete message, which may be an error.
+
+        Raises:
+            OSError, EOFError: the carrier broke.
+        """
+        ...
+
+    def refuse(self, request_id: int, error: SymbiosisError) -> None:
+        """Answer with an error; request id 0 is for the whole session.
+
+        Raises:
+            OSError: the carrier broke.
+        """
+        ...
+
+    def close(self) -> None:
+        """The tenant left, or its carrier broke."""
+        ...
 
 
 class Scheduler(Protocol):
@@ -58,6 +94,10 @@ class Service:
         policy = Opportunistic(LatencyModel(shapes_of(executor)))
         batcher = Batcher(executor, policy, on_batch=metrics.batch)
         return cls(executor, batcher, metrics, transcript=transcript)
+
+    def open(self, tenant: str, send: Send, waiting: Callable[[], bool]) -> TenantSession:
+        """A tenant's session."""
+        return TenantSession(self, tenant, send, waiting)
 
 
 class TenantSession:
@@ -150,6 +190,8 @@ class TenantSession:
             self._release()
         if self._service.transcript:
             self._service.transcript.closed(self._number)
+
+    allocate = staticmethod(new_payload)
 
     def _product(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service

@@ -138,6 +138,11 @@ def encode_control(opcode: Opcode, data: bytes = b"", mask: bytes = b"") -> byte
     return frame_header(opcode, len(data), mask) + (apply_mask(data, mask) if mask else data)
 
 
+def new_payload(header: Header) -> torch.Tensor:
+    """Memory for a message's payload, of its shape and type."""
+    return torch.empty(header.payload_shape, dtype=header.payload_dtype)
+
+
 class MessageReader:
     """Reads one peer's frames: ask for a buffer, fill part of it, say how much, get what completed.
 
@@ -148,10 +153,18 @@ class MessageReader:
             raises WireError to refuse. A refusal that is not fatal skips the payload.
         masked: whether the peer must mask its frames (tenants must, executors must not).
         max_message_bytes: payloads above this are refused and fatal, because skipping costs too.
+        allocate: where the payload of an accepted header goes, if it does not arrive at once.
     """
 
-    def __init__(self, accept: Callable[[Header], None], *, masked: bool, max_message_bytes: int) -> None:
-        self._accept = accept
+    def __init__(
+        self,
+        accept: Callable[[Header], None],
+        *,
+        masked: bool,
+        max_message_bytes: int,
+        allocate: Callable[[Header], torch.Tensor] = new_payload,
+    ) -> None:
+        self._accept, self._allocate = accept, allocate
         self._masked = masked
         self._max_frame = max_message_bytes + HEADER_BYTES
         self._scratch = memoryview(bytearray(RECORD_BYTES))
@@ -337,7 +350,7 @@ class MessageReader:
                 raise
             self._error = error
             return
-        self._payload = torch.empty(header.payload_shape, dtype=header.payload_dtype)
+        self._payload = self._allocate(header)
         self._view = tensor_bytes(self._payload)
 
     def _finish(self, events: list[Incoming | Control]) -> None:

@@ -7,54 +7,22 @@ which request and which answer lies where in it is the tenant's affair.
 from __future__ import annotations
 
 import bisect
-import fcntl
 import os
 import select
 import socket
-import stat
 import time
 from collections import deque
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import zmq
 
-from shared.colocated import (
-    ANSWERS,
-    DOOR,
-    END,
-    MAX_IN_FLIGHT,
-    MEMORY,
-    MEMORY_BYTE,
-    OPENED,
-    PLACES,
-    REQUESTS,
-    SCHEME,
-    Opened,
-    SharedMemory,
-    aligned,
-    directory_of,
-    why_not_private,
-)
-from shared.errors import (
-    AuthenticationError,
-    ConnectError,
-    ConnectionLost,
-    ProtocolVersionError,
-    RequestRefused,
-    SymbiosisError,
-    WireError,
-    peer_text,
-)
-from shared.header import HEADER_BYTES, SUBPROTOCOL, Header, Operation, parse_header
-from shared.messages import ErrorInfo, decode
-from shared.protocol import MAX_ANSWER_CONTROL_BYTES
+from shared.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, PLACES, aligned
+from shared.colocated_session import RETRY_SECONDS, Link, open_link
+from shared.errors import ConnectionLost, RequestRefused, SymbiosisError, WireError
+from shared.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.websocket import Incoming
 from tenant_sdk.channel import Channel, Pending
-
-LINGER_MILLISECONDS = 1000
-RETRY_SECONDS = 1.0
 
 
 class Areas:
@@ -96,29 +64,16 @@ class ColocatedChannel(Channel):
     """See Channel.
 
     Args:
-        sock: the session's own, connected.
-        pipes: where headers of tensors go, and where those of answers come from; closed at the end.
-        descriptor: of the session's memory; closed at the end.
-        opened: what the executor said.
+        link: the open session; closed at the end.
         peer: the URL, for messages.
         timeout: seconds without any progress after which requests fail and the channel closes.
     """
 
-    def __init__(
-        self,
-        sock: zmq.Socket[bytes],
-        pipes: tuple[int, int],
-        descriptor: int,
-        opened: Opened,
-        peer: str,
-        timeout: float,
-    ) -> None:
+    def __init__(self, link: Link, peer: str, timeout: float) -> None:
         super().__init__(peer, timeout)
         # All of these are the leader's.
-        self._sock, self._descriptor = sock, descriptor
-        self._requests, self._answers = pipes
-        self._descriptors = [*pipes, descriptor]
-        self._memory, self._max_size = SharedMemory(descriptor, opened.size), opened.max_size
+        self._link, self._sock, self._requests, self._answers = link, link.sock, link.requests, link.answers
+        self._max_size = link.opened.max_size
         self._areas = Areas()
         self._places: dict[int, tuple[int, int, int]] = {}  # by request: area, its size, the answer's place
         self._asked: deque[bool] = deque()  # what was asked of the memory: to grow, or a ping
@@ -126,7 +81,7 @@ class ColocatedChannel(Channel):
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
-        self._poll, self._sock_fd = select.poll(), int(sock.get(zmq.FD))
+        self._poll, self._sock_fd = select.poll(), int(link.sock.get(zmq.FD))
         for each in (self._sock_fd, self._answers, self._wake_read.fileno()):
             self._poll.register(each, select.POLLIN)
         self._look = True  # there may be a message that the descriptor does not tell of
@@ -153,11 +108,8 @@ class ColocatedChannel(Channel):
         self._write_out(END)
 
     def _shut(self) -> None:
-        for each in (self._sock, self._wake_read, self._wake_write):
+        for each in (self._link, self._wake_read, self._wake_write):
             each.close()
-        self._memory.close()
-        while self._descriptors:  # once: their numbers will be others'
-            os.close(self._descriptors.pop())
 
     def _lead(self, pending: Pending) -> None:
         deadline = time.monotonic() + self.timeout
@@ -218,16 +170,16 @@ class ColocatedChannel(Channel):
             return True
         if len(self._places) >= MAX_IN_FLIGHT:
             return False
-        at = self._areas.take(size, self._memory.size)
+        at = self._areas.take(size, self._link.memory.size)
         if at is None:
-            if not any(self._asked) and self._memory.size < self._max_size:
-                self._ask(min(self._max_size, max(2 * self._memory.size, self._memory.size + size)))
+            if not any(self._asked) and self._link.memory.size < self._max_size:
+                self._ask(min(self._max_size, max(2 * self._link.memory.size, self._link.memory.size + size)))
             return False
         if isinstance(blocks, bytes):
             body = blocks
         else:
             body = b""
-            self._memory.write(at, blocks)
+            self._link.memory.write(at, blocks)
         self._places[header.request_id] = at, size, at + request_bytes
         front = header.pack() + PLACES.pack(at, at + request_bytes)
         if in_line:
@@ -301,7 +253,7 @@ class ColocatedChannel(Channel):
             raise WireError("payload_length", "an answer has not the bytes that its header says", fatal=True)
         if in_memory:
             # The one copy: what the caller gets nobody writes to any more.
-            payload = self._memory.tensor(answer_at, header.payload_dtype, header.payload_shape).clone()
+            payload = self._link.memory.tensor(answer_at, header.payload_dtype, header.payload_shape).clone()
         else:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[HEADER_BYTES:]
         self._areas.give(at, size)
@@ -316,11 +268,7 @@ class ColocatedChannel(Channel):
                 pong = self._pongs.popleft() if self._pongs else None
             if pong is not None:
                 pong.finish(None, None)
-        elif self._memory.size < size <= self._max_size:
-            if os.fstat(self._descriptor).st_size < size:
-                raise WireError("unexpected", "the executor claims memory that is not there", fatal=True)
-            self._memory = SharedMemory(self._descriptor, size)
-        elif not self._places:  # nothing that could end and make room
+        elif not self._link.grow(size) and not self._places:  # nothing that could end and make room
             with self._lock:
                 request: _Request | None = self._outbox.popleft() if self._outbox else None
             if request is not None:
@@ -329,116 +277,5 @@ class ColocatedChannel(Channel):
 
 
 def open_colocated(url: str, token: str, timeout: float) -> ColocatedChannel:
-    """Open a session with an executor on this machine.
-
-    Args:
-        url: ``ipc://`` and the absolute path of its directory.
-        token: as the provider printed it.
-        timeout: seconds that this, and later silence, may take.
-
-    Raises:
-        ConfigurationError: the URL is none.
-        ConnectError, AuthenticationError, ProtocolVersionError: no session, with the reason.
-    """
-    directory = directory_of(url)
-    try:
-        doubt = why_not_private(directory)
-    except OSError as error:
-        raise ConnectError(
-            f"cannot connect to {url}: {error.strerror}; is the executor running with `--local-dir`?"
-        ) from error
-    if doubt:
-        raise ConnectError(f"{url} is not trusted: {doubt}; the executor must run as the same user")
-    try:
-        opened = _knock(directory, url, token, timeout)
-        opened.check()
-        descriptor = _open_memory(opened)
-    except (WireError, OSError) as error:
-        raise ConnectError(f"{url} does not answer as an executor does: {error}") from error
-    sock, pipes = _socket(zmq.PAIR), []
-    try:
-        for kind, flag in ((REQUESTS, os.O_WRONLY), (ANSWERS, os.O_RDONLY)):
-            pipes.append(os.open(f"{directory / opened.session}{kind}", flag | os.O_NONBLOCK | os.O_CLOEXEC))
-        sock.set(zmq.MAXMSGSIZE, HEADER_BYTES + MAX_ANSWER_CONTROL_BYTES)
-        # A session that broke has ended; but -1, which says so, throws away what has arrived.
-        sock.set(zmq.RECONNECT_IVL, 3_600_000)
-        sock.connect(f"{SCHEME}{directory / opened.session}")
-        return ColocatedChannel(sock, (pipes[0], pipes[1]), descriptor, opened, url, timeout)
-    except BaseException as error:
-        sock.close()
-        for each in (*pipes, descriptor):
-            os.close(each)
-        if isinstance(error, OSError):
-            raise ConnectError(f"{url} went away: {error.strerror}", retry_after=RETRY_SECONDS) from error
-        raise
-
-
-def _socket(kind: int) -> zmq.Socket[bytes]:
-    sock: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    sock.set(zmq.LINGER, LINGER_MILLISECONDS)
-    return sock
-
-
-def _knock(directory: Path, url: str, token: str, timeout: float) -> Opened:
-    """Show the token at the door."""
-    door = _socket(zmq.DEALER)
-    events = door.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED)
-    try:
-        door.set(zmq.LINGER, 0)  # nobody else shall get it
-        door.connect(f"{SCHEME}{directory / DOOR}")
-        door.send_multipart([SUBPROTOCOL.encode(), token.encode()])
-        poll = zmq.Poller()
-        poll.register(door, zmq.POLLIN)
-        poll.register(events, zmq.POLLIN)
-        ready = dict(poll.poll(round(timeout * 1000)))
-        if not ready:
-            raise ConnectError(f"{url} did not answer within {timeout:.0f} s")
-        if door not in ready:
-            raise ConnectError(f"cannot connect to {url}: nobody listens; is the executor running?")
-        kind, body = [*door.recv_multipart(), b""][:2]
-    finally:
-        door.disable_monitor()
-        events.close()
-        door.close()
-    if kind == OPENED:
-        return decode(body, Opened)
-    info = decode(body, ErrorInfo)
-    message = peer_text(info.message)
-    if info.code == "unauthorized":
-        raise AuthenticationError(f"{url} refused the token: {message}")
-    if info.code == "protocol_version":
-        raise ProtocolVersionError(f"{url}: {message}")
-    raise ConnectError(f"{url} opened no session: {message}", retry_after=info.retry_after)
-
-
-def _open_memory(opened: Opened) -> int:
-    """A descriptor of the session's memory, by way of the executor's own.
-
-    Raises:
-        OSError: it cannot be opened, or is not what it should be.
-    """
-    path = f"/proc/{opened.pid}/fd/{opened.descriptor}"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise OSError(
-            f"its memory cannot be opened ({path}: {error.strerror}); executor and tenant must see each "
-            "other's processes, so run both in one container or none"
-        ) from error
-    try:
-        found = os.fstat(descriptor)
-        # Looked at once it is open: what a path leads to may change.
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        if not (
-            name == f"/memfd:{opened.memory} (deleted)"
-            and stat.S_ISREG(found.st_mode)
-            and stat.S_IMODE(found.st_mode) == 0o600
-            and found.st_uid == os.geteuid()
-            and found.st_size >= opened.size
-            and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        ):
-            raise OSError("what it calls its memory is something else")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    """Open a session with an executor on this machine; see ``shared.colocated_session.open_link``."""
+    return ColocatedChannel(open_link(url, token, timeout), url, timeout)

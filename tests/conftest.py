@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,11 @@ def serve(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Callable[...,
         server.drain(1.0)
 
 
-@pytest.fixture
-def serve_process(
+@contextmanager
+def executor_processes(
     tls_dir: Path, token_file: tuple[Path, str], tmp_path: Path
 ) -> Iterator[Callable[..., Executor]]:
-    """Start an executor as its own process: ``serve_process(folder, "--option", ...)``."""
+    """Start executors as processes, which end with the block; logs go to ``tmp_path``."""
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(folder: Path, *options: str) -> Executor:
@@ -124,10 +125,21 @@ def serve_process(
             log=log,
         )
 
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
+    try:
+        yield start
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def serve_process(
+    tls_dir: Path, token_file: tuple[Path, str], tmp_path: Path
+) -> Iterator[Callable[..., Executor]]:
+    """Start an executor as its own process: ``serve_process(folder, "--option", ...)``."""
+    with executor_processes(tls_dir, token_file, tmp_path) as start:
+        yield start
 
 
 _LLAMA_LIKE: dict[str, Any] = {

@@ -40,7 +40,7 @@ def also_at(llama: Executor, context: ssl.SSLContext, folder: Path) -> Iterator[
     server = Server(
         dataclasses.replace(llama.server.service, metrics=Metrics()),
         context=context,
-        tokens=llama.server._tokens,
+        tokens=llama.server.tokens,
         port=0,
     )
     yield Executor(server.url, llama.token, folder / "ca.pem", server=server)

@@ -16,7 +16,7 @@ OURS_ALLOWED = {
     "provider": {"provider", "shared"},
     "security": set(PACKAGES),
 }
-SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography"}
+SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

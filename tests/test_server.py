@@ -45,7 +45,7 @@ def another(llama: Executor, tls_dir: Path) -> Iterator[Callable[..., Executor]]
             Server(
                 Service(base, scheduler or Batcher(base), Metrics()),
                 context=server_context(tls_dir),
-                tokens=llama.server._tokens,
+                tokens=llama.server.tokens,
                 port=0,
                 **options,
             )
@@ -126,7 +126,7 @@ def test_a_tenant_with_too_many_connections_is_turned_away(
     another: Callable[..., Executor],
 ) -> None:
     executor = another(tenant_connections=2)
-    tokens = executor.server._tokens  # type: ignore[union-attr]
+    tokens = executor.server.tokens  # type: ignore[union-attr]
     with executor.connect() as first, executor.connect():
         with pytest.raises(ConnectionLost, match="this tenant has too many connections") as caught:
             executor.connect()
@@ -388,7 +388,7 @@ def test_a_ready_file_says_where(another: Callable[..., Executor], tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["ready"]
 
 
-def test_a_port_that_is_taken(llama: Executor, another: Callable[..., Executor]) -> None:
+def test_a_port_that_is_taken(llama: Executor, tls_dir: Path) -> None:
     assert llama.server is not None
     with (
         contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken,
@@ -396,8 +396,8 @@ def test_a_port_that_is_taken(llama: Executor, another: Callable[..., Executor])
     ):
         Server(
             dataclasses.replace(llama.server.service, metrics=Metrics()),
-            context=llama.server._context,
-            tokens=llama.server._tokens,
+            context=server_context(tls_dir),
+            tokens=llama.server.tokens,
             port=taken.getsockname()[1],
         )
 

@@ -1,4 +1,4 @@
-"""What does not depend on what carries the messages: TLS websocket, shared memory, a call."""
+"""What does not depend on what carries the messages: TLS websocket, front door, shared memory, a call."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_mask_source_on_the_same_machine_is_refused(
     transport: str, source: str, ring_everywhere: Everywhere
 ) -> None:
     options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [ring_everywhere.where(source)]}
-    if source == "tls":
+    if source in ("tls", "front door"):
         options["mask_source_ca"] = ring_everywhere.ca
     with pytest.raises(ConfigurationError, match="--allow-same-operator"):
         ring_everywhere.connect(transport, **options)
@@ -147,7 +147,7 @@ def test_requests_over_the_limits(
                 Operation.PRODUCT, 0, shape, Direction.FORWARD, 1, rows, torch.float32
             )
 
-        for rows in (101, 256) if transport == "tls" else (101, 300, 100_000):
+        for rows in (101, 256) if transport in ("tls", "front door") else (101, 300, 100_000):
             with pytest.raises(RequestRefused) as caught:
                 channel.wait(channel.submit(header(rows), [torch.zeros(rows, 64)]))
             assert caught.value.code == "too_large"

@@ -1,4 +1,4 @@
-"""Executors behind all three transports.
+"""Executors behind all transports.
 
 A test module takes them with ``pytest_plugins = ("transport_fixtures",)``.
 """

@@ -1,0 +1,19 @@
+"""What an executor and its front doors write to standard error."""
+
+from __future__ import annotations
+
+import logging
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+console = Console(stderr=True, soft_wrap=True)
+
+
+def log_to_console() -> None:
+    """From now on, what this process logs goes there."""
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_path=False, rich_tracebacks=False)],
+    )
