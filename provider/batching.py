@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ class _Part(NamedTuple):
 class _Request:
     """A request's tensors, and the thread that waits for it."""
 
-    __slots__ = ("answers", "blocks", "done", "error", "first", "last", "waiting", "work")
+    __slots__ = ("answers", "blocks", "done", "error", "first", "following", "last", "waiting", "work")
 
     def __init__(self, work: Work, blocks: list[torch.Tensor]) -> None:
         self.work, self.blocks = work, blocks
@@ -80,6 +81,7 @@ class _Request:
         self.first = self.last = 0.0
         self.done = 0  # rows
         self.error: BaseException | None = None
+        self.following: _Request | None = None  # whose thread is woken by this one's
         self.waiting = threading.Lock()  # held until the answer is there
         self.waiting.acquire()
 
@@ -146,6 +148,8 @@ class Batcher:
         elif idle:
             self._hand_over()
         request.waiting.acquire()
+        if request.following is not None:
+            request.following.waiting.release()
         if request.error is not None:
             raise request.error
         return Done(
@@ -266,8 +270,11 @@ class Batcher:
                     self._requests.pop(request.work, None)
                     finished.append(request)
             self._policy.finished(batch, ended - started, ended)
-        for request in finished:
-            request.waiting.release()
+        # One wakes the next: all at once, they would queue for Python's lock and keep it from the engine.
+        for request, following in pairwise(finished):
+            request.following = following
+        if finished:
+            finished[0].waiting.release()
         self._measured.append((rows, ended - started, processor))
 
     def _product(self, kind: Kind, pieces: list[tuple[_Request, int, int]]) -> list[_Part | Exception]:

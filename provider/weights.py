@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from shared import ring_native
 from shared.checkpoint import Checkpoint
 from shared.header import Direction, member_indices
 from shared.messages import GroupInfo
@@ -20,6 +21,7 @@ from shared.ring import PLANES, bounds
 from shared.ring_product import PlaneProducts, group_planes
 
 _READ_AHEAD_STEP = 1 << 16  # elements: about 20 microseconds of memory bandwidth
+FEW_ROWS = 16  # of a float product, see FloatWeight
 
 
 class GroupWeight(Protocol):
@@ -49,6 +51,9 @@ class FloatWeight:
 
     No bias, in either direction: what the paper calls the noise effect (Symbiosis §3.8) is this
     same product applied to a mask.
+
+    Few rows go forward through native code, which reads the weight once and as fast as memory gives it;
+    the libraries below torch take up to three times as long (``docs/performance.md``).
     """
 
     def __init__(
@@ -58,7 +63,8 @@ class FloatWeight:
         self._inputs = info.inputs
         self._all = (1 << len(self._widths)) - 1
         self._weight = torch.empty((sum(self._widths), info.inputs), dtype=dtype, device=device)
-        self._weight_t = self._weight.T
+        native = ring_native.LIBRARY is not None
+        self._few = native and dtype == torch.float32 and device.type == "cpu"
         self._parts = list(self._weight.split(self._widths))
         for part, member in zip(self._parts, info.members, strict=True):
             part.copy_(checkpoint.member_weight(member))
@@ -74,10 +80,9 @@ class FloatWeight:
         rows = len(blocks[0])
         if direction == Direction.FORWARD:
             x = blocks[0]
-            if rows == 1 and members == self._all:  # the blocks are the row: one product
-                out = list(torch.mm(x, self._weight_t).split(self._widths, 1))
-            else:
-                out = [torch.mm(x, self._parts[i].T) for i in member_indices(members)]
+            if 0 < rows <= FEW_ROWS and self._few:
+                return self._product_of_few(x, members)
+            out = [torch.mm(x, self._parts[i].T) for i in member_indices(members)]
         else:
             gx = blocks[0].new_empty((rows, self._inputs))
             for at, (i, block) in enumerate(zip(member_indices(members), blocks, strict=True)):
@@ -87,6 +92,17 @@ class FloatWeight:
                     gx.addmm_(block, self._parts[i])
             out = [gx]
         return out
+
+    def _product_of_few(self, rows: torch.Tensor, members: int) -> list[torch.Tensor]:
+        if len(rows) == 1 and members == self._all:  # the blocks are the row: one product
+            parts, out = [self._weight], [rows.new_empty((1, len(self._weight)))]
+        else:
+            parts = [self._parts[i] for i in member_indices(members)]
+            out = [rows.new_empty((len(rows), len(part))) for part in parts]
+        rows = rows.contiguous()
+        for part, answer in zip(parts, out, strict=True):
+            ring_native.multiply_floats(rows, part, answer)
+        return out if parts[0] is not self._weight else list(out[0].split(self._widths, 1))
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
         """See GroupWeight."""
