@@ -47,6 +47,11 @@ class Tenant(threading.Thread):
         self.remote = self.session._remote
         self.groups = range(len(self.remote.shapes))
 
+    @property
+    def passes(self) -> float:
+        """Passes of one row through all groups that it has done, the last in part: tokens, if it decodes."""
+        return self.rows / len(self.groups)
+
     def until(self, begin: float, end: float) -> None:
         """Work between two moments of ``time.time``, which all processes share."""
         self.begin, self.end = begin, end
@@ -143,7 +148,7 @@ def main() -> None:
         tenant.until(begin, begin + plan["seconds"])
     for tenant in tenants:
         tenant.join()
-    fields = ("tokens", "first_tokens", "steps", "rows", "errors")
+    fields = ("tokens", "first_tokens", "steps", "passes", "rows", "errors")
     print(json.dumps([{"name": t.plan["name"], **{f: getattr(t, f) for f in fields}} for t in tenants]))
 
 

@@ -118,6 +118,7 @@ class Batcher:
         self._requests: dict[Work, _Request] = {}
         self._busy = False  # a thread takes decisions; nobody else may
         self._engine: threading.Thread | None = None
+        self._turn = threading.Semaphore(0)
         self._multipliers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
@@ -191,7 +192,8 @@ class Batcher:
         share = shape.size * self._latency.share(header.group, header.members) / self._all
         cost = share * self._weights.of(header.operation, header.direction)
         request_class = bounded_class(header.request_class, header.direction, header.rows)
-        return Work(tenant, kind, header.rows, request_class, cost, self._clock())
+        session = threading.get_ident()  # each has a thread of its own
+        return Work(tenant, kind, header.rows, request_class, cost, self._clock(), session)
 
     # -- whoever is at work ----------------------------------------------------------------------
 
@@ -226,21 +228,33 @@ class Batcher:
             if not self._requests:
                 self._busy = False
                 return
-            if self._engine is None:
-                self._engine = threading.Thread(target=self._serve, name="products", daemon=True)
-                self._turn = threading.Semaphore(0)
-                self._engine.start()
+            engine = self._engine or self._start_engine()
+        if engine is not None:
             self._turn.release()
+            return
+        self._work_until_nothing_waits()  # there is no further thread to be had
+
+    def _start_engine(self) -> threading.Thread | None:
+        engine = threading.Thread(target=self._serve, name="products", daemon=True)
+        try:
+            engine.start()
+        except RuntimeError:
+            return None
+        self._engine = engine
+        return engine
 
     def _serve(self) -> None:
         """The engine's thread."""
         while True:
             self._turn.acquire()
-            more = True
-            while more:
-                self._work_until(lambda: False)
-                with self._changed:
-                    more = self._busy = bool(self._requests)
+            self._work_until_nothing_waits()
+
+    def _work_until_nothing_waits(self) -> None:
+        more = True
+        while more:
+            self._work_until(lambda: False)
+            with self._changed:
+                more = self._busy = bool(self._requests)
 
     def _multiply(self, batch: Batch, pieces: list[tuple[_Request, int, int]]) -> None:
         started, processor = self._clock(), time.thread_time()
@@ -255,26 +269,29 @@ class Batcher:
         ended, processor = self._clock(), time.thread_time() - processor
         rows = rows_of(batch)
         finished = []
-        with self._changed:
-            for (request, start, stop), answer in zip(pieces, answers, strict=True):
-                if start == 0:
-                    request.first = started
-                request.last = ended
-                if isinstance(answer, Exception):
-                    request.error = answer
-                    self._policy.drop(request.work)
-                else:
-                    request.answers.append(answer)
-                    request.done += stop - start
-                if request.finished():
-                    self._requests.pop(request.work, None)
-                    finished.append(request)
-            self._policy.finished(batch, ended - started, ended)
-        # One wakes the next: all at once, they would queue for Python's lock and keep it from the engine.
-        for request, following in pairwise(finished):
-            request.following = following
-        if finished:
-            finished[0].waiting.release()
+        try:
+            with self._changed:
+                for (request, start, stop), answer in zip(pieces, answers, strict=True):
+                    if start == 0:
+                        request.first = started
+                    request.last = ended
+                    if isinstance(answer, Exception):
+                        request.error = answer
+                        self._policy.drop(request.work)
+                    else:
+                        request.answers.append(answer)
+                        request.done += stop - start
+                    if request.finished():
+                        self._requests.pop(request.work, None)
+                        finished.append(request)
+                if not isinstance(answers[0], Exception):  # a failure says nothing of how long products take
+                    self._policy.finished(batch, ended - started, ended)
+        finally:
+            # One wakes the next: all at once, they would queue for Python's lock and keep it from the engine.
+            for request, following in pairwise(finished):
+                request.following = following
+            if finished:
+                finished[0].waiting.release()
         self._measured.append((rows, ended - started, processor))
 
     def _product(self, kind: Kind, pieces: list[tuple[_Request, int, int]]) -> list[_Part | Exception]:

@@ -114,7 +114,7 @@ def serve(
         str, typer.Option(help="opportunistic, none or lockstep: which requests share a product.")
     ] = "opportunistic",
     decode_objective_ms: Annotated[
-        float, typer.Option(help="What the executor may take of one decoded token's time.")
+        float, typer.Option(min=1.0, help="What the executor may take of one decoded token's time.")
     ] = 100.0,
     batch_wait_ms: Annotated[
         float, typer.Option(help="The most that a request waits for others to join it.")
@@ -224,6 +224,7 @@ def serve(
         directory=directory.absolute(),
         sessions=server.sessions,
         memory_bytes=local_mib << 20,
+        tenant_memory_bytes=(tenant_mib or local_mib) << 20,
     )
     doors = None
     if front_doors and local:

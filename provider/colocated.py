@@ -15,6 +15,7 @@ import secrets
 import select
 import socket
 import threading
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -61,18 +62,21 @@ _ROWS = frozenset({Operation.PRODUCT, Operation.EFFECT})
 
 
 class Budget:
-    """Bytes of shared memory that all sessions together may have."""
+    """Bytes of shared memory that all sessions together may have, and those of one tenant."""
 
-    def __init__(self, limit: int) -> None:
-        self._left = limit
+    def __init__(self, limit: int, tenant_limit: int) -> None:
+        self._limit, self._tenant_limit = limit, tenant_limit
+        self._taken: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> bool:
+    def take(self, tenant: str, size: int) -> bool:
         """Whether there was as much; negative gives back."""
         with self._lock:
-            if size > self._left:
+            if self._taken.total() + size > self._limit or self._taken[tenant] + size > self._tenant_limit:
                 return False
-            self._left -= size
+            self._taken[tenant] += size
+            if not self._taken[tenant]:
+                del self._taken[tenant]
             return True
 
 
@@ -89,8 +93,8 @@ class SessionMemory:
         MemoryError: there is none left.
     """
 
-    def __init__(self, budget: Budget, most: int) -> None:
-        self._budget, self.most, self.size = budget, most, 0
+    def __init__(self, budget: Budget, tenant: str, most: int) -> None:
+        self._budget, self._tenant, self.most, self.size = budget, tenant, most, 0
         self.name = f"symbiosis-{secrets.token_hex(8)}"
         self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -105,14 +109,14 @@ class SessionMemory:
 
     def grow(self, size: int) -> None:
         """Have at least so many bytes, if that is allowed and there are as many; else stay as it is."""
-        if not self.size < size <= self.most or not self._budget.take(size - self.size):
+        if not self.size < size <= self.most or not self._budget.take(self._tenant, size - self.size):
             return
         try:
             # Really allocated: a page that is missing later would be a bus error, too.
             os.posix_fallocate(self.descriptor, 0, size)
             self.mapped = SharedMemory(self.descriptor, size)
         except OSError as error:
-            self._budget.take(self.size - size)
+            self._budget.take(self._tenant, self.size - size)
             log.warning("no %d bytes of shared memory: %s", size, error.strerror)
             return
         self.size = size
@@ -122,7 +126,7 @@ class SessionMemory:
         if self.size:
             self.mapped.close()
         os.close(self.descriptor)
-        self._budget.take(-self.size)
+        self._budget.take(self._tenant, -self.size)
 
 
 class ColocatedConnection:
@@ -144,7 +148,7 @@ class ColocatedConnection:
         self._path = directory / self._name
         with ExitStack() as made:
             # The largest request with its answer, and as much again, to be filled while that is computed.
-            self._memory = SessionMemory(budget, 4 * limits.max_message_bytes)
+            self._memory = SessionMemory(budget, tenant, 4 * limits.max_message_bytes)
             made.callback(self._memory.close)
             made.callback(self._remove_files)
             self._requests, self._answers = self._make_pipes(made)
@@ -311,6 +315,7 @@ class ColocatedServer:
         directory: absolute; made if it is not there, with mode 700.
         sessions: the server's own, so that all transports share one limit.
         memory_bytes: of shared memory, for all sessions together.
+        tenant_memory_bytes: for those of one tenant.
 
     Raises:
         ConfigurationError: the directory is open to others, or another executor is in it.
@@ -324,10 +329,11 @@ class ColocatedServer:
         directory: str | Path,
         sessions: Sessions,
         memory_bytes: int = 2 << 30,
+        tenant_memory_bytes: int = 512 << 20,
     ) -> None:
         self.url = f"{SCHEME}{directory}"
         self._service, self._tokens, self._sessions = service, tokens, sessions
-        self._directory, self._budget = directory_of(self.url), Budget(memory_bytes)
+        self._directory, self._budget = directory_of(self.url), Budget(memory_bytes, tenant_memory_bytes)
         self._locked = _claim(self._directory)
         self._door: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._door.set(zmq.LINGER, LINGER_MILLISECONDS)

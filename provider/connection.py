@@ -148,15 +148,26 @@ class Connection:
     ) -> None:
         self._sock = sock
         self.tenant = bearer.tenant
+        # To wake the thread when it waits for its tenant. Shutting the socket would wake it too, but
+        # TLS takes an end without notice for an attack, and nothing more could be sent. First: where there
+        # are no more descriptors, no session is opened.
+        try:
+            self._wake, self._woken = socket.socketpair()
+        except OSError:
+            sock.close()
+            raise
         try:
             self._session = open_session(bearer, self._send, self._something_to_do)
         except TurnedAway as error:
             with sock:
                 sock.settimeout(1.0)
                 self._close(1013, str(error))  # try again later
+            self._wake.close()
+            self._woken.close()
             raise
         except BaseException:
-            sock.close()
+            for each in (sock, self._wake, self._woken):
+                each.close()
             raise
         self._reader = MessageReader(
             self._session.accept,
@@ -165,9 +176,6 @@ class Connection:
             allocate=self._session.allocate,
         )
         self._closing = False
-        # To wake the thread when it waits for its tenant. Shutting the socket would wake it too, but
-        # TLS takes an end without notice for an attack, and nothing more could be sent.
-        self._wake, self._woken = socket.socketpair()
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)

@@ -1,8 +1,8 @@
 """Virtual token counters: who got how much of the executor (FlexLLM, appendix C, algorithm 4).
 
 A tenant's counter grows with the rows that are multiplied for it. Who waits and has the smallest is
-next. A tenant that comes back after a rest is lifted to the smallest of those who waited meanwhile: it
-saves up no credit, and owes none. Counters are changed before a product, not after it.
+next. A tenant that comes back after a rest is lifted to the smallest of those who waited meanwhile, less
+LEAD: it saves up no more credit than that, and owes none. Counters are changed before a product.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ class Weights:
         return self.forward if direction == Direction.FORWARD else self.backward
 
 
+# Virtual tokens that a tenant may be ahead of another that waits, if no piece of work costs more. As much
+# credit outlasts a rest: who asks for one group after the other rests between any two requests, and would
+# otherwise be further behind with each.
+LEAD = 1.0
+
+
 class Counters:
     """One counter a tenant, and how many requests of it wait."""
 
@@ -43,7 +49,7 @@ class Counters:
         """A request of the tenant begins to wait."""
         if tenant not in self._waiting:
             others = self.least() if self._waiting else self._last_left
-            self._tokens[tenant] = max(self.of(tenant), others)
+            self._tokens[tenant] = max(self.of(tenant), others - LEAD)
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
 
     def left(self, tenant: str) -> None:

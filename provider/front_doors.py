@@ -19,6 +19,7 @@ from shared.messages import encode
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0  # before one that died is started again
+START_SECONDS = 60.0  # for all of them to be ready
 GRACE_SECONDS = 2.0  # on top of what a front door takes to drain
 _LABEL = re.compile(r"[a-z_]{1,40}")
 
@@ -45,8 +46,10 @@ class FrontDoors:
         self._threads = [threading.Thread(target=self._keep, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
+        deadline = time.monotonic() + START_SECONDS
         for _ in self._threads:
-            self._begun.acquire()
+            if not self._begun.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                self._failed = True
         if self._failed:
             self.drain()
             raise ConfigurationError("a front door did not start; what it logged says why")
@@ -87,7 +90,8 @@ class FrontDoors:
     def _run(self) -> int:
         """Start one and count what it tells until it ends; its exit status."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "provider.front_door"],
+            # -P: what lies in the working directory is not for it to import.
+            [sys.executable, "-P", "-m", "provider.front_door"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._plan.listener],

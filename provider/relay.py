@@ -63,7 +63,7 @@ class Relay:
             except BaseException:
                 link.close()
                 raise
-        except (SymbiosisError, OSError, EOFError) as error:
+        except (SymbiosisError, OSError, EOFError, zmq.ZMQError) as error:
             log.info("no session with the executor for tenant %s: %s", bearer.tenant, error)
             # That a token was taken back meanwhile the next handshake will tell.
             raise TurnedAway("too many connections") from error
@@ -126,6 +126,14 @@ class RelayedSession:
             if error.fatal:
                 raise
             self.refuse(header.request_id, error)
+        except (OSError, EOFError):
+            raise  # the connection, or the executor's
+        except Exception:
+            # One request's failure is that request's alone; the peer learns nothing of its cause.
+            log.exception("request of tenant %s failed", self._tenant)
+            self.refuse(
+                header.request_id, WireError("internal", "the executor failed on this request; report it")
+            )
         finally:
             if self._placed is header:
                 self._placed = None

@@ -7,10 +7,11 @@ until when it would rather wait. ``provider.batching`` asks, and does what it is
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from provider.fairness import Counters
+from provider.fairness import LEAD, Counters
 from provider.latency import LatencyModel
 from shared.header import Direction, RequestClass
 
@@ -20,7 +21,6 @@ QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room fo
 PIECE_SECONDS = 0.05  # no product is longer while nobody decodes: the first token must not wait for ever
 LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
 ROW_STEP = 16  # windows are whole tiles of the kernels
-LEAD = 1.0  # virtual tokens that a tenant may be ahead of another that waits, if no piece costs more
 
 
 class Kind(NamedTuple):
@@ -38,6 +38,7 @@ class Work:
 
     Attributes:
         row_cost: virtual tokens of one row, see ``provider.fairness``.
+        session: of the tenant; a session's requests come one after the other.
         taken: rows that products have taken, [0, taken).
     """
 
@@ -47,6 +48,7 @@ class Work:
     request_class: RequestClass
     row_cost: float
     arrived: float
+    session: int = 0
     taken: int = 0
 
     @property
@@ -256,7 +258,7 @@ class Opportunistic:
         self._latency.observe(group, direction, members, rows_of(batch), seconds)
         for work, _, stop in batch:
             if work.decodes and stop == work.rows:
-                self.tokens.answered(work.tenant, group, now - work.arrived)
+                self.tokens.answered((work.tenant, work.session), group, now - work.arrived)
 
     def _precedence(self, work: Work) -> tuple[bool, int, float, int, float]:
         group = work.kind.group if work.decodes else 0
@@ -309,7 +311,7 @@ class Opportunistic:
 class Tokens:
     """Decoded tokens, told from requests by their groups, and whether they met the objective.
 
-    A token's requests pass the groups in order, so a tenant's next token begins where the groups begin
+    A token's requests pass the groups in order, so a session's next token begins where the groups begin
     again. ``room`` follows what tokens take, since no model tells how often a decode finds others at
     work: it grows while they take less than they are meant to and shrinks while they take more. What
     they are meant to take is as much of the objective as leaves LATE of them late, for they differ.
@@ -326,7 +328,7 @@ class Tokens:
 
     def __init__(self, objective: float) -> None:
         self._objective = objective
-        self._under_way: dict[str, tuple[int, float]] = {}  # last group, seconds so far
+        self._under_way: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
         self._aim = self.MOST_AIM  # of the objective
         self.met = self.late = 0
         self.room = 1.0
@@ -336,19 +338,20 @@ class Tokens:
         """Tokens met and late."""
         return self.met, self.late
 
-    def answered(self, tenant: str, group: int, seconds: float) -> None:
-        """A decode of the tenant has its answer."""
-        last, spent = self._under_way.get(tenant, (-1, 0.0))
+    def answered(self, session: Hashable, group: int, seconds: float) -> None:
+        """A decode of a session has its answer."""
+        last, spent = self._under_way.get(session, (-1, 0.0))
         if group <= last:
             late = spent > self._objective
             self.late += late
             self.met += not late
             aim = self._aim * math.exp(self.AIM_STEP * (self.LATE - late))
             self._aim = min(self.MOST_AIM, max(self.LEAST_AIM, aim))
-            room = self.room * (self._aim * self._objective / max(spent, 1e-9)) ** self.STEP
+            spent = max(spent, self._objective / 8)  # what is no token must not count for many
+            room = self.room * (self._aim * self._objective / spent) ** self.STEP
             self.room = min(self.MOST_ROOM, max(self.LEAST_ROOM, room))
             spent = 0.0
-        self._under_way[tenant] = (group, spent + seconds)
+        self._under_way[session] = (group, spent + seconds)
 
 
 class _Active:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from provider.batching import MULTIPLIERS, Batcher, profile, shapes_of
 from provider.executor import BaseExecutor
 from provider.latency import LatencyModel
-from provider.scheduler import Objective, Opportunistic, Policy, Work, make_policy
+from provider.scheduler import Batch, Objective, Opportunistic, Policy, Work, make_policy
 from shared.header import DTYPE_CODES, PRODUCTS, Direction, Header, Operation
 from shared.masks import MaskStream
 from shared.protocol import ExecutorProtocol, split_blocks
@@ -230,6 +231,44 @@ def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor) -> None
                 each.result(60)
     broken.fails = False
     assert len(batcher.run("next", header, [payload]).blocks) == 1
+
+
+def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(ring: BaseExecutor) -> None:
+    class Broken(Opportunistic):
+        def finished(self, batch: Batch, seconds: float, now: float) -> None:
+            raise ZeroDivisionError
+
+    batcher = Batcher(ring, Broken(LatencyModel(shapes_of(ring))))
+    header, payload = rows_of_group_0(ring, 2)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(batcher.run, f"tenant {i}", header, [payload]) for i in range(4)]
+        errors = [each.exception(60) for each in asked]
+    assert None in errors
+    assert all(error is None or "the scheduler failed" in str(error) for error in errors)
+
+
+def test_no_thread_to_be_had(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds others waiting and cannot start the engine does its work."""
+    batcher = Batcher(counted, policy(counted))
+    header, payload = rows_of_group_0(counted, 2)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "products":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(batcher.run, "tenant 0", header, [payload])]
+        assert counted.entered.wait(60)
+        asked += [threads.submit(batcher.run, f"tenant {i}", header, [payload]) for i in range(1, 4)]
+        while batcher.waiting < 4:
+            time.sleep(0.001)
+        counted.go.set()
+        for each in asked:
+            assert len(each.result(60).blocks) == 1
+    assert not batcher._busy
 
 
 def test_answers_hold_no_memory_of_others(counted: Counted) -> None:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated import (
+    DECODE,
+    FINETUNING,
+    FIXED,
+    GROUPS,
+    PER_ROW,
+    PREFILL,
+    SHAPES,
+    Tenant,
+    model,
+    simulate,
+    tokens,
+    work,
+)
 
 from provider.latency import LatencyModel, Shape
 from provider.scheduler import (
     DECODE_ROWS,
     PIECE_SECONDS,
     Alone,
-    Batch,
     Kind,
     Lockstep,
     Objective,
@@ -30,106 +42,6 @@ from provider.scheduler import (
     rows_of,
 )
 from shared.header import Direction, RequestClass
-
-GROUPS = 8
-SHAPES = [Shape(1000, (500, 500))] * GROUPS
-# A product takes a millisecond, and every row 0.1 more.
-FIXED, PER_ROW = 1e-3, 1e-4
-DECODE, PREFILL, FINETUNING = RequestClass.DECODE, RequestClass.PREFILL, RequestClass.FINETUNING
-
-
-def model() -> LatencyModel:
-    """A latency model that knows how long products take."""
-    made = LatencyModel(SHAPES)
-    for direction in (Direction.FORWARD, Direction.BACKWARD):
-        line = made.line(0, direction)
-        line.fixed, line.per_row = FIXED, PER_ROW
-    return made
-
-
-def work(
-    tenant: str = "a", group: int = 0, rows: int = 1, what: RequestClass = DECODE, now: float = 0.0
-) -> Work:
-    """A request of some rows; one row through all groups is one virtual token."""
-    return Work(tenant, Kind(group, Direction.FORWARD, 0b11, 1), rows, what, 1 / GROUPS, now)
-
-
-@dataclass
-class Tenant:
-    """Asks for its groups one after the other, each when it has the answer to the last.
-
-    Args:
-        think: seconds between an answer and the next request.
-        at_once: requests under way at the same time, for one who floods.
-    """
-
-    name: str
-    rows: int
-    what: RequestClass
-    think: float = 0.0
-    at_once: int = 1
-    begins: float = 0.0
-    ends: float = float("inf")
-    served: list[tuple[float, float]] = field(default_factory=list)  # time and virtual tokens
-    replies: list[float] = field(default_factory=list)  # seconds of each
-    waiting: int = 0  # requests of which rows are left
-    rested: list[float] = field(default_factory=list)  # when none was
-    group: int = 0
-
-    def next(self, now: float) -> Work:
-        self.group = (self.group + 1) % GROUPS
-        return work(self.name, self.group, self.rows, self.what, now)
-
-
-def simulate(policy: Policy, tenants: list[Tenant], seconds: float) -> list[tuple[float, Batch]]:
-    """Run tenants against a policy; products take what the model says. Batches and when they began."""
-    by_name = {tenant.name: tenant for tenant in tenants}
-    asked = [t for t in tenants for _ in range(t.at_once)]
-    arrivals = [(tenant.begins, i, tenant) for i, tenant in enumerate(asked)]
-    heapq.heapify(arrivals)
-    now, order = 0.0, len(arrivals)
-    done: list[tuple[float, Batch]] = []
-    left: dict[Work, int] = {}
-    while now < seconds:
-        while arrivals and arrivals[0][0] <= now:
-            at, _, tenant = heapq.heappop(arrivals)
-            request = tenant.next(at)
-            left[request] = request.rows
-            tenant.waiting += 1
-            policy.add(request, now)
-        decision = policy.next(now)
-        if not isinstance(decision, list):
-            following = [arrivals[0][0]] if arrivals else []
-            now = max(now, min([*following, *([decision] if decision is not None else [])], default=seconds))
-            continue
-        assert len({piece.work.kind for piece in decision}) == 1
-        done.append((now, decision))
-        took = FIXED + PER_ROW * rows_of(decision)
-        for request, start, stop in decision:
-            tenant = by_name[request.tenant]
-            tenant.served.append((now, (stop - start) * request.row_cost))
-            if stop == request.rows:
-                tenant.waiting -= 1
-                if not tenant.waiting:
-                    tenant.rested.append(now)
-        now += took
-        policy.finished(decision, took, now)
-        for request, start, stop in decision:
-            left[request] -= stop - start
-            if not left[request]:
-                del left[request]
-                tenant = by_name[request.tenant]
-                tenant.replies.append(now - request.arrived)
-                if now < tenant.ends:
-                    order += 1
-                    heapq.heappush(arrivals, (now + tenant.think, order, tenant))
-    return done
-
-
-def tokens(tenant: Tenant, begin: float, end: float) -> float:
-    """Virtual tokens that a tenant got in an interval."""
-    return sum(amount for at, amount in tenant.served if begin <= at < end)
-
 
 # -- who comes along -------------------------------------------------------------------------------
 
@@ -254,6 +166,21 @@ def test_room_follows_what_tokens_take() -> None:
     assert made.room == Tokens.MOST_ROOM
 
 
+def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
+    policy = Opportunistic(model(), Objective(decode_seconds=0.1))
+    now = 0.0
+    for group in [*range(GROUPS), 0]:
+        for session in (1, 2):
+            asked = work("a", group, now=now)
+            asked.session = session
+            policy.add(asked, now)
+        batch = policy.next(now)
+        assert isinstance(batch, list)
+        now += 0.05
+        policy.finished(batch, 0.05, now)
+    assert policy.tokens.counts == (0, 2)
+
+
 def test_a_decode_that_is_not_one() -> None:
     assert bounded_class(DECODE, Direction.FORWARD, DECODE_ROWS) == DECODE
     assert bounded_class(DECODE, Direction.FORWARD, DECODE_ROWS + 1) == PREFILL
@@ -305,6 +232,29 @@ def test_whoever_floods_gets_no_more_than_its_share() -> None:
     tune = Tenant("tune", 512, FINETUNING, at_once=2)
     simulate(Opportunistic(model()), [flood, tune], 20.0)
     assert tokens(tune, 1.0, 20.0) >= 0.95 * tokens(flood, 1.0, 20.0)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_whoever_always_asks_for_the_first_group_does_not_starve_who_passes_through_all(rows: int) -> None:
+    """Seven connections of one tenant, so that one always waits, and kinds that share no product."""
+
+    @dataclass
+    class Stubborn(Tenant):
+        def next(self, now: float) -> Work:
+            self.group += 1
+            kind = Kind(0, Direction.FORWARD, 0b11, self.group % 7)
+            return Work(self.name, kind, self.rows, DECODE, 1 / GROUPS, now)
+
+    person = Tenant("person", 1, DECODE, think=0.0005)
+    simulate(Opportunistic(model()), [person], 10.0)
+    alone = len(person.replies)
+    person = Tenant("person", 1, DECODE, think=0.0005)
+    flood = Stubborn("flood", rows, DECODE, at_once=7)
+    simulate(Opportunistic(model()), [person, flood], 10.0)
+    # It is served as much as the flood: in requests, as often for one row, and for more rows more often.
+    took_turns = alone / (1 + (FIXED + PER_ROW * rows) / (FIXED + PER_ROW))
+    assert len(person.replies) > 0.4 * took_turns
+    assert tokens(flood, 1.0, 10.0) <= 1.5 * rows * tokens(person, 1.0, 10.0)
 
 
 def test_a_tenant_that_rested_saved_nothing_up() -> None:
