@@ -27,10 +27,11 @@ class Weights:
         return self.forward if direction == Direction.FORWARD else self.backward
 
 
-# Virtual tokens that a tenant may be ahead of another that waits, if no piece of work costs more. As much
-# credit outlasts a rest: who asks for one group after the other rests between any two requests, and would
-# otherwise be further behind with each.
-LEAD = 1.0
+# Virtual tokens that a tenant may be ahead of another that waits, if no piece of work costs more: enough for
+# those who decode to fall in step, and no more than a second's worth or so. As much credit outlasts a rest:
+# who asks for one group after the other rests between any two requests, and would otherwise be further
+# behind with each.
+LEAD = 8.0
 
 
 class Counters:

@@ -198,7 +198,7 @@ class Opportunistic:
 
     Batches without padding or lockstep (Symbiosis §3.7); windows of rows that nobody waits for, sized
     by a latency model (FlexLLM §6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
-    wait, none gets further ahead of the least served than one largest piece or one token costs,
+    wait, none gets further ahead of the least served than one largest piece or LEAD tokens cost,
     whatever it declares: FlexLLM's lemma 1 with that cost as the bound.
 
     Of decodes those in the first groups go first. They catch up with the ones further on, and from
