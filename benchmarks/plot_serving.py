@@ -65,7 +65,7 @@ def _coserving(axis: plt.Axes, data: dict[str, Any]) -> None:
     axis.set_xlabel("milliseconds a token, as the tenant sees it")
     axis.set_ylabel("% of tokens")
     axis.set_title("decoding beside fine-tuning", fontsize=10)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc=(0.42, 0.3))
 
 
 def _bars(axis: plt.Axes, names: list[str], values: list[float], colours: list[str]) -> None:

@@ -279,7 +279,7 @@ def large_model(work: Path) -> Path:
     folder = work / "large"
     if not folder.exists():
         console.print("writing the large model", highlight=False)
-        write_model(folder, layers=14, width=1536, feed_forward=4096, vocabulary=4096, dtype=torch.bfloat16)
+        write_model(folder, layers=8, width=2304, feed_forward=6144, vocabulary=4096, dtype=torch.bfloat16)
     return folder
 
 
