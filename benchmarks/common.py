@@ -30,6 +30,7 @@ def write_model(
     layers: int = LAYERS,
     width: int = WIDTH,
     feed_forward: int = FEED_FORWARD,
+    heads: int = HEADS,
     vocabulary: int = VOCABULARY,
     dtype: torch.dtype = torch.float32,
 ) -> None:
@@ -39,8 +40,8 @@ def write_model(
         hidden_size=width,
         intermediate_size=feed_forward,
         num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         vocab_size=vocabulary,
         max_position_embeddings=2048,
     )

@@ -99,7 +99,7 @@ class BaseExecutor:
 
         Args:
             header: of one of PRODUCTS.
-            payload: any shape; not copied.
+            payload: [T, columns], or a seed; not copied.
 
         Raises:
             WireError: ``non_finite``, for rows with NaN or infinity.

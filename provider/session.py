@@ -113,7 +113,8 @@ class TenantSession:
     def __init__(self, service: Service, tenant: str, send: Send, waiting: Callable[[], bool]) -> None:
         self._service, self._tenant, self._send, self._waiting = service, tenant, send, waiting
         self._protocol = ExecutorProtocol(service.executor.manifest)
-        self._held: deque[tuple[Header, int]] = deque()  # admitted and not answered; bytes of each
+        # Admitted and not answered: request, its answer's header, bytes of both.
+        self._held: deque[tuple[Header, Header, int]] = deque()
         self._number = service.transcript.opened(tenant) if service.transcript else 0
 
     def accept(self, header: Header) -> None:
@@ -125,11 +126,12 @@ class TenantSession:
         self._protocol.accept(header)
         if header.operation in PRODUCTS:
             answer = self._protocol.answer(header)
-            mask = header._replace(operation=Operation.PRODUCT).payload_bytes
-            held = max(header.payload_bytes, mask) + answer.payload_bytes
-            now = time.monotonic()
-            self._service.quotas.admit(self._tenant, header.rows, held, header.payload_bytes, now)
-            self._held.append((header, held))
+            received = payload = header.payload_bytes
+            if header.operation == Operation.SEED_EFFECT:  # the mask is drawn here
+                payload = header._replace(operation=Operation.PRODUCT).payload_bytes
+            held = payload + answer.payload_bytes
+            self._service.quotas.admit(self._tenant, header.rows, held, received, time.monotonic())
+            self._held.append((header, answer, held))
 
     def answer(self, message: Incoming) -> None:
         """Answer one complete message, which may be an error.
@@ -197,7 +199,7 @@ class TenantSession:
         service = self._service
         if service.transcript:
             service.transcript.request(self._number, header, payload)
-        answer = self._protocol.answer(header)
+        answer = self._held[0][1]
         done = service.scheduler.run(self._tenant, header, service.executor.blocks(header, payload))
         self._send(answer, done.blocks)
         try:  # the tenant goes on; a failure here is no second answer
@@ -209,5 +211,5 @@ class TenantSession:
             log.exception("after a request of tenant %s", self._tenant)
 
     def _release(self) -> None:
-        header, held = self._held.popleft()
+        header, _, held = self._held.popleft()
         self._service.quotas.release(self._tenant, header.rows, held)

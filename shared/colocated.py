@@ -25,6 +25,7 @@ import torch
 from shared.errors import ConfigurationError, WireError
 from shared.header import HEADER_BYTES
 from shared.messages import Message
+from shared.websocket import tensor_bytes
 
 SCHEME = "ipc://"
 DOOR = "door"  # the socket in the executor's directory that opens sessions
@@ -132,11 +133,9 @@ class SharedMemory:
         Raises:
             WireError: ``place``.
         """
-        count = shape[0] * shape[1]
-        self._check(at, count * dtype.itemsize)
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=at).view(shape)
+        size = shape[0] * shape[1] * dtype.itemsize
+        self._check(at, size)
+        return torch.from_numpy(self._bytes[at : at + size]).view(dtype).view(shape)
 
     def write(self, at: int, blocks: Sequence[torch.Tensor]) -> None:
         """Copy contiguous tensors to a place, one behind the other.
@@ -146,9 +145,9 @@ class SharedMemory:
         """
         self._check(at, sum(block.nbytes for block in blocks))
         for block in blocks:
-            end = at + block.nbytes
-            self._bytes[at:end] = block.detach().view(torch.uint8).numpy().reshape(-1)
-            at = end
+            data = tensor_bytes(block)
+            self._bytes.data[at : at + len(data)] = data
+            at += len(data)
 
     def _check(self, at: int, size: int) -> None:
         """In Python's integers, which do not overflow, before there is a view."""

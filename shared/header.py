@@ -83,6 +83,7 @@ DTYPES: dict[int, torch.dtype] = {
     6: torch.int32,
     7: torch.bool,
 }
+_ITEM_BYTES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
 BYTES = 0
 DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
 DTYPE_NAMES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -114,8 +115,9 @@ class Header(NamedTuple):
     @property
     def payload_bytes(self) -> int:
         """Exact size in bytes of the payload; Python integers do not overflow."""
-        rows, columns = self.payload_shape
-        return rows * columns * self.payload_dtype.itemsize
+        if self.operation == Operation.SEED_EFFECT:
+            return SEED_BYTES
+        return self.rows * self.columns * _ITEM_BYTES[self.dtype]
 
     def pack(self) -> bytes:
         """The 32 bytes of this header."""

@@ -81,9 +81,9 @@ class GroupShape:
 
 
 def split_blocks(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Views [T, width] of the blocks that lie one behind the other in a payload."""
+    """Views [T, width] of the blocks that lie one behind the other in a payload [T, sum of widths]."""
     if len(widths) == 1:
-        return [payload.view(-1, widths[0])]
+        return [payload]
     rows = payload.numel() // sum(widths)
     parts = payload.view(-1).split([rows * width for width in widths])
     return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]

@@ -212,8 +212,9 @@ class Channel(abc.ABC):
             if not pending.leads:
                 return
             pending.leads = False
-            waiting = (*self._pending.values(), *self._pongs)
-            heir = next((p for p in waiting if p.waited), None)
+            heir = None
+            if self._pending or self._pongs:
+                heir = next((p for p in (*self._pending.values(), *self._pongs) if p.waited), None)
             self._leading = heir is not None
             if heir is not None and heir.event is not None:
                 heir.leads = True
