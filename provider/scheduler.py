@@ -17,8 +17,11 @@ from shared.header import Direction, RequestClass
 
 DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it calls itself
 ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
-QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room for the next
-PIECE_SECONDS = 0.05  # no product is longer while nobody decodes: the first token must not wait for ever
+QUIET_SECONDS = 0.25  # after the last request of somebody who waits, fine-tuning need not make room for the next
+# No product is longer, while nobody decodes: whoever comes next must not wait for ever. Much shorter ones
+# would take longer in all: each reads its weight again.
+PIECE_SECONDS = 0.25
+PREFILL_PIECE_SECONDS = 0.05  # of fine-tuning, while somebody waits for a first token
 LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
 ROW_STEP = 16  # windows are whole tiles of the kernels
 
@@ -217,7 +220,7 @@ class Opportunistic:
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
         self._queue: list[Work] = []
         self._active = _Active(ACTIVE_SECONDS)
-        self._last_decode = -math.inf
+        self._last_decode = self._last_prefill = -math.inf
         self.counters = Counters()
 
     def add(self, work: Work, now: float) -> None:
@@ -227,6 +230,8 @@ class Opportunistic:
         self._active.seen(work.tenant, now)
         if work.decodes:
             self._last_decode = now
+        elif work.request_class == RequestClass.PREFILL:
+            self._last_prefill = now
 
     def next(self, now: float) -> Batch | float | None:
         """See Policy."""
@@ -274,10 +279,12 @@ class Opportunistic:
         wait = min(wait, self._objective.wait_seconds)
         return work.arrived + (wait if wait > LEAST_WAIT_SECONDS else 0.0)
 
-    def _window(self, kind: Kind, now: float) -> int:
-        """Rows that nobody waits for in one product, so that the next decode does not wait too long."""
-        group, direction, members, _ = kind
+    def _window(self, head: Work, now: float) -> int:
+        """Rows besides decodes in one product, so that the next decode does not wait too long."""
+        group, direction, members, _ = head.kind
         seconds = PIECE_SECONDS
+        if head.request_class == RequestClass.FINETUNING and now - self._last_prefill <= QUIET_SECONDS:
+            seconds = PREFILL_PIECE_SECONDS
         if now - self._last_decode <= QUIET_SECONDS:
             own = self._latency.seconds(group, Direction.FORWARD, members, 1)
             seconds = min(seconds, self.tokens.room * self._request_seconds - own)
@@ -286,11 +293,11 @@ class Opportunistic:
 
     def _most_rows(self, work: Work, now: float) -> int:
         """Rows that a request can have in one product."""
-        return work.left if work.decodes else min(work.left, self._window(work.kind, now))
+        return work.left if work.decodes else min(work.left, self._window(work, now))
 
     def _batch(self, head: Work, fair: list[Work], limit: float, now: float) -> Batch:
         """The head, all decodes of its kind, and of the rest as many rows as there is room for."""
-        room, batch = self._window(head.kind, now), []
+        room, batch = self._window(head, now), []
         for work in sorted(fair, key=lambda work: (work is not head, *self._precedence(work))):
             rows = work.left if work.decodes else min(work.left, room)
             cost = rows * work.row_cost

@@ -29,6 +29,8 @@ from provider.latency import LatencyModel, Shape
 from provider.scheduler import (
     DECODE_ROWS,
     PIECE_SECONDS,
+    PREFILL_PIECE_SECONDS,
+    QUIET_SECONDS,
     Alone,
     Kind,
     Lockstep,
@@ -117,6 +119,25 @@ def test_a_large_request_is_divided_and_comes_back_whole() -> None:
     assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces)][:-1]
     assert pieces[-1].stop == 5000
     assert all((piece.stop - piece.start) % 16 == 0 for piece in pieces[:-1])
+
+
+def test_fine_tuning_goes_in_smaller_pieces_while_somebody_waits_for_a_first_token() -> None:
+    policy = Opportunistic(model())
+
+    def seconds(now: float) -> float:
+        """Of the next piece of fine-tuning."""
+        request = work("tune", rows=5000, what=FINETUNING, now=now)
+        policy.add(request, now)
+        batch = policy.next(now + 0.01)  # it has waited for company
+        assert isinstance(batch, list) and [piece.work for piece in batch] == [request]
+        policy.drop(request)
+        return FIXED + PER_ROW * rows_of(batch)
+
+    assert PREFILL_PIECE_SECONDS < seconds(0.0) <= PIECE_SECONDS
+    policy.add(work("chat", rows=100, what=PREFILL, now=1.0), 1.0)
+    assert isinstance(policy.next(1.1), list)
+    assert seconds(1.1) <= PREFILL_PIECE_SECONDS
+    assert seconds(1.1 + QUIET_SECONDS) > PREFILL_PIECE_SECONDS
 
 
 def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
