@@ -17,7 +17,7 @@ from shared.header import Direction, RequestClass
 
 DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it calls itself
 ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
-QUIET_SECONDS = 0.25  # after the last request of somebody who waits, fine-tuning need not make room for the next
+QUIET_SECONDS = 0.25  # after the last request that somebody waits for, fine-tuning need not make room
 # No product is longer, while nobody decodes: whoever comes next must not wait for ever. Much shorter ones
 # would take longer in all: each reads its weight again.
 PIECE_SECONDS = 0.25

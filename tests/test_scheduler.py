@@ -129,7 +129,8 @@ def test_fine_tuning_goes_in_smaller_pieces_while_somebody_waits_for_a_first_tok
         request = work("tune", rows=5000, what=FINETUNING, now=now)
         policy.add(request, now)
         batch = policy.next(now + 0.01)  # it has waited for company
-        assert isinstance(batch, list) and [piece.work for piece in batch] == [request]
+        assert isinstance(batch, list)
+        assert [piece.work for piece in batch] == [request]
         policy.drop(request)
         return FIXED + PER_ROW * rows_of(batch)
 
