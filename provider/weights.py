@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shared import ring_native
 from shared.checkpoint import Checkpoint
 from shared.header import Direction, member_indices
 from shared.messages import GroupInfo
@@ -21,7 +20,6 @@ from shared.ring import PLANES, bounds
 from shared.ring_product import PlaneProducts, group_planes
 
 _READ_AHEAD_STEP = 1 << 16  # elements: about 20 microseconds of memory bandwidth
-FEW_ROWS = 16  # of a float product, see FloatWeight
 
 
 class GroupWeight(Protocol):
@@ -52,19 +50,17 @@ class FloatWeight:
     No bias, in either direction: what the paper calls the noise effect (Symbiosis §3.8) is this
     same product applied to a mask.
 
-    Few rows go forward through native code, which reads the weight once and as fast as memory gives it;
-    the libraries below torch take up to three times as long (``docs/performance.md``).
+    On the CPU, products are oneDNN's: torch would take those of float32 from MKL, which takes up to twice as
+    long on processors that are not Intel's (``docs/performance.md``).
     """
 
     def __init__(
         self, checkpoint: Checkpoint, info: GroupInfo, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._widths = [m.outputs for m in info.members]
-        self._inputs = info.inputs
         self._all = (1 << len(self._widths)) - 1
+        self._onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
         self._weight = torch.empty((sum(self._widths), info.inputs), dtype=dtype, device=device)
-        native = ring_native.LIBRARY is not None
-        self._few = native and dtype == torch.float32 and device.type == "cpu"
         self._parts = list(self._weight.split(self._widths))
         for part, member in zip(self._parts, info.members, strict=True):
             part.copy_(checkpoint.member_weight(member))
@@ -78,35 +74,59 @@ class FloatWeight:
                 for block in self.product(direction, members, [block.to(served) for block in blocks])
             ]
         rows = len(blocks[0])
-        if direction == Direction.FORWARD:
-            x = blocks[0]
-            if 0 < rows <= FEW_ROWS and self._few:
-                return self._product_of_few(x, members)
-            out = [torch.mm(x, self._parts[i].T) for i in member_indices(members)]
+        if self._onednn and rows:
+            blocks = [_whole_tiles(block) for block in blocks]
+            multiply, multiply_add = _onednn_multiply, _onednn_multiply_add
         else:
-            gx = blocks[0].new_empty((rows, self._inputs))
-            for at, (i, block) in enumerate(zip(member_indices(members), blocks, strict=True)):
-                if at == 0:
-                    torch.mm(block, self._parts[i], out=gx)
-                else:
-                    gx.addmm_(block, self._parts[i])
-            out = [gx]
-        return out
-
-    def _product_of_few(self, rows: torch.Tensor, members: int) -> list[torch.Tensor]:
-        if len(rows) == 1 and members == self._all:  # the blocks are the row: one product
-            parts, out = [self._weight], [rows.new_empty((1, len(self._weight)))]
-        else:
-            parts = [self._parts[i] for i in member_indices(members)]
-            out = [rows.new_empty((len(rows), len(part))) for part in parts]
-        rows = rows.contiguous()
-        for part, answer in zip(parts, out, strict=True):
-            ring_native.multiply_floats(rows, part, answer)
-        return out if parts[0] is not self._weight else list(out[0].split(self._widths, 1))
+            multiply, multiply_add = _multiply, _multiply_add
+        if direction == Direction.BACKWARD:
+            first, *others = (self._parts[i] for i in member_indices(members))
+            gx = multiply(blocks[0], first)
+            for weight, block in zip(others, blocks[1:], strict=True):
+                gx = multiply_add(gx, block, weight)
+            return [gx[:rows]]
+        if rows == 1 and members == self._all:  # the blocks are the row: one product
+            return list(multiply(blocks[0], self._weight.T).split(self._widths, 1))
+        return [multiply(blocks[0], self._parts[i].T)[:rows] for i in member_indices(members)]
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
         """See GroupWeight."""
         _touch(self._weight, stop)
+
+
+def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.mm(rows, weight)
+
+
+def _multiply_add(total: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return total.addmm_(rows, weight)
+
+
+# What torch's compiler calls for a linear layer; it has no public name.
+
+
+def _onednn_multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.T, None, "none", [], "")
+    return out
+
+
+def _onednn_multiply_add(total: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight.T, None, "add")
+    return out
+
+
+def _whole_tiles(rows: torch.Tensor) -> torch.Tensor:
+    """The same with rows of zeros below, so that few numbers of rows occur.
+
+    oneDNN compiles code for every shape that it meets, in a millisecond, and keeps half a megabyte of it.
+    """
+    count = len(rows)
+    if count <= 8:
+        whole = 1 << (count - 1).bit_length()
+    else:
+        tile = 8 if count <= 64 else 16 if count <= 256 else 64
+        whole = -(-count // tile) * tile
+    return rows if count == whole else torch.nn.functional.pad(rows, (0, 0, 0, whole - count))
 
 
 class RingWeight:

@@ -1,6 +1,6 @@
-/* Inner loops of products and of the ring's rows (shared/ring_native.py).
+/* The inner loops of the ring, for processors that have instructions for them (shared/ring_native.py).
  *
- * On the ring every function computes exactly what its counterpart in torch does; tests compare them bit by bit.
+ * Every function computes exactly what its counterpart in torch does; tests compare them bit by bit.
  * Sizes and pointers are checked by the caller.
  */
 #include <math.h>
@@ -19,7 +19,7 @@
 /* Of the functions' arguments; the same number stands in ring_native.py. */
 int ring_version(void)
 {
-    return 2;
+    return 1;
 }
 
 /* Whether ring_multiply runs here. */
@@ -31,87 +31,6 @@ int ring_can_multiply(void)
 #else
     return 0;
 #endif
-}
-
-/* Eight numbers, wherever they lie. */
-typedef float lanes __attribute__((vector_size(32), aligned(4)));
-
-enum {
-    TALL = 4,                /* float rows at once; with two columns eight sums, which hide an addition's time */
-    STRIP = 32,              /* columns that a thread takes */
-    SMALL_FLOATS = 1 << 19   /* multiplications for which a second thread is not woken */
-};
-
-#define TOTAL_OF(v) (((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])))
-
-/* The products of some rows, TALL at most, with two rows of a weight. */
-__attribute__((always_inline)) static inline void dot_floats(const float *rows, int64_t row_stride, int count,
-                                                             const float *one, const float *two, int64_t inner,
-                                                             float *out, int64_t out_stride, int both)
-{
-    lanes sums[TALL][2] = {0};
-    int64_t k = 0;
-    for (; k + 8 <= inner; k += 8) {
-        lanes weight_1 = *(const lanes *)(one + k), weight_2 = *(const lanes *)(two + k);
-        __builtin_prefetch(two + inner + k); /* the next two, while these are multiplied */
-        __builtin_prefetch(two + 2 * inner + k);
-#pragma GCC unroll 4
-        for (int t = 0; t < count; t++) {
-            lanes row = *(const lanes *)(rows + t * row_stride + k);
-            sums[t][0] += row * weight_1;
-            sums[t][1] += row * weight_2;
-        }
-    }
-#pragma GCC unroll 4
-    for (int t = 0; t < count; t++) {
-        float total_1 = TOTAL_OF(sums[t][0]), total_2 = TOTAL_OF(sums[t][1]);
-        for (int64_t rest = k; rest < inner; rest++) {
-            total_1 += rows[t * row_stride + rest] * one[rest];
-            total_2 += rows[t * row_stride + rest] * two[rest];
-        }
-        out[t * out_stride] = total_1;
-        if (both)
-            out[t * out_stride + 1] = total_2;
-    }
-}
-
-CLONES static void multiply_strip(const float *rows, int64_t count, int64_t inner, const float *weight,
-                                  int64_t columns, float *out, int64_t out_stride)
-{
-    for (int64_t o = 0; o < columns; o += 2) {
-        const float *one = weight + o * inner;
-        int both = o + 1 < columns;
-        const float *two = both ? one + inner : one;
-        for (int64_t t = 0; t < count; t += TALL) {
-            const float *here = rows + t * inner;
-            float *there = out + t * out_stride + o;
-            switch (count - t) {
-            case 1:
-                dot_floats(here, inner, 1, one, two, inner, there, out_stride, both);
-                break;
-            case 2:
-                dot_floats(here, inner, 2, one, two, inner, there, out_stride, both);
-                break;
-            case 3:
-                dot_floats(here, inner, 3, one, two, inner, there, out_stride, both);
-                break;
-            default:
-                dot_floats(here, inner, TALL, one, two, inner, there, out_stride, both);
-            }
-        }
-    }
-}
-
-/* out [count, columns] = rows [count, inner] times a weight [columns, inner], for few rows: the weight is read
- * once, by all threads, as fast as memory gives it. All are contiguous. */
-void float_multiply(const float *rows, int64_t count, int64_t inner, const float *weight, int64_t columns,
-                    float *out, int threads)
-{
-    threads = count * columns * inner < SMALL_FLOATS ? 1 : threads;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
-    for (int64_t o = 0; o < columns; o += STRIP)
-        multiply_strip(rows, count, inner, weight + o * inner, columns - o < STRIP ? columns - o : STRIP, out + o,
-                       columns);
 }
 
 #ifdef VNNI

@@ -1,8 +1,8 @@
-"""Native code for inner loops, where it was compiled and the processor has the instructions.
+"""Native code for the ring's inner loops, where it was compiled and the processor has the instructions.
 
 ``ring_native.c`` is compiled when the package is installed, if there is a C compiler; without it, or
 on other processors, the same integers are computed with torch (``shared.ring_product``,
-``shared.ring_rows``), and float products of few rows are torch's, more slowly.
+``shared.ring_rows``), more slowly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # of the functions' arguments; the same number stands in ring_native.c
+VERSION = 1  # of the functions' arguments; the same number stands in ring_native.c
 PARALLEL_ELEMENTS = 1 << 15  # below, waking a second thread costs more than it saves
 
 
@@ -45,8 +45,6 @@ def _load() -> ctypes.CDLL | None:
     library.ring_multiply.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int64]
     library.ring_multiply.argtypes += [c_void_p, c_int64, c_int]
     library.ring_multiply.restype = c_int
-    library.float_multiply.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int]
-    library.float_multiply.restype = None
     library.ring_hide.argtypes = [pointers, POINTER(c_int64), c_int64, c_int64, c_int64, c_void_p, c_double]
     library.ring_hide.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_int]
     library.ring_hide.restype = c_int
@@ -99,21 +97,6 @@ def multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
     )  # fmt: skip
     if failed:
         raise MemoryError("no memory for a product")
-
-
-def multiply_floats(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Rows [T, D] times a weight [O, D], into out [T, O]; all contiguous float32 on the CPU.
-
-    For few rows, 16 or so: every element of the weight is read once. Needs LIBRARY.
-    """
-    if LIBRARY is None:
-        raise RuntimeError("there is no native code")
-    if not (rows.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
-        raise ValueError("the elements of all lie side by side")
-    LIBRARY.float_multiply(
-        rows.data_ptr(), rows.shape[0], rows.shape[1], weight.data_ptr(), weight.shape[0], out.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
 
 
 def hide(

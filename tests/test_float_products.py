@@ -1,4 +1,4 @@
-"""Float products of few rows: native code against float64, and a weight's blocks against torch's."""
+"""Products of float weights: against torch's, for every number of rows, with oneDNN and without."""
 
 from __future__ import annotations
 
@@ -8,49 +8,81 @@ import pytest
 import torch
 
 from provider.discovery import discover
-from provider.weights import FEW_ROWS, FloatWeight
-from shared import ring_native
+from provider.weights import FloatWeight, _whole_tiles
 from shared.checkpoint import Checkpoint
 from shared.header import Direction, member_indices
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
-native = pytest.mark.skipif(ring_native.LIBRARY is None, reason="no native code was compiled")
 
 
-@native
-@pytest.mark.parametrize("inner", [1, 7, 8, 9, 64, 771])
-@pytest.mark.parametrize("columns", [1, 2, 31, 33, 1000])
-def test_every_sum_is_there(inner: int, columns: int) -> None:
-    """Also for sizes that no vector divides, with one thread and with two."""
-    generator = torch.Generator().manual_seed(inner * columns)
-    weight = torch.randn(columns, inner, generator=generator)
-    for rows in [*range(1, 10), FEW_ROWS]:
-        x = torch.randn(rows, inner, generator=generator)
-        out = torch.full((rows, columns), torch.nan)
-        ring_native.multiply_floats(x, weight, out)
-        exact = x.double() @ weight.T.double()
-        # What rounding each product and sum in any order can make: n * eps * |x| |w|.
-        bound = (inner + 1) * torch.finfo(torch.float32).eps * (x.double().abs() @ weight.T.double().abs())
-        assert (out.double() - exact).abs().le(bound).all()
+@pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
+def weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FloatWeight:
+    if not request.param:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    elif not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    return float_weight(torch.float32)
 
 
-@native
-def test_elements_that_do_not_lie_side_by_side_are_refused() -> None:
-    with pytest.raises(ValueError, match="side by side"):
-        ring_native.multiply_floats(torch.ones(8, 2).T, torch.ones(3, 8), torch.empty(2, 3))
-
-
-@pytest.mark.parametrize("members", [0b111, 0b001, 0b101])
-@pytest.mark.parametrize("rows", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1])
-def test_blocks_are_torchs(members: int, rows: int) -> None:
-    """Within 1e-5 of sums that are about 1: the order of additions differs."""
+def float_weight(dtype: torch.dtype, group: int = 2) -> FloatWeight:
+    """Of a group whose members are wider than its input: a transposed weight would not go through."""
     checkpoint = Checkpoint(MODEL)
-    info = discover(checkpoint, serve_head=False).groups[0]
-    weight = FloatWeight(checkpoint, info, torch.device("cpu"), torch.float32)
-    x = torch.randn(rows, info.inputs, generator=torch.Generator().manual_seed(0))
-    blocks = weight.product(Direction.FORWARD, members, [x])
-    for i, block in zip(member_indices(members), blocks, strict=True):
-        assert block.is_contiguous()
+    info = discover(checkpoint, serve_head=False).groups[group]
+    assert info.inputs != info.members[0].outputs
+    return FloatWeight(checkpoint, info, torch.device("cpu"), dtype)
+
+
+def exact(
+    weight: FloatWeight, direction: Direction, members: int, blocks: list[torch.Tensor]
+) -> torch.Tensor:
+    """In float64, blocks side by side."""
+    parts = [weight._parts[i].double() for i in member_indices(members)]
+    if direction == Direction.FORWARD:
+        return torch.cat([blocks[0].double() @ part.T for part in parts], 1)
+    return sum(block.double() @ part for block, part in zip(blocks, parts, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("members", [0b11, 0b01, 0b10])
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
+def test_products_are_torchs(weight: FloatWeight, direction: Direction, members: int) -> None:
+    """Within 1e-5 of sums of which most are below 1: the order of additions differs."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = [weight._widths[i] for i in member_indices(members)]
+    asked, answered = [weight._weight.shape[1]], outputs
+    if direction == Direction.BACKWARD:
+        asked, answered = answered, asked
+    for rows in (0, 1, 2, 3, 8, 9, 65, 257):
+        blocks = [torch.randn(rows, width, generator=generator) for width in asked]
+        kept = [block.clone() for block in blocks]
+        out = weight.product(direction, members, blocks)
+        assert [tuple(block.shape) for block in out] == [(rows, width) for width in answered]
+        assert all(block.is_contiguous() for block in out)
         torch.testing.assert_close(
-            block, x @ checkpoint.member_weight(info.members[i]).float().T, rtol=0, atol=1e-5
+            torch.cat(out, 1), exact(weight, direction, members, blocks).float(), rtol=1e-5, atol=1e-5
         )
+        torch.testing.assert_close(blocks, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
+def test_a_bfloat16_weight_takes_and_gives_either(direction: Direction) -> None:
+    """Within what rounding rows, weight and answer to 8 bits can make: 2^-8 of the sums, twice."""
+    weight = float_weight(torch.bfloat16)
+    width = weight._weight.shape[1] if direction == Direction.FORWARD else weight._widths[0]
+    x = torch.randn(5, width, generator=torch.Generator().manual_seed(1))
+    for given in (x, x.bfloat16()):
+        (out,) = weight.product(direction, 0b01, [given])
+        assert out.dtype == given.dtype
+        wanted = exact(weight, direction, 0b01, [x.bfloat16()])
+        torch.testing.assert_close(out.double(), wanted, rtol=2**-7, atol=2**-7 * wanted.abs().max().item())
+
+
+def test_few_numbers_of_rows_occur() -> None:
+    """oneDNN keeps code for each; and little is multiplied in vain."""
+    x = torch.ones(4096, 1)
+    met = set()
+    for rows in range(1, 4097):
+        whole = len(_whole_tiles(x[:rows]))
+        met.add(whole)
+        assert rows <= whole <= max(1.34 * rows, rows + 7)
+        assert _whole_tiles(x[:rows]).sum() == rows  # zeros below
+    assert len(met) <= 90
