@@ -107,6 +107,11 @@ def peak_memory_mib(pid: int | None = None) -> float:
     raise SystemExit("no VmHWM: the memory figures need Linux")
 
 
+def forget_peak_memory(pid: int) -> None:
+    """Begin anew to look for the largest resident set of a process."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
 def pss_mib(pid: int | None = None) -> float:
     """Memory of a process in MiB, with what it shares divided among those who share it."""
     for line in Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text().splitlines():

@@ -48,7 +48,7 @@ def _dedicated(axis: plt.Axes, data: dict[str, Any]) -> None:
 def _memory(axis: plt.Axes, data: dict[str, Any]) -> None:
     counts = sorted(data["local"], key=int)
     for side, colour, label in (("local", GREY, "a model each"), ("shared", BLUE, "one executor")):
-        sizes = [data[side][count] / 1024 for count in counts]
+        sizes = [statistics.median(r["memory_mib"] for r in data[side][count]) / 1024 for count in counts]
         axis.plot([int(count) for count in counts], sizes, "o-", color=colour, label=label)
     axis.set_ylim(bottom=0)
     axis.set_xticks([int(count) for count in counts])

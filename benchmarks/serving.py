@@ -29,7 +29,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
-from common import Executor, cpu_seconds, executor, metrics, peak_memory_mib, pss_mib, spread, write_model
+from common import (
+    Executor,
+    cpu_seconds,
+    executor,
+    forget_peak_memory,
+    metrics,
+    peak_memory_mib,
+    pss_mib,
+    spread,
+    write_model,
+)
 from load import bursty
 from plot_serving import plot
 from rich.console import Console
@@ -115,14 +125,16 @@ def replay(running: Executor, plans: list[Plan], seconds: float, processes: int 
 def real(plans: list[Plan], watched: int | None = None) -> dict[str, Any]:
     """What real tenants, or processes with a whole model, reached; memory of all together."""
     with started("tenant.py", plans) as running:
-        executor_mib = pss_mib(watched) if watched else 0.0
+        if watched:
+            forget_peak_memory(watched)
         told = results(running, time.time() + 1.0)
+        executor_mib = pss_mib(watched) if watched else 0.0
     return {
         # To the end of each one's last piece of work: some take seconds.
         "done": sum(len(each["times"]) / sum(each["times"][-1]) for each in told),
         "latency": [latency for each in told for _, latency in each["times"]],
         "memory_mib": sum(each["pss_mib"] for each in told) + executor_mib,
-        "executor_mib": executor_mib,
+        "executor_peak_mib": peak_memory_mib(watched) if watched else 0.0,
     }
 
 
@@ -334,8 +346,8 @@ def show_dedicated(found: dict[str, Any]) -> list[Table]:
 def memory(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, Any]:
     """One to five tenants that tune, against as many processes, with a base of more than 1 GB."""
     folder = large_model(work, layers=4)
-    plan = {"work": "tune", "batch": 1, "threads": 1, "seconds": seconds}
-    found: dict[str, Any] = {"local": {}, "shared": {}, "executor": {}, "executor by length": {}}
+    plan = {"work": "tune", "batch": 1, "threads": 1, "seconds": seconds / 3}
+    found: dict[str, Any] = {}
     with executor(folder, work / "memory") as running:
 
         def tenants(count: int, length: int) -> dict[str, Any]:
@@ -345,18 +357,15 @@ def memory(folder: Path, work: Path, rounds: int, seconds: float) -> dict[str, A
                 each["token"] = running.tokens.add(f"tenant-{i}")
             return real(plans, running.pid)
 
-        for count in (1, 3, 5):
-            console.print(f"memory: {count} tenants", highlight=False)
-            shared = tenants(count, 128)
-            found["shared"][count] = shared["memory_mib"]
-            found["executor"][count] = peak_memory_mib(running.pid)
-            console.print(f"memory: {count} processes with a model each", highlight=False)
-            local = [{**plan, "length": 128, "folder": str(folder), "seed": i} for i in range(count)]
-            found["local"][count] = real(local)["memory_mib"]
-        for length in (128, 512, 1024):
+        for number in range(rounds):
+            for count in (1, 3, 5):
+                console.print(f"memory {number + 1}/{rounds}: {count} tuning", highlight=False)
+                found.setdefault("shared", {}).setdefault(count, []).append(tenants(count, 128))
+                local = [{**plan, "length": 128, "folder": str(folder), "seed": i} for i in range(count)]
+                found.setdefault("local", {}).setdefault(count, []).append(real(local))
+        for length in (128, 512, 1024):  # once: these take long
             console.print(f"memory: a sequence of {length} tokens", highlight=False)
-            tenants(1, length)
-            found["executor by length"][length] = peak_memory_mib(running.pid)
+            found.setdefault("by length", {})[length] = tenants(1, length)
     found["base_mib"] = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
     return found
 
@@ -365,11 +374,16 @@ def show_memory(found: dict[str, Any]) -> list[Table]:
     table = Table(title=f"Memory of N tuning jobs, MiB in all; base model {found['base_mib']:.0f} MiB")
     for column in ("N", "a model each", "one executor", "less by", "peak of the executor"):
         table.add_column(column)
-    for count, local in found["local"].items():
-        shared = found["shared"][count]
-        peak = found["executor"][count]
-        table.add_row(str(count), f"{local:.0f}", f"{shared:.0f}", f"{local / shared:.2f}", f"{peak:.0f}")
-    lengths = ", ".join(f"{n} tokens: {mib:.0f}" for n, mib in found["executor by length"].items())
+    for count, shared in found["shared"].items():
+        local, together = ([run["memory_mib"] for run in runs] for runs in (found["local"][count], shared))
+        peaks = [run["executor_peak_mib"] for run in shared]
+        ratio = statistics.median(local) / statistics.median(together)
+        table.add_row(
+            str(count), spread(local, 1, 0), spread(together, 1, 0), f"{ratio:.2f}", spread(peaks, 1, 0)
+        )
+    lengths = ", ".join(
+        f"{n} tokens: {run['executor_peak_mib']:.0f}" for n, run in found["by length"].items()
+    )
     table.caption = f"peak of the executor by sequence length: {lengths} MiB"
     return [table]
 
