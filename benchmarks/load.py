@@ -128,13 +128,13 @@ def poisson(rate: float, seconds: float, draw: random.Random) -> list[float]:
     return found
 
 
-def bursty(rate: float, seconds: float, draw: random.Random, period: float = 4.0) -> list[float]:
-    """Arrivals of the same mean rate, nearly all in the first quarter of each period."""
-    found = []
-    for start in range(int(seconds / period) + 1):
+def bursty(rate: float, seconds: float, draw: random.Random, bursts: int = 2) -> list[float]:
+    """Arrivals of the same mean rate, nearly all in as many bursts, which take a quarter of the time."""
+    found, period = [], seconds / bursts
+    for start in range(bursts):
         for at in poisson(4 * rate * 0.95, period / 4, draw) + poisson(0.05 * rate, period, draw):
             found.append(start * period + at)
-    return sorted(at for at in found if at < seconds)
+    return sorted(found)
 
 
 def main() -> None:

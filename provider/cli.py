@@ -18,6 +18,8 @@ from typing import Annotated, Any, Optional
 # Threads that spin for long between products take the processor from TLS, and from tenants on the
 # same machine. Must be set before torch loads its runtime; docs/performance.md has the effect.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Half a megabyte of code each; a thousand otherwise (see provider.weights).
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 import typer
 from rich.markup import escape

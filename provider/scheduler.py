@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from provider.fairness import LEAD, Counters
-from provider.latency import LatencyModel
+from provider.latency import TILE, LatencyModel, tile_of
 from shared.header import Direction, RequestClass
 
 DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it calls itself
 ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
-QUIET_SECONDS = 0.25  # after the last request that somebody waits for, fine-tuning need not make room
-# No product is longer, while nobody decodes: whoever comes next must not wait for ever. Much shorter ones
-# would take longer in all: each reads its weight again.
+QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room for the next
+# No product is longer while nobody decodes: whoever comes next must not wait for ever. Shorter ones, which
+# take longer in all since each reads its weight again, are for when somebody else may wait for a token.
 PIECE_SECONDS = 0.25
-PREFILL_PIECE_SECONDS = 0.05  # of fine-tuning, while somebody waits for a first token
+SHORT_PIECE_SECONDS = 0.05
+INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
 LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
-ROW_STEP = 16  # windows are whole tiles of the kernels
 
 
 class Kind(NamedTuple):
@@ -220,7 +220,8 @@ class Opportunistic:
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
         self._queue: list[Work] = []
         self._active = _Active(ACTIVE_SECONDS)
-        self._last_decode = self._last_prefill = -math.inf
+        self._last_decode = -math.inf
+        self._interactive = _Active(INTERACTIVE_SECONDS)
         self.counters = Counters()
 
     def add(self, work: Work, now: float) -> None:
@@ -228,15 +229,14 @@ class Opportunistic:
         self.counters.joined(work.tenant)
         self._queue.append(work)
         self._active.seen(work.tenant, now)
-        if work.decodes:
-            self._last_decode = now
-        elif work.request_class == RequestClass.PREFILL:
-            self._last_prefill = now
+        self._waits(work, now)
 
     def next(self, now: float) -> Batch | float | None:
         """See Policy."""
         if not self._queue:
             return None
+        for work in self._queue:
+            self._waits(work, now)
         alone = self._active.latest_of_others({work.tenant for work in self._queue}, now) is None
         if alone and len(self._queue) == 1:  # nobody to be fair to, and no time to lose
             return [self._take(self._queue[0], self._most_rows(self._queue[0], now))]
@@ -262,6 +262,7 @@ class Opportunistic:
         group, direction, members, _ = batch[0].work.kind
         self._latency.observe(group, direction, members, rows_of(batch), seconds)
         for work, _, stop in batch:
+            self._waits(work, now)
             if work.decodes and stop == work.rows:
                 self.tokens.answered((work.tenant, work.session), group, now - work.arrived)
 
@@ -279,17 +280,23 @@ class Opportunistic:
         wait = min(wait, self._objective.wait_seconds)
         return work.arrived + (wait if wait > LEAST_WAIT_SECONDS else 0.0)
 
-    def _window(self, head: Work, now: float) -> int:
-        """Rows besides decodes in one product, so that the next decode does not wait too long."""
-        group, direction, members, _ = head.kind
-        seconds = PIECE_SECONDS
-        if head.request_class == RequestClass.FINETUNING and now - self._last_prefill <= QUIET_SECONDS:
-            seconds = PREFILL_PIECE_SECONDS
+    def _waits(self, work: Work, now: float) -> None:
+        """Somebody waits, or waited just now, for a token that this request is for; if it is for one."""
+        if work.decodes:
+            self._last_decode = now
+        if work.request_class != RequestClass.FINETUNING:
+            self._interactive.seen(work.tenant, now)
+
+    def _window(self, work: Work, now: float) -> int:
+        """Rows of a product that this request, no decode, may be part of."""
+        group, direction, members, _ = work.kind
+        others = self._interactive.latest_of_others({work.tenant}, now)
+        seconds = PIECE_SECONDS if others is None else SHORT_PIECE_SECONDS
         if now - self._last_decode <= QUIET_SECONDS:
             own = self._latency.seconds(group, Direction.FORWARD, members, 1)
             seconds = min(seconds, self.tokens.room * self._request_seconds - own)
         rows = self._latency.rows(group, direction, members, seconds)
-        return max(ROW_STEP, rows - rows % ROW_STEP)
+        return max(TILE, rows - rows % tile_of(rows))
 
     def _most_rows(self, work: Work, now: float) -> int:
         """Rows that a request can have in one product."""
@@ -297,13 +304,12 @@ class Opportunistic:
 
     def _batch(self, head: Work, fair: list[Work], limit: float, now: float) -> Batch:
         """The head, all decodes of its kind, and of the rest as many rows as there is room for."""
-        room, batch = self._window(head, now), []
+        batch: Batch = []
         for work in sorted(fair, key=lambda work: (work is not head, *self._precedence(work))):
-            rows = work.left if work.decodes else min(work.left, room)
+            rows = work.left if work.decodes else min(work.left, self._window(work, now) - rows_of(batch))
             cost = rows * work.row_cost
-            if not rows or (work is not head and self.counters.of(work.tenant) + cost > limit):
+            if rows <= 0 or (work is not head and self.counters.of(work.tenant) + cost > limit):
                 continue  # passed over, not waited for
-            room = max(0, room - rows)
             batch.append(self._take(work, rows))
         return batch
 

@@ -199,7 +199,9 @@ class TenantSession:
         service = self._service
         if service.transcript:
             service.transcript.request(self._number, header, payload)
-        answer = self._held[0][1]
+        request, answer, _ = self._held[0]
+        if request is not header:
+            raise RuntimeError("answered out of turn")
         done = service.scheduler.run(self._tenant, header, service.executor.blocks(header, payload))
         self._send(answer, done.blocks)
         try:  # the tenant goes on; a failure here is no second answer

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from provider.latency import TILE, tile_of
 from shared.checkpoint import Checkpoint
 from shared.header import Direction, member_indices
 from shared.messages import GroupInfo
@@ -59,7 +60,7 @@ class FloatWeight:
     ) -> None:
         self._widths = [m.outputs for m in info.members]
         self._all = (1 << len(self._widths)) - 1
-        self._onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._onednn = device.type == "cpu" and dtype == torch.float32 and _has_onednn()
         self._weight = torch.empty((sum(self._widths), info.inputs), dtype=dtype, device=device)
         self._parts = list(self._weight.split(self._widths))
         for part, member in zip(self._parts, info.members, strict=True):
@@ -74,11 +75,11 @@ class FloatWeight:
                 for block in self.product(direction, members, [block.to(served) for block in blocks])
             ]
         rows = len(blocks[0])
+        multiply: Callable[..., torch.Tensor] = torch.mm
+        multiply_add: Callable[..., torch.Tensor] = torch.addmm
         if self._onednn and rows:
             blocks = [_whole_tiles(block) for block in blocks]
             multiply, multiply_add = _onednn_multiply, _onednn_multiply_add
-        else:
-            multiply, multiply_add = _multiply, _multiply_add
         if direction == Direction.BACKWARD:
             first, *others = (self._parts[i] for i in member_indices(members))
             gx = multiply(blocks[0], first)
@@ -94,18 +95,18 @@ class FloatWeight:
         _touch(self._weight, stop)
 
 
-def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.mm(rows, weight)
-
-
-def _multiply_add(total: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return total.addmm_(rows, weight)
-
-
 # What torch's compiler calls for a linear layer; it has no public name.
 
 
+def _has_onednn() -> bool:
+    """Whether there is oneDNN, and MKL that torch would use instead of it."""
+    backends = torch.backends
+    there = backends.mkl.is_available() and backends.mkldnn.is_available()
+    return there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 def _onednn_multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    torch.get_num_threads()  # sets what was chosen for this thread too, which oneDNN would not ask for
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.T, None, "none", [], "")
     return out
 
@@ -118,13 +119,14 @@ def _onednn_multiply_add(total: torch.Tensor, rows: torch.Tensor, weight: torch.
 def _whole_tiles(rows: torch.Tensor) -> torch.Tensor:
     """The same with rows of zeros below, so that few numbers of rows occur.
 
-    oneDNN compiles code for every shape that it meets, in a millisecond, and keeps half a megabyte of it.
+    oneDNN compiles code for every shape that it meets, in a millisecond, and keeps half a megabyte of it;
+    for how many, ``provider.cli`` sets.
     """
     count = len(rows)
     if count <= 8:
         whole = 1 << (count - 1).bit_length()
     else:
-        tile = 8 if count <= 64 else 16 if count <= 256 else 64
+        tile = TILE // 2 if count <= 4 * TILE else tile_of(count)
         whole = -(-count // tile) * tile
     return rows if count == whole else torch.nn.functional.pad(rows, (0, 0, 0, whole - count))
 

@@ -146,7 +146,7 @@ class SharedMemory:
         self._check(at, sum(block.nbytes for block in blocks))
         for block in blocks:
             data = tensor_bytes(block)
-            self._bytes.data[at : at + len(data)] = data
+            self._bytes[at : at + len(data)] = data  # numpy lets go of Python's lock for long ones
             at += len(data)
 
     def _check(self, at: int, size: int) -> None:

@@ -24,7 +24,7 @@ from shared.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.websocket import Incoming
 from tenant_sdk.channel import Channel, Pending
 
-SPIN_SECONDS = 1.5e-4
+SPIN_SECONDS = 1.5e-4  # about what falling asleep and being woken takes
 
 
 class Areas:
@@ -148,8 +148,9 @@ class ColocatedChannel(Channel):
         while self._quick and not ready and now < began + SPIN_SECONDS:
             ready, now = self._poll.poll(0), time.monotonic()
         if not ready:
+            asked = self._quick
             ready, now = self._poll.poll(max(0.0, deadline - now) * 1000), time.monotonic()
-        self._quick = now < began + 2 * SPIN_SECONDS
+            self._quick = not asked and now < began + 2 * SPIN_SECONDS
         return {fd for fd, _ in ready}
 
     # -- writing ---------------------------------------------------------------------------------

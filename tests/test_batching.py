@@ -19,7 +19,7 @@ from provider.latency import LatencyModel
 from provider.scheduler import Batch, Objective, Opportunistic, Policy, Work, make_policy
 from shared.header import DTYPE_CODES, PRODUCTS, Direction, Header, Operation
 from shared.masks import MaskStream
-from shared.protocol import ExecutorProtocol, split_blocks
+from shared.protocol import ExecutorProtocol
 
 TENANTS = 12
 
@@ -93,7 +93,6 @@ def test_everybody_gets_their_own_answer(base: BaseExecutor, name: str) -> None:
             # Blocks that lie one behind the other, as the answer's header says.
             answer = protocol.answer(header)
             assert got.numel() == answer.rows * answer.columns
-            split_blocks(got, base._shapes[header.group].plan(header.direction, header.members).answer_widths)
             assert 0 <= done.queue_seconds <= done.reply_seconds
 
     with ThreadPoolExecutor(TENANTS) as threads:

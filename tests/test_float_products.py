@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from provider.discovery import discover
-from provider.weights import FloatWeight, _whole_tiles
+from provider.weights import FloatWeight, _has_onednn, _whole_tiles
 from shared.checkpoint import Checkpoint
 from shared.header import Direction, member_indices
 
@@ -18,9 +20,9 @@ MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
 def weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FloatWeight:
     if not request.param:
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    elif not torch.backends.mkldnn.is_available():
-        pytest.skip("torch was built without oneDNN")
+        monkeypatch.setattr("provider.weights._has_onednn", lambda: False)
+    elif not _has_onednn():
+        pytest.skip("torch has no oneDNN")
     return float_weight(torch.float32)
 
 
@@ -86,3 +88,25 @@ def test_few_numbers_of_rows_occur() -> None:
         assert rows <= whole <= max(1.34 * rows, rows + 7)
         assert _whole_tiles(x[:rows]).sum() == rows  # zeros below
     assert len(met) <= 90
+
+
+@pytest.mark.skipif(not _has_onednn(), reason="torch has no oneDNN")
+def test_a_thread_of_its_own_takes_no_more_processors_than_were_chosen() -> None:
+    """As with ``--threads 1``: oneDNN does not ask torch, whose choice holds for the thread that made it."""
+    script = """
+import os, threading, torch
+from provider.weights import _onednn_multiply
+torch.set_num_threads(1)
+rows, weight = torch.ones(4, 768), torch.ones(768, 4096)
+def run():
+    before = len(os.listdir("/proc/self/task"))
+    _onednn_multiply(rows, weight)
+    print(len(os.listdir("/proc/self/task")) - before)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert told.stdout == "0\n"

@@ -28,10 +28,12 @@ from simulated import (
 from provider.latency import LatencyModel, Shape
 from provider.scheduler import (
     DECODE_ROWS,
+    INTERACTIVE_SECONDS,
     PIECE_SECONDS,
-    PREFILL_PIECE_SECONDS,
     QUIET_SECONDS,
+    SHORT_PIECE_SECONDS,
     Alone,
+    Batch,
     Kind,
     Lockstep,
     Objective,
@@ -121,24 +123,54 @@ def test_a_large_request_is_divided_and_comes_back_whole() -> None:
     assert all((piece.stop - piece.start) % 16 == 0 for piece in pieces[:-1])
 
 
-def test_fine_tuning_goes_in_smaller_pieces_while_somebody_waits_for_a_first_token() -> None:
+def next_batch(policy: Policy, now: float) -> Batch:
+    """Of requests that have waited for company."""
+    batch = policy.next(now + 0.01)
+    assert isinstance(batch, list)
+    return batch
+
+
+def seconds_of(batch: Batch) -> float:
+    return FIXED + PER_ROW * rows_of(batch)
+
+
+@pytest.mark.parametrize("what", [PREFILL, FINETUNING])
+@pytest.mark.parametrize("other", [PREFILL, DECODE])
+def test_pieces_are_shorter_while_somebody_else_may_wait_for_a_token(
+    what: RequestClass, other: RequestClass
+) -> None:
     policy = Opportunistic(model())
 
     def seconds(now: float) -> float:
-        """Of the next piece of fine-tuning."""
-        request = work("tune", rows=5000, what=FINETUNING, now=now)
+        """Of the next piece of a large request."""
+        request = work("large", rows=5000, what=what, now=now)
         policy.add(request, now)
-        batch = policy.next(now + 0.01)  # it has waited for company
-        assert isinstance(batch, list)
+        batch = next_batch(policy, now)
         assert [piece.work for piece in batch] == [request]
         policy.drop(request)
-        return FIXED + PER_ROW * rows_of(batch)
+        return seconds_of(batch)
 
-    assert PREFILL_PIECE_SECONDS < seconds(0.0) <= PIECE_SECONDS
-    policy.add(work("chat", rows=100, what=PREFILL, now=1.0), 1.0)
-    assert isinstance(policy.next(1.1), list)
-    assert seconds(1.1) <= PREFILL_PIECE_SECONDS
-    assert seconds(1.1 + QUIET_SECONDS) > PREFILL_PIECE_SECONDS
+    assert SHORT_PIECE_SECONDS < seconds(0.0) <= PIECE_SECONDS
+    policy.add(work("chat", rows=17 if other == PREFILL else 1, what=other, now=1.0), 1.0)
+    next_batch(policy, 1.1)
+    assert seconds(1.2 + QUIET_SECONDS) <= SHORT_PIECE_SECONDS
+    assert seconds(1.2 + INTERACTIVE_SECONDS) > SHORT_PIECE_SECONDS
+
+
+def test_who_still_waits_for_a_token_is_not_forgotten() -> None:
+    """However long ago it asked: fine-tuning that comes along in its product is short, and so is the next."""
+    policy = Opportunistic(model())
+    policy.add(work("tune", rows=100_000, what=FINETUNING), 0.0)
+    policy.add(work("chat", rows=17, what=PREFILL), 0.0)
+    late = 2 * INTERACTIVE_SECONDS
+    assert seconds_of(next_batch(policy, late)) <= SHORT_PIECE_SECONDS
+    assert seconds_of(next_batch(policy, late)) <= SHORT_PIECE_SECONDS
+    policy.add(work("other", group=1, now=late), late)
+    late += 2 * INTERACTIVE_SECONDS
+    while [piece.work.tenant for piece in next_batch(policy, late)] != ["other"]:
+        pass
+    policy.finished([work("other", group=1, now=late).take(1)], 1.0, late + 1.0)  # a long product
+    assert seconds_of(next_batch(policy, late + 1.0)) < 0.02
 
 
 def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
