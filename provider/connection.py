@@ -13,21 +13,19 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
+from provider.answering import Send, Session
 from provider.tokens import TokenFile
 from shared.errors import WireError
 from shared.header import SUBPROTOCOL, Header
 from shared.messages import ErrorInfo, encode
 from shared.websocket import Incoming, MessageReader, Opcode, encode_control, encode_message
-
-if TYPE_CHECKING:  # a front door has no executor, and starts in a third of the time without it
-    from provider.session import Send, Session
 
 log = logging.getLogger(__name__)
 _quiet = logging.getLogger("symbiosis.websockets")

@@ -12,22 +12,18 @@ import math
 import os
 import select
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import zmq
 
+from provider.answering import Send, Session
 from provider.connection import Bearer, TurnedAway
 from shared.colocated import END, MEMORY, MEMORY_BYTE, PLACES, aligned
 from shared.colocated_session import RETRY_SECONDS, Link, open_link
 from shared.errors import SymbiosisError, WireError
 from shared.header import DTYPE_NAMES, HEADER_BYTES, PRODUCTS, Header, Operation, parse_header
-from shared.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
-from shared.protocol import ExecutorProtocol
-from shared.websocket import Incoming, new_payload, tensor_bytes
-
-if TYPE_CHECKING:  # of the executor nothing is needed here
-    from provider.session import Send
+from shared.messages import Fetch, Hello, Manifest, decode, encode
+from shared.websocket import new_payload, tensor_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +41,6 @@ class Relay:
 
     def __init__(self, url: str, manifest: Manifest, refused: Callable[[str], None]) -> None:
         self._url, self.manifest, self.refused = url, manifest, refused
-        self.welcome = encode(manifest)
         self._row_bytes = {
             p.name: math.prod(p.shape[1:]) * DTYPE_NAMES[p.dtype].itemsize for p in manifest.parameters
         }
@@ -75,15 +70,15 @@ class Relay:
         return min(max(0, size), self.manifest.limits.max_message_bytes)
 
 
-class RelayedSession:
-    """See ``provider.session.Session``.
+class RelayedSession(Session):
+    """See Session.
 
     One request is under way at a time: it lies at the beginning of the memory, its answer behind it.
     """
 
     def __init__(self, relay: Relay, link: Link, tenant: str, send: Send) -> None:
-        self._relay, self._link, self._tenant, self._send = relay, link, tenant, send
-        self._protocol = ExecutorProtocol(relay.manifest)
+        super().__init__(tenant, relay.manifest, send)
+        self._relay, self._link = relay, link
         self._placed: Header | None = None  # whose payload is in the memory and not answered
         self._poll = select.poll()
         self._poll.register(link.answers, select.POLLIN)
@@ -94,7 +89,7 @@ class RelayedSession:
         self._exchange(Header(Operation.HELLO, request_id=1, rows=1, columns=len(hello)), 0, 0, hello)
 
     def accept(self, header: Header) -> None:
-        """See ``provider.session.Session``; ``overloaded`` if the executor has no memory for it."""
+        """See Session; ``overloaded`` if the executor has no memory for it."""
         self._protocol.accept(header)
         if _in_memory(header):
             self._have(_in_memory(header) + self._protocol.answer(header).payload_bytes)
@@ -106,53 +101,22 @@ class RelayedSession:
         self._placed = header
         return self._link.memory.tensor(0, header.payload_dtype, header.payload_shape)
 
-    def answer(self, message: Incoming) -> None:
-        """See ``provider.session.Session``."""
-        header = message.header
-        try:
-            if message.error is not None:
-                raise message.error
-            if message.payload is None:
-                raise WireError("payload_length", "the message has no payload")
-            if header.operation == Operation.HELLO:
-                hello = decode(tensor_bytes(message.payload), Hello)
-                log.info("tenant %s connected with %.40r", self._tenant, hello.client)
-                size = len(self._relay.welcome)
-                welcome = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=size)
-                self._send(welcome, self._relay.welcome)
-            else:
-                self._ask(header, message.payload)
-        except WireError as error:
-            if error.fatal:
-                raise
-            self.refuse(header.request_id, error)
-        except (OSError, EOFError):
-            raise  # the connection, or the executor's
-        except Exception:
-            # One request's failure is that request's alone; the peer learns nothing of its cause.
-            log.exception("request of tenant %s failed", self._tenant)
-            self.refuse(
-                header.request_id, WireError("internal", "the executor failed on this request; report it")
-            )
-        finally:
-            if self._placed is header:
-                self._placed = None
-
-    def refuse(self, request_id: int, error: SymbiosisError) -> None:
-        """See ``provider.session.Session``."""
-        self._relay.refused(error.code)
-        data = encode(ErrorInfo(error.code, error.message, error.retry_after))
-        self._send(Header(Operation.ERROR, request_id=request_id, rows=1, columns=len(data)), data)
-
     def close(self) -> None:
-        """See ``provider.session.Session``."""
+        """See Session."""
         try:
             self._say(END)
         except OSError:
             pass  # the executor has gone
         self._link.close()
 
-    def _ask(self, header: Header, payload: torch.Tensor) -> None:
+    def _done(self, header: Header) -> None:
+        if self._placed is header:
+            self._placed = None
+
+    def _count_refusal(self, code: str) -> None:
+        self._relay.refused(code)
+
+    def _serve(self, header: Header, payload: torch.Tensor) -> None:
         """Have the executor answer, and pass that on."""
         data = tensor_bytes(payload)
         if header.operation in PRODUCTS:

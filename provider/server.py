@@ -33,7 +33,8 @@ from provider.tokens import TokenFile
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from provider.session import Send, Service, Session
+    from provider.answering import Send, Session
+    from provider.session import Service
 
 log = logging.getLogger(__name__)
 

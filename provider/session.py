@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from provider.answering import Send, Session
 from provider.batching import Batcher, Done, shapes_of
 from provider.executor import BaseExecutor
 from provider.latency import LatencyModel
@@ -18,51 +19,11 @@ from provider.metrics import Metrics
 from provider.quota import Quotas
 from provider.scheduler import Opportunistic
 from provider.transcript import Transcript
-from shared.errors import SymbiosisError, WireError
 from shared.header import PRODUCTS, Header, Operation
-from shared.messages import ErrorInfo, Fetch, Hello, decode, encode
-from shared.protocol import ExecutorProtocol
-from shared.websocket import Incoming, new_payload
+from shared.messages import Fetch, decode
+from shared.websocket import tensor_bytes
 
 log = logging.getLogger(__name__)
-
-Send = Callable[[Header, "list[torch.Tensor] | bytes"], None]
-
-
-class Session(Protocol):
-    """What a connection needs of one; here it is ``TenantSession``, in a front door it is relayed."""
-
-    def accept(self, header: Header) -> None:
-        """Check a request's header; nothing has been allocated yet.
-
-        Raises:
-            WireError: what is wrong.
-        """
-        ...
-
-    def allocate(self, header: Header) -> torch.Tensor:
-        """Where the payload of an accepted request goes."""
-        ...
-
-    def answer(self, message: Incoming) -> None:
-        """Answer one complete message, which may be an error.
-
-        Raises:
-            OSError, EOFError: the carrier broke.
-        """
-        ...
-
-    def refuse(self, request_id: int, error: SymbiosisError) -> None:
-        """Answer with an error; request id 0 is for the whole session.
-
-        Raises:
-            OSError: the carrier broke.
-        """
-        ...
-
-    def close(self) -> None:
-        """The tenant left, or its carrier broke."""
-        ...
 
 
 class Scheduler(Protocol):
@@ -100,8 +61,8 @@ class Service:
         return TenantSession(self, tenant, send, waiting)
 
 
-class TenantSession:
-    """Answers one tenant's requests, one at a time.
+class TenantSession(Session):
+    """See Session.
 
     Args:
         service: of the executor.
@@ -111,18 +72,14 @@ class TenantSession:
     """
 
     def __init__(self, service: Service, tenant: str, send: Send, waiting: Callable[[], bool]) -> None:
-        self._service, self._tenant, self._send, self._waiting = service, tenant, send, waiting
-        self._protocol = ExecutorProtocol(service.executor.manifest)
+        super().__init__(tenant, service.executor.manifest, send)
+        self._service, self._waiting = service, waiting
         # Admitted and not answered: request, its answer's header, bytes of both.
         self._held: deque[tuple[Header, Header, int]] = deque()
         self._number = service.transcript.opened(tenant) if service.transcript else 0
 
     def accept(self, header: Header) -> None:
-        """Check a request's header; nothing has been allocated yet.
-
-        Raises:
-            WireError: what is wrong, or ``overloaded``.
-        """
+        """See Session."""
         self._protocol.accept(header)
         if header.operation in PRODUCTS:
             answer = self._protocol.answer(header)
@@ -133,67 +90,20 @@ class TenantSession:
             self._service.quotas.admit(self._tenant, header.rows, held, received, time.monotonic())
             self._held.append((header, answer, held))
 
-    def answer(self, message: Incoming) -> None:
-        """Answer one complete message, which may be an error.
-
-        Raises:
-            OSError: the carrier broke.
-        """
-        header = message.header
-        try:
-            if message.error is not None:
-                raise message.error
-            if message.payload is None:
-                raise WireError("payload_length", "the message has no payload")
-            if header.operation in PRODUCTS:
-                self._product(header, message.payload)
-                return
-            data = message.payload.numpy().data.cast("B") if message.payload.numel() else b""
-            if header.operation == Operation.HELLO:
-                hello = decode(data, Hello)
-                log.info("tenant %s connected with %.40r", self._tenant, hello.client)
-                manifest = encode(self._service.executor.manifest)
-                welcome = Operation.WELCOME
-                self._send(
-                    Header(welcome, request_id=header.request_id, rows=1, columns=len(manifest)), manifest
-                )
-            else:
-                answer, tensor = self._service.executor.fetch(decode(data, Fetch), header.request_id)
-                self._service.metrics.sent.inc(answer.payload_bytes)
-                self._send(answer, [tensor])
-        except WireError as error:
-            self.refuse(header.request_id, error)
-        except OSError:
-            raise  # the connection, not the request
-        except Exception:
-            # One request's failure is that request's alone; the peer learns nothing of its cause.
-            log.exception("request of tenant %s failed", self._tenant)
-            self.refuse(
-                header.request_id, WireError("internal", "the executor failed on this request; report it")
-            )
-        finally:
-            # What was not admitted is not in here, whatever it calls itself.
-            if self._held and self._held[0][0] is header:
-                self._release()
-
-    def refuse(self, request_id: int, error: SymbiosisError) -> None:
-        """Answer with an error; request id 0 is for the whole session.
-
-        Raises:
-            OSError: the carrier broke.
-        """
-        self._service.metrics.refused.labels(error.code).inc()
-        data = encode(ErrorInfo(error.code, error.message, error.retry_after))
-        self._send(Header(Operation.ERROR, request_id=request_id, rows=1, columns=len(data)), data)
-
     def close(self) -> None:
-        """The tenant left, or its carrier broke, perhaps in the middle of a message."""
+        """See Session."""
         while self._held:
             self._release()
         if self._service.transcript:
             self._service.transcript.closed(self._number)
 
-    allocate = staticmethod(new_payload)
+    def _serve(self, header: Header, payload: torch.Tensor) -> None:
+        if header.operation in PRODUCTS:
+            self._product(header, payload)
+            return
+        answer, tensor = self._service.executor.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
+        self._service.metrics.sent.inc(answer.payload_bytes)
+        self._send(answer, [tensor])
 
     def _product(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service
@@ -212,6 +122,14 @@ class TenantSession:
         except Exception:
             log.exception("after a request of tenant %s", self._tenant)
 
+    def _done(self, header: Header) -> None:
+        # What was not admitted is not in here, whatever it calls itself.
+        if self._held and self._held[0][0] is header:
+            self._release()
+
     def _release(self) -> None:
         header, _, held = self._held.popleft()
         self._service.quotas.release(self._tenant, header.rows, held)
+
+    def _count_refusal(self, code: str) -> None:
+        self._service.metrics.refused.labels(code).inc()
