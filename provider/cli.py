@@ -120,7 +120,7 @@ def serve(
     ] = 100.0,
     batch_wait_ms: Annotated[
         float, typer.Option(help="The most that a request waits for others to join it.")
-    ] = 2.0,
+    ] = 5.0,
     tenant_mib: Annotated[
         int, typer.Option(help="MiB of requests and answers that one tenant may have in flight; 0: any.")
     ] = 512,

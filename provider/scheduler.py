@@ -193,7 +193,7 @@ class Objective:
 
     decode_seconds: float = 0.1
     wait_share: float = 0.25
-    wait_seconds: float = 0.002
+    wait_seconds: float = 0.005
 
 
 class Opportunistic:
