@@ -42,7 +42,8 @@ def _dedicated(axis: plt.Axes, data: dict[str, Any]) -> None:
     axis.axhline(1, color=GREY, linewidth=1)
     axis.set_xticks([0, 1], ["8 decode", "4 tune"])
     axis.set_title("one executor: times a model each", fontsize=10)
-    axis.legend(frameon=False, loc="lower center")
+    axis.set_ylim(top=1.3 * axis.get_ylim()[1])
+    axis.legend(frameon=False, loc="upper right", ncols=2)
 
 
 def _memory(axis: plt.Axes, data: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ def _coserving(axis: plt.Axes, data: dict[str, Any]) -> None:
     axis.set_xlabel("milliseconds a token, as the tenant sees it")
     axis.set_ylabel("% of tokens")
     axis.set_title("decoding beside fine-tuning", fontsize=10)
-    axis.legend(frameon=False, fontsize=8, loc=(0.42, 0.3))
+    axis.legend(frameon=False, fontsize=8, loc=(0.6, 0.3))
 
 
 def _bars(axis: plt.Axes, names: list[str], values: list[float], colours: list[str]) -> None:

@@ -24,7 +24,7 @@ from shared.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.websocket import Incoming
 from tenant_sdk.channel import Channel, Pending
 
-SPIN_SECONDS = 1.5e-4  # about what falling asleep and being woken takes
+SPIN_SECONDS = 2.5e-4  # somewhat more than falling asleep and being woken take
 
 
 class Areas:
