@@ -66,7 +66,8 @@ def _coserving(axis: plt.Axes, data: dict[str, Any]) -> None:
     axis.set_xlabel("milliseconds a token, as the tenant sees it")
     axis.set_ylabel("% of tokens")
     axis.set_title("decoding beside fine-tuning", fontsize=10)
-    axis.legend(frameon=False, fontsize=8, loc=(0.6, 0.3))
+    axis.set_xlim(right=1.6 * axis.get_xlim()[1])
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def _bars(axis: plt.Axes, names: list[str], values: list[float], colours: list[str]) -> None:
