@@ -229,7 +229,6 @@ class Opportunistic:
         self.counters.joined(work.tenant)
         self._queue.append(work)
         self._active.seen(work.tenant, now)
-        self._waits(work, now)
 
     def next(self, now: float) -> Batch | float | None:
         """See Policy."""
