@@ -24,7 +24,7 @@ from tenant_sdk.channel import Channel
 from tenant_sdk.cli_options import Reach, one_or_each
 from tenant_sdk.colocated import open_colocated
 from tenant_sdk.connect import client_context, open_tcp, split_url, start_tls, upgrade
-from tenant_sdk.mask_sources import open_checkpoint
+from tenant_sdk.mask_sources import trusted_checkpoint
 from tenant_sdk.opening import LOCAL, check_same_weights, for_each
 from tenant_sdk.operators import Operators
 from tenant_sdk.remote import RemoteExecutor
@@ -106,7 +106,7 @@ def _together(met: Met, manifest: Manifest, sources: list[str]) -> Iterator[Find
     for url in sources:
         try:
             if url.startswith(LOCAL):
-                open_checkpoint(url.removeprefix(LOCAL), manifest)
+                trusted_checkpoint(url.removeprefix(LOCAL), manifest)
                 yield Finding("weights", True, f"{url} holds what the provider claims to serve")
             elif url in met.manifests:  # else its own findings say why
                 check_same_weights(url, met.manifests[url], manifest)

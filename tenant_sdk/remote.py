@@ -283,13 +283,21 @@ class RemoteExecutor:
         self.stats.add(refusals=1, seconds_throttled=seconds)
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
-        """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype."""
+        """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype.
+
+        Raises:
+            WireError: ``parameter``, after the last piece: they are not what the manifest announced.
+        """
+        digest = hashlib.sha256()
         dtype = DTYPE_NAMES[info.dtype]
         length = info.shape[0] if info.shape else 1
         width = torch.Size(info.shape[1:]).numel()
         step = max(1, FETCH_BYTES // (width * dtype.itemsize))
         for piece in self._fetch("parameter", info.name, length, step, DTYPE_CODES[dtype], width):
+            digest.update(tensor_bytes(piece))
             yield piece.reshape(-1, *info.shape[1:])
+        if digest.hexdigest() != info.sha256:
+            raise WireError("parameter", f"{info.name} is not the parameter that the executor announced")
 
     def file(self, info: FileInfo) -> bytes:
         """A configuration or tokenizer file, checked against the manifest's SHA-256.

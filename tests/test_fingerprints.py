@@ -23,6 +23,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, VerificationError
 from shared.header import Direction
 from tenant_sdk.fingerprints import StoredFingerprints, checkpoint_layers, write_fingerprints
+from tenant_sdk.surgery import linear_layers
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -60,9 +61,12 @@ def trusted(
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights."""
+    """The same model with other weights in its linear layers."""
     path = tmp_path_factory.mktemp("stranger")
-    make_model("llama", seed=1).save_pretrained(path)
+    model, other = make_model("llama"), make_model("llama", seed=1)
+    weights = {f"model.{name}.weight": layer.weight for name, layer in linear_layers(other.model).items()}
+    model.load_state_dict(weights, strict=False)
+    model.save_pretrained(path)
     return path
 
 
@@ -185,14 +189,14 @@ def test_layers_that_changed_places_are_noticed(
     honest = trio("llama")[0]
     middle = proxy(serve(exchanged(checkpoint("llama"), tmp_path / "exchanged", one, other), numerics="ring"))
     with honest.connect() as session:
-        digest = session.manifest.digest
+        weights = session.manifest.weights
 
     def lie(manifest: dict[str, Any]) -> dict[str, Any]:
         names = {one: other, other: one} if says == "tensors" else {}
         for group in manifest["groups"]:
             for member in group["members"]:
                 member["tensor"] = names.get(member["tensor"], member["tensor"])
-        return {**manifest, "digest": digest}
+        return {**manifest, "weights": weights}
 
     middle.manifest = lie
     options: dict[str, Any] = {"mask_sources": [f"local:{checkpoint('llama')}"]}
