@@ -20,14 +20,14 @@ from shared.messages import Manifest
 
 # What executors that do not collude must agree on.
 ATTESTED = (
-    "architecture",
-    "base_prefix",
-    "files",
-    "parameters",
-    "unavailable",
     "weights",
     "numerics",
     "groups",
+    "architecture",
+    "base_prefix",
+    "parameters",
+    "unavailable",
+    "files",
     "digest",
 )
 

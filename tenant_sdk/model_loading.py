@@ -50,8 +50,9 @@ def load_tokenizer(remote: RemoteExecutor) -> Any:
     files = download_files(remote, TENANT_FILES)
     if "tokenizer.json" not in files:
         raise ConfigurationError(
-            f"the executor serves {peer_text(remote.manifest.model, 80)} without tokenizer.json, the only "
-            "kind of tokenizer that is taken from a peer; load one yourself with AutoTokenizer.from_pretrained"
+            f"the executor serves {peer_text(remote.manifest.model, 80)} without tokenizer.json, the "
+            "only kind of tokenizer that is taken from a peer; load one yourself with "
+            "AutoTokenizer.from_pretrained"
         )
     return build_tokenizer(files)
 

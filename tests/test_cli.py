@@ -111,12 +111,14 @@ def test_from_certificates_to_a_generated_text(
     adapter = tmp_path / "new" / "adapter"
     learn = ("finetune", executor, "--data", TRAIN, "--held-out", HELD_OUT, "--output", adapter)
     learn += ("--steps", 8, "--batch-size", 4, "--sequence-length", 32, "--learning-rate", 5e-3)
+    status, _, err = finish(tenant(*learn, *source[:2], *source[4:], secrets=secrets))
+    assert (status, "give the mask source's own authority" in err) == (1, True)
     status, _, err = finish(tenant(*learn, *source, secrets=secrets))
     assert status == 1
-    assert "have the same address: provider and mask sources must be run by operators" in err
+    assert "have the same address, machine: provider and mask sources must be run by operators" in err
     assert "--allow-same-operator" in err
     out, err = ok(tenant(*learn, *source, "--allow-same-operator", secrets=secrets))
-    assert "these masks hide nothing from such an operator" in err
+    assert "these masks hide nothing from it" in err
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
     assert 1 < after < before
     assert "8 steps" in out
@@ -285,18 +287,22 @@ def test_doctor_examines_mask_sources_too(
     said = doctor_says(0, *where)
     assert "✓ numerics    ring" in said
     assert "! mask source none given; one-time masks, the default, need one" in said
-    said = doctor_says(0, *where, *source)
+    assert "✗ authorities give the mask source's own authority" in doctor_says(1, *where, *source)
+    said = doctor_says(0, *where, *source, "--allow-same-operator")
     assert said.count("✓ download") == 2
-    assert f"{other} claims to serve what the provider claims" in said
+    assert f"{other} lists what the provider lists" in said
     assert f"local:{checkpoint('llama')} holds what the provider claims" in said
-    assert "have the same address, certificate key" in said
+    assert "have the same address, certificate key, machine" in said
     assert "operators that do not collude" in said
 
     token = ("--mask-source-token-env", "SOURCE_TOKEN")
-    said = doctor_says(1, *where, *source, *token)
+    waived = (*WAIVED, "--mask-source-ca", ring.ca)
+    said = doctor_says(1, *where, *source, *token, *waived)
     assert said.count("✓ manifest") == said.count("✗ token") == 1
-    said = doctor_says(0, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *token)  # for each
-    assert "✗" not in said
+    said = doctor_says(0, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *token, *waived)
+    assert "✗" not in said  # one for each
+    said = doctor_says(1, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *waived[2:])
+    assert "✗ tokens      provider and mask sources have the same token" in said
     result = CliRunner().invoke(app, [*map(str, ("doctor", *where, *source)), *token * 3])
     assert "--mask-source-token-env: give one for all mask sources, or one for each" in str(result.exception)
 
@@ -305,12 +311,12 @@ def test_doctor_says_that_one_time_masks_will_not_work(
     llama: Executor, ring: Executor, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENANT_TOKEN", ring.token)
-    common = ("--ca", ring.ca, "--token-env", "TENANT_TOKEN", "--mask-source")
+    common = ("--ca", ring.ca, "--token-env", "TENANT_TOKEN", *WAIVED, "--mask-source")
     said = doctor_says(1, "--provider", llama.url, *common, ring.url)
     assert "! numerics    float32: no one-time masks, nothing to verify" in said
     assert "serve --numerics ring" in said
     assert "✗ weights" in said
-    assert "it has another numerics" in said
+    assert "do not serve the same: another numerics" in said
     for folder, message in (("nowhere", "not a checkpoint folder"), (checkpoint("gpt2"), "does not hold")):
         said = doctor_says(1, "--provider", ring.url, *common, f"local:{folder}")
         assert re.search(f"✗ weights .*{message}", said)
@@ -340,6 +346,7 @@ FINETUNE = ("finetune", *COMMON, "--data", str(TRAIN), "--output")
 
 
 SOURCE = ("--mask-source", "wss://m")
+WAIVED = ("--allow-same", "token", "--allow-same", "authority")
 
 
 @pytest.mark.parametrize(
@@ -351,10 +358,12 @@ SOURCE = ("--mask-source", "wss://m")
         (("--wire-dtype", "float8"), "float8"),
         (("--method", "dora"), "which reads the base weights"),
         (("--method", "magic"), "choose from lora"),
+        (SOURCE, "give the mask source's own token"),
+        ((*SOURCE, "--allow-same", "all"), "allow_same is a set of some of host, address"),
         (("--client-key", "k.pem"), "go together"),
         (("--privacy", "plain", *SOURCE), "uses no masks"),
         (("--privacy", "noise-bank", *SOURCE, "--mask-source", "local:x"), "takes one mask source"),
-        (("--ca", "missing.pem", *SOURCE), "missing.pem"),
+        (("--ca", "missing.pem", *SOURCE, "--allow-same-operator"), "missing.pem"),
         ((*SOURCE, "--mask-source-ca", "a", "--mask-source-ca", "b"), "one for all mask sources, or one for"),
         ((*SOURCE, "--mask-source-token-env", "NOT_SET"), "put the mask source's token there"),
         ((*SOURCE, "--verify", "often"), "verify is one of always, sampled, off"),
@@ -362,7 +371,10 @@ SOURCE = ("--mask-source", "wss://m")
         ((*SOURCE, "--mask-budget-mib", "-1"), "not negative"),
         ((*SOURCE, "--fingerprints", "f"), "needs --fingerprint-key-env VAR"),
         ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "NOT_SET"), "put the fingerprints' key"),
-        ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "TENANT_TOKEN"), "the fingerprint key is"),
+        (
+            (*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "TENANT_TOKEN", *WAIVED),
+            "the fingerprint key is",
+        ),
     ],
 )
 def test_wrong_options(
@@ -397,7 +409,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sources = ["--mask-source", "wss://a", "--mask-source", "wss://b", "--mask-source-ca", "a.pem"]
     sources += ["--mask-source-token-env", "A_TOKEN", "--mask-source-token-env", "B_TOKEN"]
     privacy = ["--privacy", "one-time", "--allow-same-operator", "--mask-budget-mib", "7"]
-    privacy += ["--allow-transcript", "--pad-rows", "16"]
+    privacy += ["--allow-same", "key", "--allow-same", "host", "--allow-transcript", "--pad-rows", "16"]
     checks = ["--verify", "sampled", "--verify-rate", "0.5", "--fingerprints", "f"]
     client = ["--client-certificate", "c", "--client-key", "k", "--wire-dtype", "bfloat16"]
     CliRunner().invoke(app, where + sources + privacy + checks + client + ["--fingerprint-key-env", "KEY"])
@@ -410,6 +422,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "mask_sources": ["wss://a", "wss://b"],
         "mask_source_token": ["a_token", "b_token"],
         "mask_source_ca": Path("a.pem"),
+        "allow_same": ["key", "host"],
         "allow_same_operator": True,
         "allow_transcript": True,
         "mask_budget_mib": 7.0,

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Executor, make_model
+from conftest import Executor
 from cryptography.fernet import Fernet
 from middleman import Middleman
 from parity import add_lora, fixed_result, gradients, load_local, token_ids
-from ring_sessions import Trio, one_time
+from ring_sessions import Trio, one_time, other_layers
 from safetensors.torch import load_file, save, save_file
 
 import tenant_sdk
@@ -23,7 +23,6 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, VerificationError
 from shared.header import Direction
 from tenant_sdk.fingerprints import StoredFingerprints, checkpoint_layers, write_fingerprints
-from tenant_sdk.surgery import linear_layers
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -63,10 +62,7 @@ def trusted(
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with other weights in its linear layers."""
     path = tmp_path_factory.mktemp("stranger")
-    model, other = make_model("llama"), make_model("llama", seed=1)
-    weights = {f"model.{name}.weight": layer.weight for name, layer in linear_layers(other.model).items()}
-    model.load_state_dict(weights, strict=False)
-    model.save_pretrained(path)
+    other_layers(path)
     return path
 
 
