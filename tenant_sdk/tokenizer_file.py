@@ -9,11 +9,11 @@ shown by comparing it (``tenant_sdk.attestation``), here is only seen to it that
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterable
 from typing import Any, Union
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from shared.errors import ModelMismatch
@@ -314,14 +314,27 @@ def _growth_of_replace(rule: Any) -> float:
 def _longest_of_charsmap(encoded: Any) -> int:
     """The longest replacement in SentencePiece's table: a trie's size, the trie, strings that end with 0.
 
-    A trie can point into the middle of a string, never beyond its end.
+    Raises:
+        ModelMismatch: following the trie would leave it, or the strings, which the library does not check.
     """
     try:
         blob = base64.b64decode(encoded or "", validate=True)
-    except (binascii.Error, ValueError, TypeError) as error:
-        raise _refused(f"its table of characters is not base64: {error}") from error
-    strings = blob[4 + int.from_bytes(blob[:4], "little") :]
-    return max(1, *(len(each.decode(errors="replace")) for each in strings.split(b"\0"))) if strings else 1
+        size = int.from_bytes(blob[:4], "little")
+        trie, strings = np.frombuffer(blob[4 : 4 + size], "<u4").astype(np.int64), blob[4 + size :]
+        text = strings.decode()
+    except ValueError as error:
+        raise _refused(f"its table of characters is damaged: {error}") from error
+    # A double array: from unit i a byte c leads to unit i ^ offset ^ c, and a word's end to i ^ offset, which
+    # holds where its replacement begins. Units with the highest bit hold such places and lead nowhere.
+    at, units = np.flatnonzero(trie < 1 << 31), trie[trie < 1 << 31]
+    bases = at ^ (units >> 10 << ((units & 1 << 9) >> 6))
+    ends = bases[units >> 8 & 1 == 1]
+    if not len(trie) or (bases | 255).max(initial=0) >= len(trie):
+        raise _refused("its table of characters leads out of itself")
+    starts = np.array([*np.flatnonzero(np.frombuffer(strings, np.uint8) & 0xC0 != 0x80), len(strings)])
+    if not np.isin(trie[ends] & (1 << 31) - 1, starts).all():
+        raise _refused("its table of characters leads out of its strings")
+    return max(map(len, (*text.split("\0"), " ")))
 
 
 def _added(rule: Any) -> int:
