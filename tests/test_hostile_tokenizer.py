@@ -243,7 +243,7 @@ def unit(label: int = 0, offset: int = 0, *, leaf: bool = False) -> int:
     [
         ({}, b"x\0", False),
         ({0: unit(offset=1), 96: unit(97, 2, leaf=True), 98: 1 << 31}, b"x\0", False),  # a becomes x
-        ({0: unit(offset=1), 96: unit(97, 2, leaf=True), 98: 1 << 31 | 1}, b"\xc3\xa9\0", True),  # half a letter
+        ({0: unit(offset=1), 96: unit(97, 2, leaf=True), 98: 1 << 31 | 1}, b"\xc3\xa9\0", True),
         (
             {0: unit(offset=1), 96: unit(97, 2, leaf=True), 98: 1 << 31 | 9},
             b"x\0",
