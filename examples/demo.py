@@ -34,6 +34,8 @@ from typing import Any
 import peft
 import torch
 import transformers
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
 from demo_report import Display, draw_losses, print_table
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
@@ -215,6 +217,12 @@ def await_executor(name: str, folder: Path, process: subprocess.Popen[bytes]) ->
     return Operator(name, url, token, folder / "tls" / "ca.pem")
 
 
+def fingerprint(operator: Operator) -> str:
+    """The first bytes of the SHA-256 of an operator's authority: of public knowledge."""
+    certificate = x509.load_pem_x509_certificate(operator.ca.read_bytes())
+    return certificate.fingerprint(SHA256()).hex(":")[:23]
+
+
 def log_of(output: Path, name: str) -> Path:
     """Where an executor writes."""
     return output / f"{name.replace(' ', '_')}.log"
@@ -228,8 +236,8 @@ def executors(names: Sequence[str], options: Options, display: Display) -> Itera
     with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
         try:
             with display.stage(
-                f"{' and '.join(names)}: certificates, token, process serving {options.base_model.name} "
-                "in ring numerics over TLS 1.3"
+                f"{' and '.join(names)}: each its own certificate authority, token and process "
+                f"serving {options.base_model.name} in ring numerics over TLS 1.3"
             ):
                 for name in names:
                     folder = Path(temporary) / name
@@ -254,7 +262,7 @@ def operators_of(options: Options) -> list[str]:
     return ["provider", "mask source"] if options.privacy == "one-time" else ["provider"]
 
 
-def masking(stats: tenant_sdk.Stats, privacy: str) -> dict[str, Any]:
+def masking(stats: tenant_sdk.Stats, privacy: str, operators: list[Operator]) -> dict[str, Any]:
     """What was masked, who saw what, what was checked."""
     seeds = stats.effect_requests * SEED_BYTES if privacy == "one-time" else 0
     rows = {"rows": stats.rows, "bytes": stats.bytes_sent - seeds}
@@ -265,6 +273,8 @@ def masking(stats: tenant_sdk.Stats, privacy: str) -> dict[str, Any]:
         "mask_source_saw": {"seeds": stats.effect_requests, "bytes": seeds, "rows": 0},
         "checked_rows": stats.verified_rows,
         "rows_for_fingerprints": stats.rows - stats.verified_rows,
+        "authorities": {operator.name: fingerprint(operator) for operator in operators},
+        "tokens": len({operator.token for operator in operators}),
         "same_machine": True,
     }
 
@@ -285,7 +295,9 @@ def run(options: Options, display: Display) -> dict[str, Any]:
             mask_sources=[source.url for source in sources],
             mask_source_token=[source.token for source in sources],
             mask_source_ca=[source.ca for source in sources],
-            allow_same_operator=True,  # one machine plays both; in earnest they must not collude
+            # One machine plays both, which have tokens, authorities and keys of their own; in earnest they
+            # must not collude.
+            allow_same={"host", "address", "machine"},
         ) as session,
     ):
         with display.stage("tenant: model skeleton and tokenizer from the provider"):
@@ -324,7 +336,7 @@ def run(options: Options, display: Display) -> dict[str, Any]:
         "text_executor": tokenizer.decode(remote.text_after),
         "text_local": tokenizer.decode(local.text_after),
         "traffic": asdict(stats),
-        "masking": masking(stats, options.privacy),
+        "masking": masking(stats, options.privacy, [provider, *sources]),
         "seconds": time.perf_counter() - started,
         "versions": {
             "torch": torch.__version__,

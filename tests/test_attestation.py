@@ -106,7 +106,7 @@ def test_a_parameter_that_nobody_else_has_is_refused(
         save_file(tensors, other / "model.safetensors", {"format": "pt"})
         provider = serve(other, numerics="ring")
         with pytest.raises(
-            ModelMismatch, match=r"parameter model\.(embed_tokens|layers\.0\.input_layernorm)"
+            ModelMismatch, match=r"parameter model\.(embed_tokens|layers\.\d\.input_layernorm)"
         ):
             provider.connect(**options)
 
