@@ -188,6 +188,7 @@ class Operator:
     url: str
     token: str
     ca: Path
+    authority: str  # the first bytes of its SHA-256, for people to compare
 
 
 def start_executor(name: str, model: Path, folder: Path, output: Path) -> subprocess.Popen[bytes]:
@@ -214,13 +215,9 @@ def await_executor(name: str, folder: Path, process: subprocess.Popen[bytes]) ->
             raise RuntimeError(f"the executor of the {name} did not start")
         time.sleep(0.05)
     url, token = json.loads(ready.read_text())["url"], (folder / "token").read_text().strip()
-    return Operator(name, url, token, folder / "tls" / "ca.pem")
-
-
-def fingerprint(operator: Operator) -> str:
-    """The first bytes of the SHA-256 of an operator's authority: of public knowledge."""
-    certificate = x509.load_pem_x509_certificate(operator.ca.read_bytes())
-    return certificate.fingerprint(SHA256()).hex(":")[:23]
+    ca = folder / "tls" / "ca.pem"
+    authority = x509.load_pem_x509_certificate(ca.read_bytes()).fingerprint(SHA256())
+    return Operator(name, url, token, ca, authority.hex(":")[:23])
 
 
 def log_of(output: Path, name: str) -> Path:
@@ -273,7 +270,7 @@ def masking(stats: tenant_sdk.Stats, privacy: str, operators: list[Operator]) ->
         "mask_source_saw": {"seeds": stats.effect_requests, "bytes": seeds, "rows": 0},
         "checked_rows": stats.verified_rows,
         "rows_for_fingerprints": stats.rows - stats.verified_rows,
-        "authorities": {operator.name: fingerprint(operator) for operator in operators},
+        "authorities": {operator.name: operator.authority for operator in operators},
         "tokens": len({operator.token for operator in operators}),
         "same_machine": True,
     }

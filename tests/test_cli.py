@@ -104,8 +104,14 @@ def test_from_certificates_to_a_generated_text(
     out, err = ok(start("tenant_sdk.cli", "fingerprint", BASE_MODEL, "--output", prints))
     assert f"--fingerprints {prints} --fingerprint-key-env FINGERPRINT_KEY" in err
     secrets = {"SOURCE_TOKEN": other.token, "FINGERPRINT_KEY": out.strip()}
-    source = ("--mask-source", other.url, "--mask-source-ca", other.ca)
-    source += ("--mask-source-token-env", "SOURCE_TOKEN")
+    source = (
+        "--mask-source",
+        other.url,
+        "--mask-source-ca",
+        other.ca,
+        "--mask-source-token-env",
+        "SOURCE_TOKEN",
+    )
     checked = ("--fingerprints", prints, "--fingerprint-key-env", "FINGERPRINT_KEY")
 
     adapter = tmp_path / "new" / "adapter"
