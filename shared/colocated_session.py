@@ -64,6 +64,15 @@ class Link:
         self.memory = SharedMemory(self.descriptor, size)
         return True
 
+    def abandon(self) -> None:
+        """In a forked child: let go of all but ZeroMQ's socket, which the parent's threads would close."""
+        if self._open:
+            self._open = False
+            self.sock._shadow = True  # or ZeroMQ's binding closes it at the end, if the process ids are equal
+            self.memory.close()
+            for each in (self.requests, self.answers, self.descriptor):
+                os.close(each)
+
     def close(self) -> None:
         """Let go of everything, once: the descriptors' numbers will be others'."""
         if self._open:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import ssl
 import time
@@ -25,6 +26,7 @@ from shared.errors import (
     peer_text,
 )
 from shared.header import SUBPROTOCOL
+from tenant_sdk.tls_socket import TlsSocket
 
 DEFAULT_PORT = 8765
 
@@ -50,6 +52,10 @@ def client_context(
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"cannot use the authority's certificate file {ca}: {error}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.sslsocket_class = TlsSocket
+    # OpenSSL knows a forked child by its process id alone, which may be its parent's: both would draw the
+    # same keys for their next connections.
+    ssl.RAND_add(os.urandom(32), 32.0)
     if client_certificate is not None:
         certificate, key = client_certificate
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.errors import ConfigurationError, ModelMismatch, RequestRefused, WireError
+from shared.forks import Home
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
 from shared.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
 from shared.protocol import RING, GroupShape, TenantProtocol, split_blocks, validate_manifest
@@ -85,6 +86,7 @@ class RemoteExecutor:
         stats: Stats | None = None,
     ) -> None:
         self.stats = stats or Stats()
+        self._home = Home()
         self._open_channel = open_channel
         self._told = -TELL_SECONDS
         self._reconnecting = threading.Lock()
@@ -117,7 +119,9 @@ class RemoteExecutor:
         Raises:
             ConnectError: it cannot be opened.
             ModelMismatch: the executor serves something else now.
+            ConnectionLost: this is a forked child, which opens none in its parent's name.
         """
+        self._home.check()
         if self._channel.broken and not self._closed:
             with self._reconnecting:
                 if self._channel.broken:

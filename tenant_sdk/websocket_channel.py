@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from shared.errors import ConnectionLost, SymbiosisError, WireError
+from shared.forks import own
 from shared.header import Header
 from shared.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
 from tenant_sdk.channel import Channel, Entropy, Pending
@@ -52,6 +53,7 @@ class WebsocketChannel(Channel):
         self._poll.register(self._wake_read, select.POLLIN)
         self._events = 0  # what the socket is registered for
         self._stop = threading.Event()
+        own(self)
         threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Iterator[bytes | memoryview]:
@@ -83,6 +85,14 @@ class WebsocketChannel(Channel):
         self._stop.set()
         super()._break(error)
         self._wake_write.close()  # wakes a leader that is asleep in poll()
+
+    def forked(self) -> None:
+        """See Channel. The socket under TLS closes itself; as long as a copy of the other ones is open,
+        closing them does not wake who sleeps in poll()."""
+        super().forked()
+        self._writing, self._piece = None, memoryview(b"")
+        self._wake_read.close()
+        self._wake_write.close()
 
     def _lead(self, pending: Pending) -> None:
         last_progress = time.monotonic()
