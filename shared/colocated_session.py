@@ -29,6 +29,7 @@ from shared.errors import (
     ConnectError,
     ProtocolVersionError,
     WireError,
+    peer_seconds,
     peer_text,
 )
 from shared.header import HEADER_BYTES, SUBPROTOCOL
@@ -163,7 +164,7 @@ def _knock(directory: Path, url: str, token: str, timeout: float) -> Opened:
         raise AuthenticationError(f"{url} refused the token: {message}")
     if info.code == "protocol_version":
         raise ProtocolVersionError(f"{url}: {message}")
-    raise ConnectError(f"{url} opened no session: {message}", retry_after=info.retry_after)
+    raise ConnectError(f"{url} opened no session: {message}", retry_after=peer_seconds(info.retry_after))
 
 
 def _open_memory(opened: Opened) -> int:

@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
-from shared.errors import ConnectionLost, RequestRefused, RequestTimeout, SymbiosisError, WireError, peer_text
+from shared.errors import (
+    ConnectionLost,
+    RequestRefused,
+    RequestTimeout,
+    SymbiosisError,
+    WireError,
+    peer_seconds,
+    peer_text,
+)
 from shared.forks import Home
 from shared.header import Header, Operation
 from shared.messages import ErrorInfo, decode
@@ -232,7 +240,7 @@ class Channel(abc.ABC):
             code, message = peer_text(info.code, 40), peer_text(info.message)
             if answer.header.request_id == 0:
                 raise WireError(code, message, fatal=True)
-            error = RequestRefused(code, message, retry_after=info.retry_after)
+            error = RequestRefused(code, message, retry_after=peer_seconds(info.retry_after))
         with self._lock:
             self._protocol.answered(answer.header.request_id)
             pending = self._pending.pop(answer.header.request_id, None)

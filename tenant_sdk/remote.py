@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Op
 from shared.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
 from shared.protocol import RING, GroupShape, TenantProtocol, split_blocks, validate_manifest
 from shared.websocket import Incoming, tensor_bytes
+from tenant_sdk.backoff import pause
 from tenant_sdk.channel import Channel, Pending, control_payload
 from tenant_sdk.urgency import declared
 
@@ -67,7 +69,9 @@ class Stats:
 class RemoteExecutor:
     """Products over one channel; over a new one if that broke and another request comes.
 
-    Nothing is repeated on its own: the request that was under way fails, the next one reconnects.
+    A request that was under way when the connection broke fails; the next one reconnects. What an executor
+    refuses because it is overloaded is sent to it again on the same connection: the same bytes, so the same
+    rows under the same masks, or the same seed. Nothing else is repeated.
 
     Args:
         open_channel: opens the connection, now and again later.
@@ -89,6 +93,7 @@ class RemoteExecutor:
         self._home = Home()
         self._open_channel = open_channel
         self._told = -TELL_SECONDS
+        self._chance = random.SystemRandom().random
         self._reconnecting = threading.Lock()
         self._closed = False
         self._channel = open_channel()
@@ -267,18 +272,21 @@ class RemoteExecutor:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
         """
         pending, began = first or ask(), time.monotonic()
+        attempt = 0
         while True:
             try:
                 return _payload(channel.wait(pending))
             except RequestRefused as error:
-                patience = began + channel.timeout - time.monotonic()
-                if error.code != "overloaded" or not 0 < (error.retry_after or 0) < patience:
+                if error.code != "overloaded" or error.retry_after is None:
                     raise
-                self._overloaded(error.retry_after or 0.0)
-            pending = ask()
+                seconds = pause(attempt, error.retry_after, self._chance())
+                if seconds >= began + channel.timeout - time.monotonic():
+                    raise
+                self._overloaded(seconds)
+            pending, attempt = ask(), attempt + 1
 
     def _overloaded(self, seconds: float) -> None:
-        """Wait as long as the executor asks for, and say so now and then."""
+        """Wait, and say so now and then."""
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
