@@ -68,6 +68,8 @@ class Channel(abc.ABC):
         timeout: seconds without any progress after which requests fail and the channel closes.
     """
 
+    key_exchange = ""  # the group that TLS agreed on; empty without TLS
+
     def __init__(self, peer: str, timeout: float) -> None:
         self.peer = peer
         self.timeout = timeout

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,6 +40,8 @@ class Stats:
     effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding and
     subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
     an overloaded executor put off, and ``seconds_throttled`` how long they waited to be sent again.
+    ``key_exchange``: for the URL of every executor behind TLS, the group that the last handshake agreed on,
+    such as ``X25519MLKEM768``, or ``unknown``.
     """
 
     requests: int = 0
@@ -54,13 +56,14 @@ class Stats:
     seconds_masking: float = 0.0
     refusals: int = 0
     seconds_throttled: float = 0.0
+    key_exchange: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain figures."""
+        """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain values."""
         self.lock = threading.Lock()
 
     def add(self, **amounts: float) -> None:
-        """Count; any thread may."""
+        """Count what is a number; any thread may."""
         with self.lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
@@ -109,6 +112,7 @@ class RemoteExecutor:
         except BaseException:
             self._channel.close()
             raise
+        self._note_key_exchange()
         self.wire_dtype = wire_dtype
         self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]
 
@@ -144,9 +148,15 @@ class RemoteExecutor:
                     log.info("connected again to %s", self.url)
                     self._channel.close()
                     self._channel = channel
+                    self._note_key_exchange()
                     if self._closed:  # meanwhile: whoever closed may have seen only the old channel
                         channel.close()
         return self._channel
+
+    def _note_key_exchange(self) -> None:
+        if self._channel.key_exchange:
+            with self.stats.lock:
+                self.stats.key_exchange[self.url] = self._channel.key_exchange
 
     def product(
         self,

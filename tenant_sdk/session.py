@@ -57,7 +57,8 @@ class Session:
     @property
     def stats(self) -> Stats:
         """A copy of the session's counters."""
-        return dataclasses.replace(self._remote.stats)
+        stats = self._remote.stats
+        return dataclasses.replace(stats, key_exchange=dict(stats.key_exchange))
 
     def load_model(
         self,

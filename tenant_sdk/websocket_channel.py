@@ -16,6 +16,7 @@ from shared.errors import ConnectionLost, SymbiosisError, WireError
 from shared.forks import own
 from shared.header import Header
 from shared.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
+from tenant_sdk import key_exchange
 from tenant_sdk.channel import Channel, Entropy, Pending
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class WebsocketChannel(Channel):
     def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:
         super().__init__(peer, timeout)
         self._sock = sock
+        self.key_exchange = key_exchange.agreed(sock)
         self._entropy = entropy
         self._reader = MessageReader(self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES)
         # The leader's own: the message being written.
