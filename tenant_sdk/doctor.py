@@ -25,7 +25,8 @@ from tenant_sdk.attestation import check_agreement
 from tenant_sdk.channel import Channel
 from tenant_sdk.cli_options import Reach, one_or_each
 from tenant_sdk.colocated import open_colocated
-from tenant_sdk.connect import client_context, open_tcp, split_url, start_tls, upgrade
+from tenant_sdk.connect import check_environment, client_context, open_tcp, split_url, start_tls, upgrade
+from tenant_sdk.key_exchange import agreed, hybrid
 from tenant_sdk.mask_sources import trusted_checkpoint
 from tenant_sdk.opening import LOCAL, for_each
 from tenant_sdk.operators import SIGNS, SYSTEM, Operators, allowed_signs, own_authorities, own_tokens
@@ -168,6 +169,9 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
             host, port = split_url(target.url)
             yield Finding("url", True, f"host {host}, port {port}")
 
+            step = "environment"
+            check_environment()
+
             step = "authority"
             context = client_context(target.ca, target.client_certificate)
             system = "those of the operating system (no --ca given)"
@@ -185,6 +189,7 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
             step = "tls"
             tls = sock = start_tls(sock, host, context)
             yield from _tls_findings(tls)
+            yield _key_exchange(agreed(tls))
             met.operators.meet(target.url, tls, object())
 
             step = "token"
@@ -248,6 +253,7 @@ def _cure(error: SymbiosisError, step: str, target: Target) -> str:
         )
     return {
         "url": "give the URL that the provider's `serve` printed with --provider",
+        "environment": "`unset SSLKEYLOGFILE`, and delete the file that it names if it holds keys",
         "authority": "give the provider's ca.pem with --ca, and both files of a client certificate or none",
         "dns": "look for a typing error in --provider; on a private network, ask for its DNS server or VPN",
         "directory": "compare --provider with what `serve --local-dir` printed; both must run as one user",
@@ -285,6 +291,19 @@ def _tls_findings(sock: ssl.SSLSocket) -> Iterator[Finding]:
         None if soon else True,
         _describe(certificate) + (f"; only {days} days left" if soon else ""),
         "ask the provider when it will be renewed" if soon else "",
+    )
+
+
+def _key_exchange(group: str) -> Finding:
+    if hybrid(group):
+        return Finding("key exchange", True, f"{group}, hybrid post-quantum")
+    return Finding(
+        "key exchange",
+        None,
+        f"{group}, not known to be post-quantum: who records this traffic, or a mask source's with "
+        "its seeds, could read it with a later quantum computer",
+        "have both ends run Python with OpenSSL 3.5 or newer, which agree on X25519MLKEM768: "
+        "`python -c 'import ssl; print(ssl.OPENSSL_VERSION)'`",
     )
 
 
