@@ -32,6 +32,7 @@ from shared.ring import PLANES
 
 MAX_REQUEST_CONTROL_BYTES = 64 * 1024
 MAX_ANSWER_CONTROL_BYTES = 8 * 1024 * 1024
+MAX_NAME = 256  # characters of any name in a manifest, all of them printable: messages and logs show them
 MAX_GROUPS, MAX_PARAMETERS = 1 << 16, 1 << 20
 
 
@@ -186,6 +187,13 @@ def validate_manifest(manifest: Manifest) -> None:
     for file in manifest.files:
         if not 0 <= file.size <= TENANT_FILES.get(file.name, 0):
             raise WireError("manifest", f"the executor announces a file of {file.size} bytes")
+    words = [manifest.server, manifest.model, manifest.architecture, manifest.base_prefix, manifest.numerics]
+    words += [
+        word for group in manifest.groups for each in group.members for word in (each.name, each.tensor)
+    ]
+    words += [*(parameter.name for parameter in manifest.parameters), *manifest.unavailable]
+    if not all(word.isprintable() and len(word) <= MAX_NAME for word in words):
+        raise WireError("manifest", "the executor's manifest has a name that is no name")
     limits = manifest.limits
     if limits.max_rows < 1 or limits.max_message_bytes < 1 << 16:
         raise WireError("manifest", "the executor's limits leave no room for a request")
