@@ -188,10 +188,9 @@ def validate_manifest(manifest: Manifest) -> None:
         if not 0 <= file.size <= TENANT_FILES.get(file.name, 0):
             raise WireError("manifest", f"the executor announces a file of {file.size} bytes")
     words = [manifest.server, manifest.model, manifest.architecture, manifest.base_prefix, manifest.numerics]
-    words += [
-        word for group in manifest.groups for each in group.members for word in (each.name, each.tensor)
-    ]
-    words += [*(parameter.name for parameter in manifest.parameters), *manifest.unavailable]
+    words += [parameter.name for parameter in manifest.parameters]
+    words += [word for group in manifest.groups for m in group.members for word in (m.name, m.tensor)]
+    words += manifest.unavailable
     if not all(word.isprintable() and len(word) <= MAX_NAME for word in words):
         raise WireError("manifest", "the executor's manifest has a name that is no name")
     limits = manifest.limits
