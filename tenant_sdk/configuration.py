@@ -31,6 +31,7 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,63}")  # no separator of a pa
 _LABELS = ("id2label", "label2id")
 _COUNTS = re.compile(r"layer|^num_|^n_|head|expert|depth|block|group|size|dim|vocab", re.IGNORECASE)
 _DEEPEST, _LARGEST = 6, 1 << 40
+_FEW = 1024  # of anything is no matter, and defaults may be larger than a small model
 TOKENS = (
     "bos_token_id",
     "eos_token_id",
@@ -110,8 +111,8 @@ class _Limits:
     def of(self, key: str) -> int:
         """Of the number under a key: what is counted, or as wide as a layer, is all in the manifest."""
         if "layer" in key.lower():
-            return self.names
-        return self.widest if _COUNTS.search(key) else _LARGEST
+            return max(self.names, _FEW)
+        return max(self.widest, _FEW) if _COUNTS.search(key) else _LARGEST
 
 
 def _object(data: bytes, name: str) -> dict[str, Any]:
