@@ -7,6 +7,7 @@ half of what it takes through an event loop (``docs/performance.md``).
 
 from __future__ import annotations
 
+import io
 import logging
 import select
 import socket
@@ -32,6 +33,7 @@ _quiet = logging.getLogger("symbiosis.websockets")
 _quiet.setLevel(logging.ERROR)
 
 HANDSHAKE_SECONDS = 10.0
+LINGER_SECONDS = 1.0  # for a refused peer to read why
 STALL_SECONDS = 60.0  # without a byte in the middle of a message, or unable to write one
 
 
@@ -84,26 +86,54 @@ def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
         if left <= 0:  # bytes that come one by one must not stretch it
             raise TimeoutError
         sock.settimeout(left)
-        data = sock.recv(4096)
-        if not data:
+        data = io.BytesIO(sock.recv(4096))
+        if not data.getbuffer():
             raise Refused("closed")
-        protocol.receive_data(data)
-        events = protocol.events_received()
-        request = next((e for e in events if isinstance(e, Request)), None)
-        if protocol.handshake_exc is not None:
-            raise Refused("http")
-    bearer, response, reason = _admit(protocol, request, tokens)
+        for line in data:  # the library would take what follows the request's last line for frames
+            protocol.receive_data(line)
+            events = protocol.events_received()
+            request = next((e for e in events if isinstance(e, Request)), None)
+            if protocol.handshake_exc is not None:
+                raise Refused("http")
+            if request is not None:
+                break
+    early = bool(data.read()) or _readable(sock)
+    sock.settimeout(max(LINGER_SECONDS, deadline - time.monotonic()))
+    bearer, response, reason = _admit(protocol, request, tokens, early)
     protocol.send_response(response)
     for piece in protocol.data_to_send():
         if piece:
             sock.sendall(piece)
     if bearer is None:
+        _linger(sock)
         raise Refused(reason)
     return bearer
 
 
+def _readable(sock: ssl.SSLSocket) -> bool:
+    """Whether a byte has arrived, which it takes."""
+    sock.setblocking(False)
+    try:
+        return bool(sock.recv(1))
+    except ssl.SSLWantReadError:
+        return False
+
+
+def _linger(sock: ssl.SSLSocket) -> None:
+    """Wait a little for the peer to end: closing a socket with unread bytes would destroy the answer."""
+    deadline = time.monotonic() + LINGER_SECONDS
+    try:
+        sock.shutdown(socket.SHUT_WR)
+        while (left := deadline - time.monotonic()) > 0:
+            sock.settimeout(left)
+            if not sock.recv(1 << 16):
+                return
+    except OSError:
+        pass  # it stays, or has gone
+
+
 def _admit(
-    protocol: ServerProtocol, request: Request, tokens: TokenFile
+    protocol: ServerProtocol, request: Request, tokens: TokenFile, early: bool
 ) -> tuple[Bearer | None, Response, str]:
     def refuse(status: int, code: str, message: str) -> tuple[None, Response, str]:
         return None, protocol.reject(status, encode(ErrorInfo(code, message)).decode()), code
@@ -121,6 +151,8 @@ def _admit(
         return refuse(
             401, "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
         )
+    if early:
+        return refuse(400, "unexpected", "bytes behind the request; wait for its answer before you send more")
     response = protocol.accept(request)
     if response.status_code != 101:
         return None, response, "http"
