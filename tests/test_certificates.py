@@ -179,6 +179,22 @@ def test_the_command_writes_them_for_this_machine(tmp_path: Path) -> None:
     assert {str(name.value) for name in names.value} == set(DEFAULT_HOSTS)
 
 
+@pytest.mark.parametrize(("options", "days"), [([], 90), (["--days", "7"], 7)])
+def test_the_command_makes_them_for_a_while(tmp_path: Path, options: list[str], days: int) -> None:
+    result = CliRunner().invoke(app, ["certs", str(tmp_path), *options])
+    assert result.exit_code == 0
+    certificate = load(tmp_path, "server")
+    valid = certificate.not_valid_after_utc - certificate.not_valid_before_utc
+    assert valid == datetime.timedelta(days=days, hours=1)
+    assert f"{certificate.not_valid_after_utc:%Y-%m-%d}" in result.stdout
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "x", "100000"])
+def test_a_time_that_is_none(tmp_path: Path, days: str) -> None:
+    assert CliRunner().invoke(app, ["certs", str(tmp_path / "tls"), "--days", days]).exit_code == 2
+    assert not (tmp_path / "tls").exists()
+
+
 def test_the_command_replaces_nothing_unless_told_to(tmp_path: Path) -> None:
     """Tenants who trust the authority that is there would not trust a new one."""
     runner, folder = CliRunner(), str(tmp_path / "tls")
