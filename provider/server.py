@@ -43,6 +43,11 @@ log = logging.getLogger(__name__)
 REMIND_SECONDS = 60.0  # between lines of the log that say the same
 
 
+def key_exchange_groups(openssl: tuple[int, ...]) -> str:
+    """Those of Mozilla's "modern" profile: post-quantum first, where a version of OpenSSL may have it."""
+    return ("?X25519MLKEM768:" if openssl >= (3, 5) else "") + "X25519:P-256:P-384"
+
+
 def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:
     """TLS 1.3 only, with ``server.pem`` and ``server.key`` of the folder.
 
@@ -54,6 +59,8 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if hasattr(context, "set_groups"):  # Python 3.15; before that, there is no way to name more than one
+        context.set_groups(key_exchange_groups(ssl.OPENSSL_VERSION_INFO))
     folder = Path(tls_dir)
     if client_ca is not None:
         try:

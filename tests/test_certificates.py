@@ -151,6 +151,29 @@ def test_python_takes_them_when_it_is_strict(llama: Executor) -> None:
         assert sock.version() == "TLSv1.3"
 
 
+@pytest.mark.parametrize(
+    ("openssl", "groups"),
+    [
+        ((3, 0, 0, 19, 0), "X25519:P-256:P-384"),
+        ((3, 4, 0, 2, 0), "X25519:P-256:P-384"),
+        ((3, 5, 0, 0, 0), "?X25519MLKEM768:X25519:P-256:P-384"),
+        ((4, 0, 0, 0, 0), "?X25519MLKEM768:X25519:P-256:P-384"),
+    ],
+)
+def test_groups_are_named_where_python_can(
+    tls_dir: Path, monkeypatch: pytest.MonkeyPatch, openssl: tuple[int, ...], groups: str
+) -> None:
+    named: list[str] = []
+
+    def set_groups(_: ssl.SSLContext, groups: str) -> None:
+        named.append(groups)
+
+    monkeypatch.setattr(ssl.SSLContext, "set_groups", set_groups, raising=False)
+    monkeypatch.setattr(ssl, "OPENSSL_VERSION_INFO", openssl)
+    server_context(tls_dir)
+    assert named == [groups]
+
+
 def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
