@@ -34,7 +34,9 @@ class TokenFile:
                 f"{self.path} does not exist; make it with "
                 f"`symbiosis-provider token add TENANT --token-file {self.path}`"
             ) from None
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {self.path}: {error.strerror}") from error
+        except msgspec.DecodeError as error:
             raise ConfigurationError(f"{self.path} is not a token file: {error}") from error
 
     def check_readable(self) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import importlib
 import json
+import logging
 import socket
 import ssl
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Executor
-from raw_peers import SECONDS, Refused, counted, open_raw, scripted_executor, tls
+from raw_peers import SECONDS, Refused, counted, open_raw, scripted_executor, tls, upgrade_request
 
 import provider.connection
 import tenant_sdk
@@ -167,6 +168,70 @@ def test_a_websocket_request_with_a_part_missing(llama: Executor) -> None:
     with counted(llama, "symbiosis_handshakes_failed_total", reason="http"), tls(llama) as sock:
         sock.sendall("\r\n".join(["GET / HTTP/1.1", "Host: a", *headers, "", ""]).encode())
         assert sock.recv(4096).startswith(b"HTTP/1.1 426 ")
+
+
+SURPLUS = {
+    "no frame": b"\xff\xff",
+    "a second request": upgrade_request("Sec-WebSocket-Protocol: symbiosis.v1"),
+    "a ping": b"\x89\x80abcd",
+    "a close": b"\x88\x80abcd",
+    "half a frame": b"\x82\xff\0",
+    "more than a record": bytes(40_000),
+}
+
+
+@pytest.mark.parametrize("name", SURPLUS)
+@pytest.mark.parametrize(
+    ("protocol", "token", "status", "code"),
+    [
+        ("symbiosis.v1", "wrong", 401, "unauthorized"),
+        ("symbiosis.v9", "wrong", 400, "protocol_version"),
+        ("symbiosis.v1", None, 400, "unexpected"),
+    ],
+)
+def test_bytes_behind_the_request_are_refused(
+    llama: Executor,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    protocol: str,
+    token: str | None,
+    status: int,
+    code: str,
+) -> None:
+    """A tenant waits for the answer. Who has no token learns no more than that."""
+    request = upgrade_request(
+        f"Sec-WebSocket-Protocol: {protocol}", f"Authorization: Bearer {token or llama.token}"
+    )
+    with (
+        caplog.at_level(logging.INFO),
+        counted(llama, "symbiosis_handshakes_failed_total", reason=code),
+        tls(llama) as sock,
+    ):
+        sock.sendall(request + SURPLUS[name])
+        answer = b""
+        while data := sock.recv(4096):
+            answer += data
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(body)["code"] == code
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_who_is_refused_and_stays_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider.connection, "LINGER_SECONDS", 0.1)
+    with tls(llama) as sock, counted(llama, "symbiosis_handshakes_failed_total", reason="unauthorized"):
+        sock.sendall(upgrade_request("Sec-WebSocket-Protocol: symbiosis.v1"))
+        assert sock.recv(4096).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_a_request_may_come_in_pieces(llama: Executor, size: int) -> None:
+    """Also when a piece ends in the middle of a line's end."""
+    request = upgrade_request("Sec-WebSocket-Protocol: symbiosis.v1", f"Authorization: Bearer {llama.token}")
+    with tls(llama) as sock:
+        for at in range(0, len(request), size):
+            sock.sendall(request[at : at + size])
+        assert sock.recv(4096).startswith(b"HTTP/1.1 101 ")
 
 
 @pytest.mark.parametrize("offered", ["symbiosis.v2", "symbiosis", "chat", ""])
