@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import select
 import socket
 import ssl
@@ -35,6 +36,7 @@ _quiet = logging.getLogger("symbiosis.websockets")
 _quiet.setLevel(logging.ERROR)
 
 HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_BYTES = 16 * 1024  # of HTTP
 LINGER_SECONDS = 1.0  # for a refused peer to read why
 RETRY_SECONDS = 5.0  # after which there may be room
 NO_ROOM = "the executor has no room for another session; try again later"
@@ -74,6 +76,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     raw.settimeout(HANDSHAKE_SECONDS)
+    raw.getpeername()  # fails if the peer has gone; ssl would take that for a socket yet to be connected
     sock = context.wrap_socket(raw, server_side=True)
     try:
         return sock, _upgrade(sock, tokens, deadline)
@@ -85,14 +88,16 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
 def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
+    room = HANDSHAKE_BYTES
     while request is None:
-        left = deadline - time.monotonic()
-        if left <= 0:  # bytes that come one by one must not stretch it
-            raise TimeoutError
-        sock.settimeout(left)
-        data = io.BytesIO(sock.recv(4096))
-        if not data.getbuffer():
+        _until(deadline, sock)
+        received = sock.recv(4096)
+        room -= len(received)
+        if not received:
             raise Refused("closed")
+        if room < 0:  # the library would hold a megabyte for anyone
+            raise Refused("http")
+        data = io.BytesIO(received)
         for line in data:  # the library would take what follows the request's last line for frames
             protocol.receive_data(line)
             events = protocol.events_received()
@@ -102,16 +107,24 @@ def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
             if request is not None:
                 break
     early = bool(data.read()) or _readable(sock)
-    sock.settimeout(max(LINGER_SECONDS, deadline - time.monotonic()))
+    _until(deadline, sock)
     bearer, response, reason = _admit(protocol, request, tokens, early)
     protocol.send_response(response)
     for piece in protocol.data_to_send():
         if piece:
             sock.sendall(piece)
     if bearer is None:
-        _linger(sock)
+        _linger(sock, deadline)
         raise Refused(reason)
     return bearer
+
+
+def _until(deadline: float, sock: ssl.SSLSocket) -> None:
+    """Let the socket wait that long: bytes that come one by one must not stretch it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
 
 
 def _readable(sock: ssl.SSLSocket) -> bool:
@@ -123,13 +136,13 @@ def _readable(sock: ssl.SSLSocket) -> bool:
         return False
 
 
-def _linger(sock: ssl.SSLSocket) -> None:
+def _linger(sock: ssl.SSLSocket, deadline: float = math.inf) -> None:
     """Wait a little for the peer to end: closing a socket with unread bytes would destroy the answer."""
-    deadline = time.monotonic() + LINGER_SECONDS
+    deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
     try:
         sock.shutdown(socket.SHUT_WR)
-        while (left := deadline - time.monotonic()) > 0:
-            sock.settimeout(left)
+        while True:
+            _until(deadline, sock)
             if not sock.recv(1 << 16):
                 return
     except OSError:

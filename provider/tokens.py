@@ -8,12 +8,14 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from shared.errors import ConfigurationError
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class TokenFile:
@@ -28,7 +30,7 @@ class TokenFile:
 
     def _read(self) -> dict[str, str]:
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, str])
+            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, _Hash])
         except FileNotFoundError:
             raise ConfigurationError(
                 f"{self.path} does not exist; make it with "

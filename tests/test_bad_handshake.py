@@ -8,8 +8,10 @@ import datetime
 import importlib
 import json
 import logging
+import random
 import socket
 import ssl
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,6 +219,63 @@ def test_bytes_behind_the_request_are_refused(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_a_request_of_many_headers_is_dropped_early(llama: Executor) -> None:
+    """What anybody may have the executor hold is little, however many connections there are."""
+    with (
+        counted(llama, "symbiosis_handshakes_failed_total", reason="http"),
+        tls(llama) as sock,
+        contextlib.suppress(OSError),
+    ):
+        sock.sendall(b"GET / HTTP/1.1\r\n")
+        for _ in range(20):
+            sock.sendall(b"A: " + b"a" * 1000 + b"\r\n")
+        assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_in_a_request_is_worth_a_traceback(
+    llama: Executor, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    """Requests with lines left out, doubled, swapped, cut and damaged; also by who has a good token."""
+    draw = random.Random(seed)
+    for _ in range(60):
+        lines = upgrade_request(
+            "Sec-WebSocket-Protocol: symbiosis.v1",
+            f"Authorization: Bearer {draw.choice([llama.token, 'x'])}",
+            draw.choice(["Origin: a", "Sec-WebSocket-Extensions: permessage-deflate", "Content-Length: 5"]),
+        ).split(b"\r\n")[:-2]
+        for _ in range(draw.randrange(4)):
+            at = draw.randrange(len(lines))
+            lines[at : at + 1] = draw.choice(
+                [
+                    [],
+                    [lines[at], lines[at]],
+                    [lines[at][: draw.randrange(len(lines[at]) + 1)]],
+                    [lines[at] + draw.randbytes(3).replace(b"\n", b"n")],
+                    [draw.choice(lines), lines[at]],
+                ]
+            )
+            lines = lines or [b""]
+        with tls(llama) as sock, contextlib.suppress(OSError):
+            sock.sendall(b"\r\n".join([*lines, b"", b""]) + draw.choice([b"", b"", b"\xff"]))
+            sock.shutdown(socket.SHUT_WR)
+    with llama.connect():
+        pass  # it serves others
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_who_resets_the_connection_at_once_is_no_failure(
+    llama: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = llama.url.removeprefix("wss://").split(":")
+    for _ in range(100):
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with llama.connect():
+        pass
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 def test_who_is_refused_and_stays_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider.connection, "LINGER_SECONDS", 0.1)
     with tls(llama) as sock, counted(llama, "symbiosis_handshakes_failed_total", reason="unauthorized"):
@@ -288,6 +347,7 @@ def test_a_server_of_something_else(tls_dir: Path, response: bytes) -> None:
 @pytest.mark.parametrize("stage", ["tcp", "tls", "bytes"])
 def test_a_slow_handshake_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     monkeypatch.setattr(provider.connection, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(provider.connection, "HANDSHAKE_BYTES", 1 << 20)
     host, port = llama.url.removeprefix("wss://").split(":")
     with counted(llama, "symbiosis_handshakes_failed_total", reason="slow"):
         if stage == "tcp":

@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -127,6 +128,8 @@ def test_tenants_of_this_machine_are_told_as_well(
         return tenant_sdk.connect(f"ipc://{directory}", token=executor.token, privacy="plain")
 
     connect().close()  # it leaves some that ZeroMQ keeps
+    url = executor.admin_url + "/metrics"
+    eventually(lambda: b"symbiosis_connections 0.0" in urllib.request.urlopen(url).read())
     idle = len(used(executor))
     for count in range(2, 7):
         with (
