@@ -84,12 +84,11 @@ def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Resu
             if not measured:
                 return False, f"not measured: {attack}"
             found += measured
-        chances = [math.nan if f.chance is None else f.chance for f in found]
-        numbers = chances + [n for f in found for n in (f.success.value, f.success.low, f.success.high)]
-        beaten = sum(f.beats_chance for f in found)
-        _, worst = max(zip(chances, found, strict=True), key=lambda pair: pair[1].success.low - pair[0])
-        told = f"{beaten} of {len(found)} attacks above chance; nearest: " if len(found) > 1 else ""
-        return all(map(math.isfinite, numbers)) and not beaten, told + _figure(worst)
+        numbers = [n for f in found for n in (f.distance, f.success.value, f.success.low, f.success.high)]
+        apart = sum(f.off_chance for f in found)
+        worst = max(found, key=lambda f: f.distance)
+        told = f"{apart} of {len(found)} attacks away from chance; farthest: " if len(found) > 1 else ""
+        return all(map(math.isfinite, numbers)) and not apart, told + _figure(worst)
 
     return judge
 
@@ -122,13 +121,17 @@ def _resolved(result: Result) -> tuple[bool, str]:
     least, attack = max((math.inf if f.resolution is None else f.resolution, f.attack) for f in found)
     asked = result.about["resolution"]
     told = f"{100 * least:.2f} points of 100 or fewer in {len(found)} attacks (most in {attack})"
+    low = [100 * f.below for f in found if f.below is not None]
+    told += f"; below chance {max(low, default=0.0):.2f} or fewer in {len(low)}, and nothing in the others"
     powers = [(f.power, f.attack) for f in found if f.power is not None]
     if powers:
         power, weakest = min(powers)
         told += f"; a true advantage of {100 * asked:g} of 100 is found with probability {percent(power)} "
         told += f"or more (least in {weakest})"
     sure = 100 * surely_found(found)
-    return least <= asked, f"{told}; one of {sure:.1f} with 99 % or more in every attack"
+    return max(
+        least, *(f.below or 0.0 for f in found)
+    ) <= asked, f"{told}; one of {sure:.1f} with 99 % or more in every attack"
 
 
 def against_one_time(result: Result) -> list[Finding]:
@@ -249,39 +252,39 @@ def _reuse_counted(result: Result) -> tuple[bool, str]:
 CLAIMS = (
     Claim(
         "one-time-tokens",
-        "The provider cannot tell any token better than by guessing",
+        "An honest-but-curious provider cannot tell any token from rows but by guessing",
         ONE_TIME,
         ", ".join(TOKEN_ATTACKS),
-        "no interval above chance",
+        "every interval holds chance",
         _at_chance(ONE_TIME, PROVIDER, TOKEN_ATTACKS),
     ),
     Claim(
         "one-time-training",
-        "The provider cannot tell labels or a batch's tokens in fine-tuning better than by guessing",
+        "An honest-but-curious provider cannot tell labels or a batch's tokens from rows but by guessing",
         ONE_TIME,
         ", ".join(LEARNING_ATTACKS),
-        "no interval above chance",
+        "every interval holds chance",
         _at_chance(ONE_TIME, PROVIDER, LEARNING_ATTACKS),
     ),
     Claim(
         "one-time-adapter",
-        "The provider cannot copy the adapter",
+        "An honest-but-curious provider cannot copy the adapter, or its negative, from rows",
         ONE_TIME,
         "adapter extraction",
-        "interval not above cosine 0",
+        "the interval holds cosine 0",
         _at_chance(ONE_TIME, PROVIDER, ("adapter extraction",)),
     ),
     Claim(
         "one-time-indistinguishable",
-        "Two inputs that the provider chose itself look the same",
+        "Rows of two inputs that the provider chose itself look the same to it",
         ONE_TIME,
         "distinguishing game",
-        "interval not above advantage 0",
+        "the interval holds advantage 0",
         _at_chance(ONE_TIME, PROVIDER, ("distinguishing game",)),
     ),
     Claim(
         "one-time-uniform",
-        "Every byte sent to the provider is uniform, and no mask serves twice, for whatever product",
+        "Every byte of products' rows is uniform, and no mask serves twice, for whatever product",
         ONE_TIME,
         "uniformity and independence",
         "smallest p above its level; no block of 16 bytes, no run of the top bytes of 8 numbers comes again",
@@ -305,7 +308,7 @@ CLAIMS = (
     ),
     Claim(
         "verified",
-        "A wrong answer is noticed",
+        "A wrong product is noticed",
         f"{ONE_TIME}, verify=always",
         "altered answers",
         "every lie",
@@ -425,10 +428,10 @@ CLAIMS = (
     ),
     Claim(
         "control-resolution",
-        "In every attack on one-time a score a little above chance would have counted",
+        "In every attack on one-time a score a little away from chance would have counted",
         ONE_TIME,
         "all attacks on the provider's view",
-        "an observed score 1 point of 100 above chance counts (in a quick audit 10), whatever chance is",
+        "an observed score 1 point of 100 above chance counts (in a quick audit 10); below, where any can",
         _resolved,
     ),
     Claim(

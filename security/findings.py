@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,9 @@ class Finding:
     ``success`` is in the attack's own metric; ``chance`` is what the same guesses would score if they had
     nothing to do with the truth, None where nothing is guessed. ``detail`` is for readers. Where success
     is to be told from chance: ``resolution`` is how far above chance an observed score must be for its
-    interval to lie above chance; ``detectable`` how large a true advantage over chance must be to be found so
-    with probability POWER; ``power`` the probability that one as small as the plan asks for is found.
+    interval to lie above chance; ``below`` the same below chance, None where no score lies so far below;
+    ``detectable`` how large a true advantage over chance must be to be found with probability POWER;
+    ``power`` the probability that one as small as the plan asks for is found.
     """
 
     attack: str
@@ -37,11 +39,28 @@ class Finding:
     resolution: float | None = None
     detectable: float | None = None
     power: float | None = None
+    below: float | None = None
 
     @property
     def beats_chance(self) -> bool:
         """Whether the whole interval lies above chance."""
         return self.chance is not None and self.success.low > self.chance
+
+    @property
+    def off_chance(self) -> bool:
+        """Whether the interval does not hold chance.
+
+        Below it is information as well: who is always wrong between two inputs takes the other one, and
+        who has the negative of an adapter has the adapter.
+        """
+        return self.beats_chance or (self.chance is not None and self.success.high < self.chance)
+
+    @property
+    def distance(self) -> float:
+        """How far the interval is from holding chance; negative if it holds it, nan without chance."""
+        if self.chance is None:
+            return math.nan
+        return max(self.success.low - self.chance, self.chance - self.success.high)
 
     @property
     def is_rate(self) -> bool:

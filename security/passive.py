@@ -32,7 +32,7 @@ from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captu
 from security.findings import Finding, NothingToScore
 from security.plan import BOTH, NETWORK, PROVIDER, Plan, Result, Stage
 from security.public_model import PublicModel
-from security.statistics import POWER, Estimate, detectable, power_at, rate, visible
+from security.statistics import POWER, Estimate, detectable, missing, power_at, rate, visible
 from security.transcript import Request
 from security.views import (
     MaskSourceView,
@@ -89,12 +89,16 @@ class PassiveAttacks:
         self.evidence, self.plan, self.result = evidence, plan, result
         self.rng, self.confidence, self.stage = rng, confidence, stage
 
-    def attack(self) -> None:
-        """Every attack on every view of every mode."""
+    def prepare(self) -> None:
+        """What attacks on several modes share."""
         middle = self.evidence.public.model.config.num_hidden_layers // 2
         self._deep = DeepMatching(
             self.evidence.public.group_of(f"layers.{middle}.self_attn.q_proj"), {}, self.plan.deep_places
         )
+
+    def attack(self) -> None:
+        """Every attack on every view of every mode."""
+        self.prepare()
         for mode in self.plan.modes:
             captured = self.evidence.captured[mode]
             public = self.evidence.ring_public if mode in (RING_BANK, ONE_TIME) else self.evidence.public
@@ -167,9 +171,9 @@ class PassiveAttacks:
         try:
             success, chance = score(self.confidence)
             if attack is AdapterExtraction:
-                # Found is a cosine whose noise, on the one side that matters, stays within what is left.
+                # Found is a cosine whose noise, on the side of chance, stays within what is left.
                 width, noise = (each.value - each.low for each in (success, score(2 * POWER - 1)[0]))
-                able = width, width + noise
+                able = width, width + noise, None, width
             else:
                 able = self._able(chance, success.trials)
         except NothingToScore:
@@ -180,18 +184,20 @@ class PassiveAttacks:
             Finding(attack.name, mode, sees, attack.metric, success, chance, detail, *able)
         )
 
-    def _able(self, chance: float, trials: int, scale: int = 1) -> tuple[float, float, float]:
-        """What an attack can show: of a Finding ``resolution``, ``detectable`` and ``power``.
+    def _able(self, chance: float, trials: int, scale: int = 1) -> tuple[float | None, ...]:
+        """What an attack can show: of a Finding ``resolution``, ``detectable``, ``power`` and ``below``.
 
         Args:
             chance: the rate of guesses by chance.
             trials: how many guesses.
             scale: of the metric, by that of rates.
         """
+        below = missing(chance, trials, self.confidence)
         return (
             scale * visible(chance, trials, self.confidence),
             scale * detectable(chance, trials, self.confidence),
             power_at(self.plan.resolution / scale, chance, trials, self.confidence),
+            None if below is None else scale * below,
         )
 
     def _repeated(self, truth: Truth, group: int) -> dict[int, Sent]:

@@ -55,7 +55,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One of the table of attacks; ``share`` is success above chance, 0 to 1."""
+    """One of the table of attacks; ``share`` is success away from chance, 0 to 1."""
 
     text: str
     share: float = 0.0
@@ -67,7 +67,8 @@ def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
         "about": result.about,
         "claims": [dataclasses.asdict(verdict) for verdict in verdicts],
         "findings": [
-            dataclasses.asdict(finding) | {"beats_chance": finding.beats_chance}
+            dataclasses.asdict(finding)
+            | {"beats_chance": finding.beats_chance, "off_chance": finding.off_chance}
             for finding in result.findings
         ],
         "randomness": {
@@ -141,8 +142,8 @@ def _cell(finding: Finding | None) -> Cell:
         return Cell("not run")
     if not finding.success.trials:
         return Cell("sees none")
-    if finding.chance is None or not finding.beats_chance:
+    if finding.chance is None or not finding.off_chance:
         return Cell("chance" if finding.mode == ONE_TIME else "failed")
-    above = (abs(finding.success.value) - finding.chance) / (1 - finding.chance)
+    above = (abs(finding.success.value) - finding.chance) / (1 - finding.chance)  # a cosine of -1 is a copy
     value = finding.success.value
     return Cell(f"{100 * value:.1f} %" if finding.is_rate else f"{value:.2f}", min(max(above, 0.0), 1.0))

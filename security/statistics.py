@@ -47,6 +47,15 @@ def visible(chance: float, trials: int, confidence: float = CONFIDENCE) -> float
     return _least(chance, trials, confidence) / trials - chance
 
 
+def missing(chance: float, trials: int, confidence: float = CONFIDENCE) -> float | None:
+    """How far below chance an observed rate must be for its interval to lie below chance.
+
+    None where even no success at all does not lie below it, because too few are expected.
+    """
+    most = int(stats.binom.ppf((1 - confidence) / 2, trials, chance)) - 1
+    return chance - most / trials if most >= 0 else None
+
+
 def detectable(chance: float, trials: int, confidence: float = CONFIDENCE, power: float = POWER) -> float:
     """How far above chance the true rate must be for the observed one to count with probability ``power``.
 
