@@ -17,13 +17,15 @@ from security.plan import BOTH, PROVIDER, SOURCE, Result
 
 TOKEN_ATTACKS = (
     "vocabulary matching",
-    "known-mask subtraction",
     "mask reuse",
     "subspace projection",
     "noise-aware retrieval",
     "averaging",
     "search in hidden states",
 )
+WITH_MASKS = (
+    "known-mask subtraction",
+)  # an attack where the party has masks, which under one-time is a fault
 LEARNING_ATTACKS = ("label recovery", "gradient span check")
 SINGLE_ATTACKS = ("adapter extraction", "distinguishing game")
 # Judgements about one-time that chance alone could upset: these attacks, and the smallest p-values of
@@ -76,7 +78,9 @@ def _select(result: Result, mode: str, sees: str, attacks: Iterable[str]) -> lis
     ]
 
 
-def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Result], tuple[bool, str]]:
+def _at_chance(
+    mode: str, sees: str, attacks: tuple[str, ...], may_run: tuple[str, ...] = ()
+) -> Callable[[Result], tuple[bool, str]]:
     def judge(result: Result) -> tuple[bool, str]:
         found = []
         for attack in attacks:
@@ -84,6 +88,7 @@ def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Resu
             if not measured:
                 return False, f"not measured: {attack}"
             found += measured
+        found += _select(result, mode, sees, may_run)
         numbers = [n for f in found for n in (f.distance, f.success.value, f.success.low, f.success.high)]
         apart = sum(f.off_chance for f in found)
         worst = max(found, key=lambda f: f.distance)
@@ -256,7 +261,7 @@ CLAIMS = (
         ONE_TIME,
         ", ".join(TOKEN_ATTACKS),
         "every interval holds chance",
-        _at_chance(ONE_TIME, PROVIDER, TOKEN_ATTACKS),
+        _at_chance(ONE_TIME, PROVIDER, TOKEN_ATTACKS, WITH_MASKS),
     ),
     Claim(
         "one-time-training",

@@ -12,7 +12,7 @@ import torch
 from security.attacks.base import TokenGuess
 from security.attacks.extraction import AdapterExtraction, StolenAdapter
 from security.attacks.masking import DistinguishingGame
-from security.statistics import Estimate, independent_hits, rate
+from security.statistics import Estimate, blind_hits, rate
 from security.workload import Truth
 from shared.header import Direction
 
@@ -102,23 +102,27 @@ class NothingToScore(ValueError):
     """The view holds nothing that this attack works on."""
 
 
-def of_tokens(guess: torch.Tensor, truth: torch.Tensor, confidence: float) -> tuple[Estimate, float]:
-    """Rate of right guesses, and of what independent ones would be."""
+def of_tokens(
+    guess: torch.Tensor, truth: torch.Tensor, blind: torch.Tensor, confidence: float
+) -> tuple[Estimate, float]:
+    """Rate of right guesses, and of ``blind`` ones, which the same attack made without the rows."""
     known = truth >= 0
     guess, truth = guess[known], truth[known]
     if not len(guess):
         raise NothingToScore
     hits = int((guess == truth).sum())
-    return rate(hits, len(guess), confidence), independent_hits(guess.numpy(), truth.numpy())
+    return rate(hits, len(guess), confidence), blind_hits(blind.numpy(), truth.numpy())
 
 
-def of_guess(guess: TokenGuess, truth: Truth, confidence: float) -> tuple[Estimate, float]:
+def of_guess(
+    guess: TokenGuess, truth: Truth, blind: torch.Tensor, confidence: float
+) -> tuple[Estimate, float]:
     """Of rows of the first group."""
-    return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], confidence)
+    return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], blind, confidence)
 
 
 def of_labels(
-    guesses: list[torch.Tensor], truth: Truth, group: int, confidence: float
+    guesses: list[torch.Tensor], truth: Truth, group: int, blind: torch.Tensor, confidence: float
 ) -> tuple[Estimate, float]:
     """Of each row of the last layer's gradients; requests in the order in which they were sent."""
     pairs = [
@@ -129,32 +133,26 @@ def of_labels(
     if not pairs:
         raise NothingToScore
     guess, labels = (torch.cat(list(side)) for side in zip(*pairs, strict=True))
-    return of_tokens(guess, labels, confidence)
+    return of_tokens(guess, labels, blind, confidence)
 
 
 def of_spans(
-    ranked: list[list[torch.Tensor]], truth: Truth, rows: int, confidence: float
+    ranked: list[list[torch.Tensor]], truth: Truth, rows: int, blind: list[torch.Tensor], confidence: float
 ) -> tuple[Estimate, float]:
-    """How many of a part's n tokens are among the first n guesses; chance: among the guesses for another."""
+    """How many of a part's n tokens are among the first n guesses; chance: among the first n blind ones."""
     parts = [
         (guess, part.unique())
         for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=True)
         if sent.tokens is not None
         for guess, part in zip(guesses, sent.tokens.split(rows), strict=True)
     ]
-    if len(parts) < 2:
+    if not parts or not blind:
         raise NothingToScore
-    places = [torch.empty_like(guess).scatter_(0, guess, torch.arange(len(guess))) for guess, _ in parts]
-    hits = sum(
-        int((place[there] < len(there)).sum()) for place, (_, there) in zip(places, parts, strict=True)
-    )
-    other = [
-        float((place[there] < len(there)).float().mean())
-        for i, place in enumerate(places)
-        for j, (_, there) in enumerate(parts)
-        if i != j
-    ]
-    return rate(hits, sum(len(there) for _, there in parts), confidence), float(np.mean(other))
+    trials = sum(len(there) for _, there in parts)
+    hits = sum(int(torch.isin(guess[: len(there)], there).sum()) for guess, there in parts)
+    places = torch.stack(blind).argsort(1)  # of each token among the guesses
+    chance = sum(float((places[:, there] < len(there)).float().mean(0).sum()) for _, there in parts) / trials
+    return rate(hits, trials, confidence), chance
 
 
 def of_adapters(pairs: list[tuple[StolenAdapter, torch.Tensor]], confidence: float) -> tuple[Estimate, float]:

@@ -46,6 +46,7 @@ from security.views import (
 from security.workload import ADAPTER_TOKENS, Sent, Truth
 
 CURVE_ROWS = 500  # that the curves of mask reuse are drawn from
+BLIND_RUNS = 4  # of each attack without the tenant's rows, from which its chance is known
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ class PassiveAttacks:
         self._deep = DeepMatching(
             self.evidence.public.group_of(f"layers.{middle}.self_attn.q_proj"), {}, self.plan.deep_places
         )
+        with self.stage("the same attacks without rows"):
+            captured = self.evidence.captured[ONE_TIME]
+            view = provider_view(self.evidence.ring_public, captured.provider)
+            self._guess_blindly(view, captured.truth)
 
     def attack(self) -> None:
         """Every attack on every view of every mode."""
@@ -130,33 +135,57 @@ class PassiveAttacks:
         self.result.figures["operations"] = self.evidence.operations
         self.result.seeds = SeedPrediction().attack(self.evidence.seeds, self.rng)
 
-    def _on(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+    def _token_attacks(self, truth: Truth) -> list[Any]:
         repeats: dict[str, list[int]] = {}
         for i, sent in self._repeated(truth, 0).items():
             repeats.setdefault(sent.phase, []).append(i)
-        attacks = (
+        return [
             VocabularyMatching(),
             KnownMaskSubtraction(),
             MaskReuse(),
             SubspaceProjection(),
             NoiseAware(),
             Averaging(list(repeats.values())),
-        )
-        for attack in attacks:
+        ]
+
+    def _guess_blindly(self, view: View, truth: Truth) -> None:
+        """What every attack guesses without the tenant's rows, and who does not even attack."""
+        deep, labels, span = self._deep_attack(truth), LabelRecovery(), SpanCheck()
+        pooled: dict[str, list[torch.Tensor]] = {}
+        for _ in range(BLIND_RUNS):
+            blind = view.blind(self.rng, {0, deep.group, labels.group(view.public)})
+            found = {each.name: [each.attack(blind, self.rng).tokens] for each in self._token_attacks(truth)}
+            found[deep.name] = [deep.attack(blind, self.rng)[0]]
+            found[labels.name] = labels.attack(blind, self.rng)
+            found[span.name] = [part for parts in span.attack(blind, self.rng) for part in parts]
+            for name, guesses in found.items():
+                pooled.setdefault(name, []).extend(guesses)
+        self._blind_parts = pooled.pop(span.name)
+        self._blind = {name: torch.cat([torch.empty(0).long(), *each]) for name, each in pooled.items()}
+        known = truth.first_tokens()
+        commonest = int(view.public.own_text(0).flatten().bincount().argmax())
+        self.result.figures["right without any row"] = float((known[known >= 0] == commonest).float().mean())
+
+    def _on(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+        for attack in self._token_attacks(truth):
+            if isinstance(attack, KnownMaskSubtraction) and not view.masks:
+                continue  # nothing to subtract: vocabulary matching once more
             guess: TokenGuess = attack.attack(view, self.rng)
-            score = partial(findings.of_guess, guess, truth)
-            bare = isinstance(attack, KnownMaskSubtraction) and not view.masks
-            self._found(attack, mode, sees, score, "knows no mask, takes rows as they are" if bare else "")
+            self._found(
+                attack, mode, sees, partial(findings.of_guess, guess, truth, self._blind[attack.name])
+            )
         deep = self._deep_attack(truth)
         guesses, wanted = deep.attack(view, self.rng)
-        self._found(deep, mode, sees, partial(findings.of_tokens, guesses, wanted))
+        self._found(deep, mode, sees, partial(findings.of_tokens, guesses, wanted, self._blind[deep.name]))
         labels = LabelRecovery()
-        last = view.public.group_of(f"layers.{view.public.model.config.num_hidden_layers - 1}.mlp.down_proj")
         guessed = labels.attack(view, self.rng)
-        self._found(labels, mode, sees, partial(findings.of_labels, guessed, truth, last))
+        score = partial(
+            findings.of_labels, guessed, truth, labels.group(view.public), self._blind[labels.name]
+        )
+        self._found(labels, mode, sees, score)
         span = SpanCheck()
         ranked = span.attack(view, self.rng)
-        self._found(span, mode, sees, partial(findings.of_spans, ranked, truth, span.rows))
+        self._found(span, mode, sees, partial(findings.of_spans, ranked, truth, span.rows, self._blind_parts))
         self._steal(mode, sees, view, truth)
 
     def _found(
@@ -267,7 +296,9 @@ class PassiveAttacks:
             points = []
             for count in [n for n in self.plan.curve_messages if n <= messages]:
                 guess = MaskReuse(count, CURVE_ROWS).attack(view, self.rng)
-                points.append((count, findings.of_guess(guess, captured.truth, self.confidence)[0].value))
+                blind = self._blind[MaskReuse.name]
+                score = findings.of_guess(guess, captured.truth, blind, self.confidence)[0]
+                points.append((count, score.value))
             label = captured.mode if name in MODES else f"{name.removeprefix('bank-')} masks"
             reuse[label] = points
         self.result.figures["mask reuse"] = reuse

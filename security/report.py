@@ -26,7 +26,10 @@ COLUMNS = (
     (ONE_TIME, PROVIDER),
     (ONE_TIME, BOTH),
 )
-_FREQUENCIES = "sum over all tokens of share among the guesses times share among the true ones"
+_FREQUENCIES = (
+    "the same attack on uniform rows that its adversary drew itself: sum over all tokens of share among "
+    "those guesses times share among the true tokens"
+)
 _ROWS = "rows of the first layer, those of prompts that were sent again included"
 # Attacks, what their n counts, and what their chance is.
 COUNTED = (
@@ -46,7 +49,7 @@ COUNTED = (
     (
         "gradient span check",
         "different tokens in each part of 32 rows of a training batch",
-        "what the same guesses score against the tokens of the other parts",
+        "how many are among the first guesses of the same attack on uniform rows",
     ),
     ("adapter extraction", "rows that the copies were made from", "cosine 0: a random direction"),
     ("distinguishing game", "rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),

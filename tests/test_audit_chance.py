@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from provider.executor import BaseExecutor
 from security.capture import ONE_TIME
-from security.claims import CLAIMS
+from security.claims import CLAIMS, STATISTICAL, against_one_time
 from security.findings import Finding
 from security.passive import PassiveAttacks
 from security.plan import PROVIDER, Result
@@ -96,6 +96,37 @@ def test_an_adapter_copied_with_its_sign_flipped(tmp_path: Path, monkeypatch: py
     assert finding.success.value < -0.99
     assert not finding.beats_chance
     assert "one-time-adapter" in audit.refuted()
+
+
+def test_rows_without_masks_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They show which tokens a tenant uses, not where: guesses are right by frequency alone."""
+    product = ring_mode.RingMode.product
+
+    def rolled(self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor]) -> Any:
+        if group or direction == Direction.BACKWARD:
+            return product(self, group, direction, members, blocks)
+        sent = [block.roll(7, 0) for block in blocks]
+        return [answer.roll(-7, 0) for answer in product(self, group, direction, members, sent)]
+
+    without_masks(monkeypatch)
+    monkeypatch.setattr(ring_mode.RingMode, "product", rolled)
+    audit = Short()
+    audit.plan = replace(audit.plan, size=replace(audit.plan.size, repeats=6))
+    attacked(audit, tmp_path)
+    matching = found(audit, "vocabulary matching")
+    assert matching.success.value < 0.03
+    assert "one-time-tokens" in audit.refuted()
+
+
+def test_what_subtracts_masks_is_no_attack_where_none_is_known(tmp_path: Path) -> None:
+    audit = Short()
+    attacked(audit, tmp_path)
+    attacks = {f.attack for f in audit.result.findings}
+    assert "vocabulary matching" in attacks
+    assert "known-mask subtraction" not in attacks
+    assert (
+        2 + len({f.attack for f in against_one_time(audit.result)} | {"distinguishing game"}) == STATISTICAL
+    )
 
 
 @pytest.mark.parametrize(
