@@ -25,9 +25,9 @@ from provider.tokens import TokenFile
 from security import capture, surroundings
 from security.attacks.active import CoTenantTiming, LyingProvider, Poison, WeightExtraction, canaries
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Parties
-from security.claims import STATISTICAL
 from security.executors import AuditError, Executor
 from security.findings import Finding
+from security.judges import STATISTICAL
 from security.passive import Evidence, PassiveAttacks
 from security.plan import PROVIDER, SOURCE, Plan, Result, Stage
 from security.public_model import PublicModel

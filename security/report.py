@@ -12,8 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from security import plots
 from security.attacks import ATTACKS
 from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, SAME, bank_name
-from security.claims import CLAIMS, STATISTICAL, Verdict, against_one_time, surely_found
+from security.claims import CLAIMS, Verdict
 from security.findings import Finding, percent, plain
+from security.judges import STATISTICAL, against_one_time, surely_found
 from security.plan import BOTH, PROVIDER, Result
 from security.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
 from tenant_sdk import NoiseBankOptions

@@ -14,8 +14,9 @@ from torch.nn.functional import silu
 
 from provider.executor import BaseExecutor
 from security.capture import ONE_TIME
-from security.claims import CLAIMS, STATISTICAL, against_one_time
+from security.claims import CLAIMS
 from security.findings import Finding
+from security.judges import STATISTICAL, against_one_time
 from security.passive import PassiveAttacks
 from security.plan import PROVIDER, Result
 from security.public_model import PublicModel

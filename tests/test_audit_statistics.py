@@ -12,8 +12,8 @@ from security import statistics, surroundings
 from security.attacks.extraction import StolenAdapter
 from security.attacks.logs import LogScan, Secrets
 from security.attacks.masking import DistinguishingGame
-from security.claims import STATISTICAL
 from security.findings import Finding, advantage, of_adapters, of_spans, of_tokens
+from security.judges import STATISTICAL
 from security.plan import FULL_PLAN
 from security.statistics import POWER, Estimate, blind_hits, detectable, power_at, rate, visible
 from security.workload import Sent, Truth

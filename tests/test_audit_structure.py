@@ -23,9 +23,10 @@ from security.attacks.masking import Uniformity
 from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import KnownMaskSubtraction
 from security.capture import ONE_TIME, RING_BANK
-from security.claims import CLAIMS, LEARNING_ATTACKS, STATISTICAL, TOKEN_ATTACKS
+from security.claims import CLAIMS
 from security.executors import AuditError, Executor
 from security.findings import Finding
+from security.judges import LEARNING_ATTACKS, STATISTICAL, TOKEN_ATTACKS
 from security.plan import BOTH, PROVIDER, SOURCE, Result
 from security.statistics import Estimate, rate
 from security.transcript import TranscriptError
