@@ -10,18 +10,21 @@ from dataclasses import dataclass
 
 from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
 from security.judges import (
+    IMPRINTS,
     LEARNING_ATTACKS,
     ON_RING,
     TOKEN_ATTACKS,
     WITH_MASKS,
     all_succeed,
     at_chance,
+    controlled,
     no_cross_talk,
     none_noticed,
     planted_found,
     repeats_found,
     resolved,
     reuse_counted,
+    same_for_all,
     seeds_fresh,
     separated,
     silent,
@@ -29,7 +32,7 @@ from security.judges import (
     succeeds,
     uniform,
 )
-from security.plan import BOTH, PROVIDER, SOURCE, Result
+from security.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, Result
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,30 @@ CLAIMS = (
         "altered answers",
         "every lie of a mask source",
         succeeds(f"{ONE_TIME}, verify=always", "malicious mask source", "altered answers", 1.0),
+    ),
+    Claim(
+        "abort-oracle",
+        "Whether a session stops at a wrong product does not depend on its rows",
+        f"{ONE_TIME}, verify=always",
+        "abort oracle",
+        "as many requests follow every lie; the interval holds chance",
+        same_for_all("abort oracle"),
+    ),
+    Claim(
+        "imprinted-parameters",
+        "Embeddings and head that the provider crafted do not make rows tell tokens or labels",
+        ONE_TIME,
+        ", ".join(IMPRINTS),
+        "every interval holds chance",
+        at_chance(ONE_TIME, MALICIOUS, IMPRINTS),
+    ),
+    Claim(
+        "no-speculation",
+        "Unless the tenant asks for speculation, numbers of rows do not say whether a text repeats itself",
+        ONE_TIME,
+        "speculation",
+        "the same numbers for every prompt of a length; the interval holds chance",
+        same_for_all("speculation"),
     ),
     Claim(
         "no-cross-talk",
@@ -250,6 +277,30 @@ CLAIMS = (
         "altered answers",
         "none noticed",
         none_noticed,
+    ),
+    Claim(
+        "control-abort-oracle",
+        "A check that tolerates small errors tells two rows apart by who stops",
+        f"{ONE_TIME}, verify=off, checked with a tolerance",
+        "abort oracle",
+        "at least 95 %",
+        controlled({"abort oracle": 0.95}),
+    ),
+    Claim(
+        "control-imprinted",
+        "In the clear the provider reads tokens and labels off rows of its own parameters",
+        PLAIN,
+        ", ".join(IMPRINTS),
+        "imprinted embeddings at least 0.95, imprinted head at least 0.9",
+        controlled({"imprinted embeddings": 0.95, "imprinted head": 0.9}),
+    ),
+    Claim(
+        "control-speculation",
+        "With prompt lookup numbers of rows say whether a text repeats itself",
+        f"{ONE_TIME}, prompt lookup",
+        "speculation",
+        "at least 75 %",
+        controlled({"speculation": 0.75}),
     ),
 )
 

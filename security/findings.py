@@ -12,7 +12,7 @@ import torch
 from security.attacks.base import TokenGuess
 from security.attacks.extraction import AdapterExtraction, StolenAdapter
 from security.attacks.masking import DistinguishingGame
-from security.statistics import Estimate, blind_hits, rate
+from security.statistics import Estimate, blind_hits, detectable, missing, power_at, rate, visible
 from security.workload import Truth
 from shared.header import Direction
 
@@ -93,9 +93,46 @@ class Finding:
         return f"{counted} right, advantage {self.spell(success.value)} ({beside})"
 
 
+@dataclass(frozen=True)
+class Hostile:
+    """An active attack by the provider: where it should fail, and where its defence is off.
+
+    ``sentence`` says what was tried and what came out, for readers. ``same`` is whether all that the provider
+    observed was the same in every trial, so that no guess can rest on it; None where that is not expected.
+    """
+
+    attack: str
+    defence: str
+    sentence: str
+    defended: Finding
+    control: Finding
+    same: bool | None = None
+
+
 def percent(value: float) -> str:
     """A share as text, with more digits where it is small."""
     return f"{100 * value:.2f} %" if abs(value) >= 0.01 or value == 0 else f"{100 * value:.4f} %"
+
+
+def able(
+    chance: float, trials: int, confidence: float, wanted: float, scale: int = 1
+) -> dict[str, float | None]:
+    """What an attack can show: of a Finding ``resolution``, ``below``, ``detectable`` and ``power``.
+
+    Args:
+        chance: the rate of guesses by chance.
+        trials: how many guesses.
+        confidence: of an interval.
+        wanted: the true advantage whose power is asked for.
+        scale: of the metric, by that of rates.
+    """
+    below = missing(chance, trials, confidence)
+    return {
+        "resolution": scale * visible(chance, trials, confidence),
+        "below": None if below is None else scale * below,
+        "detectable": scale * detectable(chance, trials, confidence),
+        "power": power_at(wanted / scale, chance, trials, confidence),
+    }
 
 
 class NothingToScore(ValueError):

@@ -9,7 +9,7 @@ from security.attacks.masking import Randomness
 from security.attacks.seeds import SeedStatistics
 from security.capture import ONE_TIME, PLAIN, RING_BANK, bank_name
 from security.findings import Finding, percent
-from security.plan import PROVIDER, SOURCE, Result
+from security.plan import MALICIOUS, PROVIDER, SOURCE, Result
 
 TOKEN_ATTACKS = (
     "vocabulary matching",
@@ -24,9 +24,10 @@ WITH_MASKS = (
 )  # an attack where the party has masks, which under one-time is a fault
 LEARNING_ATTACKS = ("label recovery", "gradient span check")
 SINGLE_ATTACKS = ("adapter extraction", "distinguishing game")
+IMPRINTS = ("imprinted embeddings", "imprinted head")
 # Judgements about one-time that chance alone could upset: these attacks, and the smallest p-values of
 # bytes and of seeds.
-STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + len(SINGLE_ATTACKS) + 2
+STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + len(SINGLE_ATTACKS) + len(IMPRINTS) + 2
 ASKED = {"PRODUCT": "requests to multiply rows", "SEED_EFFECT": "seeds", "EFFECT": "masks"}
 LEAST_SEEDS = 64  # fewer show nothing
 
@@ -66,6 +67,32 @@ def at_chance(
         worst = max(found, key=lambda f: f.distance)
         told = f"{apart} of {len(found)} attacks away from chance; farthest: " if len(found) > 1 else ""
         return all(map(math.isfinite, numbers)) and not apart, told + _figure(worst)
+
+    return judge
+
+
+def same_for_all(attack: str) -> Callable[[Result], tuple[bool, str]]:
+    """What a hostile provider observed was the same in every trial, and its guesses are at chance."""
+
+    def judge(result: Result) -> tuple[bool, str]:
+        found = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
+        if found is None or not found.defended.success.trials:
+            return False, "not measured"
+        same = "the same" if found.same else "not the same"
+        told = f"what was observed was {same} in every trial; {_figure(found.defended)}"
+        return bool(found.same) and not found.defended.off_chance, told
+
+    return judge
+
+
+def controlled(least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
+    """With its defence off, each of these attacks by a hostile provider succeeds at least so well."""
+
+    def judge(result: Result) -> tuple[bool, str]:
+        found = {hostile.attack: hostile.control for hostile in result.hostile}
+        told = [_figure(found[attack]) for attack in least if attack in found]
+        holds = all(attack in found and found[attack].success.value >= least[attack] for attack in least)
+        return holds, "; ".join(told) or "not measured"
 
     return judge
 
@@ -118,7 +145,8 @@ def resolved(result: Result) -> tuple[bool, str]:
 
 def against_one_time(result: Result) -> list[Finding]:
     """The attacks on what the provider saw under one-time, whose success is to be told from chance."""
-    return _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
+    passive = _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
+    return passive + _select(result, ONE_TIME, MALICIOUS, IMPRINTS)
 
 
 def surely_found(found: list[Finding]) -> float:

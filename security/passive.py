@@ -30,9 +30,9 @@ from security.attacks.tokens import (
 from security.attacks.traffic import TrafficAnalysis, TrafficAnalysisOutside, network_view
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Game
 from security.findings import Finding, NothingToScore
-from security.plan import BOTH, NETWORK, PROVIDER, Plan, Result, Stage
+from security.plan import BLIND_RUNS, BOTH, NETWORK, PROVIDER, Plan, Result, Stage
 from security.public_model import PublicModel
-from security.statistics import POWER, Estimate, detectable, missing, power_at, rate, visible
+from security.statistics import POWER, Estimate, rate
 from security.transcript import Request
 from security.views import (
     MaskSourceView,
@@ -46,7 +46,6 @@ from security.views import (
 from security.workload import ADAPTER_TOKENS, Sent, Truth
 
 CURVE_ROWS = 500  # that the curves of mask reuse are drawn from
-BLIND_RUNS = 4  # of each attack without the tenant's rows, from which its chance is known
 
 
 @dataclass(frozen=True)
@@ -196,37 +195,20 @@ class PassiveAttacks:
         score: Callable[[float], tuple[Estimate, float]],
         detail: str = "",
     ) -> None:
-        able: tuple[float | None, ...]
+        able: dict[str, float | None] = {}
         try:
             success, chance = score(self.confidence)
             if attack is AdapterExtraction:
                 # Found is a cosine whose noise, on the side of chance, stays within what is left.
                 width, noise = (each.value - each.low for each in (success, score(2 * POWER - 1)[0]))
-                able = width, width + noise, None, width
+                able = {"resolution": width, "below": width, "detectable": width + noise}
             else:
-                able = self._able(chance, success.trials)
+                able = findings.able(chance, success.trials, self.confidence, self.plan.resolution)
         except NothingToScore:
             # The view holds nothing of the kind: as good as a guess, and said so.
             success, chance, detail = Estimate(0.0, 0.0, 0.0, 0), 0.0, "this party sees nothing of the kind"
-            able = ()
         self.result.findings.append(
-            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, *able)
-        )
-
-    def _able(self, chance: float, trials: int, scale: int = 1) -> tuple[float | None, ...]:
-        """What an attack can show: of a Finding ``resolution``, ``detectable``, ``power`` and ``below``.
-
-        Args:
-            chance: the rate of guesses by chance.
-            trials: how many guesses.
-            scale: of the metric, by that of rates.
-        """
-        below = missing(chance, trials, self.confidence)
-        return (
-            scale * visible(chance, trials, self.confidence),
-            scale * detectable(chance, trials, self.confidence),
-            power_at(self.plan.resolution / scale, chance, trials, self.confidence),
-            None if below is None else scale * below,
+            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, **able)
         )
 
     def _repeated(self, truth: Truth, group: int) -> dict[int, Sent]:
@@ -272,10 +254,10 @@ class PassiveAttacks:
         half = len(game.answer) // 2
         guesses = DistinguishingGame().attack((game.rows, game.answer[:half]), self.rng)
         success = findings.advantage(guesses, game.answer[half:], self.confidence)
-        able = self._able(0.5, success.trials, scale=2)
+        able = findings.able(0.5, success.trials, self.confidence, self.plan.resolution, scale=2)
         self.result.findings.append(
             Finding(
-                DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0, "", *able
+                DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0, "", **able
             )
         )
 

@@ -53,6 +53,16 @@ COUNTED = (
         "how many are among the first guesses of the same attack on uniform rows",
     ),
     ("adapter extraction", "rows that the copies were made from", "cosine 0: a random direction"),
+    (
+        "imprinted embeddings, imprinted head",
+        "rows of a layer in the middle; places in training batches that have a next token",
+        _FREQUENCIES,
+    ),
+    (
+        "abort oracle, speculation, topic from traffic",
+        "sessions or prompts to guess, as many of each kind",
+        "half of the guesses",
+    ),
     ("distinguishing game", "rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),
 )
 
@@ -70,6 +80,7 @@ def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
     data = {
         "about": result.about,
         "claims": [dataclasses.asdict(verdict) for verdict in verdicts],
+        "hostile": [dataclasses.asdict(hostile) for hostile in result.hostile],
         "findings": [
             dataclasses.asdict(finding)
             | {"beats_chance": finding.beats_chance, "off_chance": finding.off_chance}
@@ -97,6 +108,7 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
     page = environment.get_template("report.html.jinja").render(
         about=result.about,
         findings=result.findings,
+        hostile=result.hostile,
         find={(f.attack, f.mode, f.sees): f for f in result.findings},
         figures=result.figures,
         unlearned=[
