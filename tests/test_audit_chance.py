@@ -16,7 +16,7 @@ from provider.executor import BaseExecutor
 from security.capture import ONE_TIME
 from security.claims import CLAIMS
 from security.findings import Finding
-from security.judges import STATISTICAL, against_one_time
+from security.judges import IMPRINTS, STATISTICAL, against_one_time
 from security.passive import PassiveAttacks
 from security.plan import PROVIDER, Result
 from security.public_model import PublicModel
@@ -127,9 +127,8 @@ def test_what_subtracts_masks_is_no_attack_where_none_is_known(tmp_path: Path) -
     attacks = {f.attack for f in audit.result.findings}
     assert "vocabulary matching" in attacks
     assert "known-mask subtraction" not in attacks
-    assert (
-        2 + len({f.attack for f in against_one_time(audit.result)} | {"distinguishing game"}) == STATISTICAL
-    )
+    tried = {f.attack for f in against_one_time(audit.result)} | {"distinguishing game"}
+    assert len(tried) + len(IMPRINTS) + 2 == STATISTICAL  # and the p-values of bytes and of seeds
 
 
 @pytest.mark.parametrize(
