@@ -145,7 +145,8 @@ class HostileProvider:
                 f"{len(followed)} lies about one of two rows that the provider chose, in the answer or in "
                 f"a fingerprint while it was made: {followed.count(0)} times nothing followed. "
                 f"Of a tenant that checks after rounding, with a tolerance, {followed_control.count(0)} of "
-                f"{len(followed_control)} sessions stopped, and which row it was showed.",
+                f"{len(followed_control)} sessions stopped, and {control.hits} of "
+                f"{control.success.trials} rows were told by it.",
                 defended,
                 control,
                 same=len(set(followed)) == 1,
@@ -296,7 +297,8 @@ class HostileProvider:
                 "one row a step, unless the tenant asks for more",
                 f"{len(secrets)} prompts of {PROMPT} tokens, half of which repeat a phrase: with the "
                 f"defaults {_sequences(seen)} of numbers of rows, whatever the prompt; with prompt lookup, "
-                f"which a tenant has to ask for, {_sequences(seen_control)}, and they tell.",
+                f"which a tenant has to ask for, {_sequences(seen_control)}, by which {control.hits} of "
+                f"{control.success.trials} were told apart.",
                 defended,
                 control,
                 same=len(seen) == 1,

@@ -16,7 +16,7 @@ from provider.executor import BaseExecutor
 from security.capture import ONE_TIME
 from security.claims import CLAIMS
 from security.findings import Finding
-from security.judges import IMPRINTS, STATISTICAL, against_one_time
+from security.judges import IMPRINTS, LEARNING_ATTACKS, STATISTICAL, against_one_time
 from security.passive import PassiveAttacks
 from security.plan import PROVIDER, Result
 from security.public_model import PublicModel
@@ -154,6 +154,15 @@ def test_what_is_missing(chance: float, trials: int) -> None:
     successes = round((chance - below) * trials)
     assert rate(successes, trials, 0.999).high < chance
     assert rate(successes + 1, trials, 0.999).high >= chance
+
+
+@pytest.mark.parametrize(("hits", "holds"), [(25, True), (1, False), (80, False)])
+def test_too_few_right_guesses_refute_too(hits: int, holds: bool) -> None:
+    claim = next(claim for claim in CLAIMS if claim.identity == "one-time-training")
+    every = [
+        Finding(attack, ONE_TIME, PROVIDER, "", rate(hits, 5000, 0.999), 0.005) for attack in LEARNING_ATTACKS
+    ]
+    assert claim.verdict(Result(every)).holds == holds
 
 
 def test_where_too_few_are_expected_nothing_is_missing() -> None:
