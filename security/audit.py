@@ -25,9 +25,10 @@ from provider.tokens import TokenFile
 from security import capture, surroundings
 from security.attacks.active import CoTenantTiming, LyingProvider, Poison, WeightExtraction, canaries
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Parties
-from security.claims import STATISTICAL
 from security.executors import AuditError, Executor
 from security.findings import Finding
+from security.hostile import HostileProvider
+from security.judges import STATISTICAL
 from security.passive import Evidence, PassiveAttacks
 from security.plan import PROVIDER, SOURCE, Plan, Result, Stage
 from security.public_model import PublicModel
@@ -76,6 +77,8 @@ class Audit:
                 self._plant(parties)
                 self.work(parties)
                 self.active(parties)
+                hostile = HostileProvider(parties, folder, self.plan, self.text, self.rng, self.confidence)
+                hostile.run(self.result, self.stage)
             texts = self.texts(parties)
         evidence = self.collect(parties)
         passive = PassiveAttacks(evidence, self.plan, self.result, self.rng, self.confidence, self.stage)

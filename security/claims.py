@@ -5,40 +5,34 @@ Controls are claims too: an audit whose attacks fail where they must succeed is 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from security.attacks.masking import Randomness
-from security.attacks.seeds import SeedStatistics
-from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME, bank_name
-from security.findings import Finding, percent
-from security.plan import BOTH, PROVIDER, SOURCE, Result
-
-TOKEN_ATTACKS = (
-    "vocabulary matching",
-    "known-mask subtraction",
-    "mask reuse",
-    "subspace projection",
-    "noise-aware retrieval",
-    "averaging",
-    "search in hidden states",
+from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
+from security.judges import (
+    IMPRINTS,
+    LEARNING_ATTACKS,
+    ON_RING,
+    TOKEN_ATTACKS,
+    WITH_MASKS,
+    all_succeed,
+    at_chance,
+    controlled,
+    no_cross_talk,
+    none_noticed,
+    planted_found,
+    repeats_found,
+    resolved,
+    reuse_counted,
+    same_for_all,
+    seeds_fresh,
+    separated,
+    silent,
+    stolen,
+    succeeds,
+    uniform,
 )
-LEARNING_ATTACKS = ("label recovery", "gradient span check")
-SINGLE_ATTACKS = ("adapter extraction", "distinguishing game")
-# Judgements about one-time that chance alone could upset: these attacks, and the smallest p-values of
-# bytes and of seeds.
-STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + len(SINGLE_ATTACKS) + 2
-ASKED = {"PRODUCT": "requests to multiply rows", "SEED_EFFECT": "seeds", "EFFECT": "masks"}
-LEAST_SEEDS = 64  # fewer show nothing
-
-# What has to succeed where masks are known, and how well.
-ON_RING = {
-    "search in hidden states": 0.95,
-    "label recovery": 0.5,
-    "gradient span check": 0.9,
-    "adapter extraction": 0.99,
-}
+from security.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, Result
 
 
 @dataclass(frozen=True)
@@ -67,225 +61,46 @@ class Claim:
         return Verdict(self.identity, holds, figure)
 
 
-def _select(result: Result, mode: str, sees: str, attacks: Iterable[str]) -> list[Finding]:
-    return [
-        finding
-        for finding in result.findings
-        if (finding.mode, finding.sees) == (mode, sees)
-        and any(finding.attack == attack or finding.attack.startswith(f"{attack}, ") for attack in attacks)
-    ]
-
-
-def _at_chance(mode: str, sees: str, attacks: tuple[str, ...]) -> Callable[[Result], tuple[bool, str]]:
-    def judge(result: Result) -> tuple[bool, str]:
-        found = []
-        for attack in attacks:
-            measured = [f for f in _select(result, mode, sees, (attack,)) if f.success.trials]
-            if not measured:
-                return False, f"not measured: {attack}"
-            found += measured
-        chances = [math.nan if f.chance is None else f.chance for f in found]
-        numbers = chances + [n for f in found for n in (f.success.value, f.success.low, f.success.high)]
-        beaten = sum(f.beats_chance for f in found)
-        _, worst = max(zip(chances, found, strict=True), key=lambda pair: pair[1].success.low - pair[0])
-        told = f"{beaten} of {len(found)} attacks above chance; nearest: " if len(found) > 1 else ""
-        return all(map(math.isfinite, numbers)) and not beaten, told + _figure(worst)
-
-    return judge
-
-
-def _succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Result], tuple[bool, str]]:
-    def judge(result: Result) -> tuple[bool, str]:
-        found = _select(result, mode, sees, (attack,))
-        if not found:
-            return False, "not measured"
-        worst = min(found, key=lambda f: f.success.value)
-        return worst.success.value >= least, _figure(worst)
-
-    return judge
-
-
-def _all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
-    def judge(result: Result) -> tuple[bool, str]:
-        found = {attack: _select(result, mode, sees, (attack,)) for attack in least}
-        told = [f"{attack}: {f.spell(f.success.value)}" for attack, each in found.items() for f in each]
-        holds = all(each and each[0].success.value >= least[attack] for attack, each in found.items())
-        return holds, "; ".join(told) or "not measured"
-
-    return judge
-
-
-def _resolved(result: Result) -> tuple[bool, str]:
-    found = against_one_time(result)
-    if not found:
-        return False, "not measured"
-    least, attack = max((math.inf if f.resolution is None else f.resolution, f.attack) for f in found)
-    asked = result.about["resolution"]
-    told = f"{100 * least:.2f} points of 100 or fewer in {len(found)} attacks (most in {attack})"
-    powers = [(f.power, f.attack) for f in found if f.power is not None]
-    if powers:
-        power, weakest = min(powers)
-        told += f"; a true advantage of {100 * asked:g} of 100 is found with probability {percent(power)} "
-        told += f"or more (least in {weakest})"
-    sure = 100 * surely_found(found)
-    return least <= asked, f"{told}; one of {sure:.1f} with 99 % or more in every attack"
-
-
-def against_one_time(result: Result) -> list[Finding]:
-    """The attacks on what the provider saw under one-time, whose success is to be told from chance."""
-    return _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
-
-
-def surely_found(found: list[Finding]) -> float:
-    """The true advantage over chance that each of these attacks finds with probability POWER."""
-    return max((f.detectable or 0.0 for f in found), default=1.0)
-
-
-def _figure(finding: Finding) -> str:
-    where = f" ({finding.detail})" if finding.hits is None and finding.detail else ""
-    return f"{finding.attack}: {finding.measured}{where}"
-
-
-def _uniform(result: Result) -> tuple[bool, str]:
-    found = result.randomness.get(ONE_TIME)
-    if found is None:
-        return False, "not measured"
-    level = 1 - result.about["confidence_of_one_interval"]
-    repeated = found.repeated_blocks + found.repeated_tops
-    return found.bytes_tested > 0 and found.p_value > level and repeated == 0, (
-        f"{found.bytes_tested:,} bytes: {_p_value(found, level)}, {found.repeated_blocks} repeated blocks of "
-        f"16 bytes, {found.repeated_tops} repeated runs of the top bytes of 8 numbers"
-    )
-
-
-def _p_value(found: Randomness | SeedStatistics, level: float) -> str:
-    return (
-        f"p = {found.p_value:.3g}, the smallest of {found.tests} tests times their number, 1 at most "
-        f"({found.worst}; fails below {level:.2g})"
-    )
-
-
-def _separated(result: Result) -> tuple[bool, str]:
-    found = result.figures.get("operations", {})
-    told = [
-        f"{party}: "
-        + (
-            ", ".join(f"{n:,} {ASKED.get(name, name)}" for name, n in found.get(party, {}).items())
-            or "nothing"
-        )
-        for party in (PROVIDER, SOURCE)
-    ]
-    only = set(found.get(PROVIDER, {})) == {"PRODUCT"} and set(found.get(SOURCE, {})) == {"SEED_EFFECT"}
-    return only, "; ".join(told)
-
-
-def _seeds_fresh(result: Result) -> tuple[bool, str]:
-    found = result.seeds
-    if found is None or found.count < LEAST_SEEDS:
-        return False, "not measured"
-    level = 1 - result.about["confidence_of_one_interval"]
-    return found.p_value > level and not found.repeated and not found.others, (
-        f"{found.count:,} seeds, {found.repeated} repeated, {found.others} other requests: "
-        f"{_p_value(found, level)}"
-    )
-
-
-def _repeats_found(result: Result) -> tuple[bool, str]:
-    found = result.randomness.get(RING_BANK)
-    if found is None:
-        return False, "not measured"
-    told = (
-        f"{found.repeated_tops:,} repeated runs of the top bytes of 8 numbers in {found.bytes_tested:,} bytes"
-    )
-    return found.repeated_tops > 0, told
-
-
-def _stolen(result: Result) -> tuple[bool, str]:
-    errors = [
-        more["relative_error"]
-        for name, more in result.figures.items()
-        if name.startswith("adapter extraction") and name.endswith(f"{PLAIN}, {PROVIDER}")
-    ]
-    worst = max(errors, default=math.nan)
-    return worst < 1e-2, f"relative error at most {worst:.2g}; layers copied: {len(errors)}"
-
-
-def _no_cross_talk(result: Result) -> tuple[bool, str]:
-    found = result.figures.get("canaries")
-    if not found:
-        return False, "not measured"
-    return found["wrong"] == 0 and found["products"] < found["replies"] / 2, (
-        f"{found['wrong']} of {found['replies']:,} replies wrong; {found['replies'] / found['products']:.1f} "
-        "requests of 16 tenants were computed in one product on average"
-    )
-
-
-def _silent(result: Result) -> tuple[bool, str]:
-    found = result.figures.get("secrets in logs")
-    if found is None:
-        return False, "not measured"
-    searched = result.figures["log characters searched"]
-    told = f"{len(found)} found in {sum(searched.values()):,} characters of {len(searched)} logs and listings"
-    return not found, told + (f": {found[0]}" if found else "")
-
-
-def _planted_found(result: Result) -> tuple[bool, str]:
-    found = result.figures.get("planted secret found", {})
-    missed = [where for where, there in found.items() if not there]
-    return bool(found) and not missed, f"found in {len(found) - len(missed)} of {len(found)} places" + (
-        f", not in {', '.join(missed)}" if missed else ""
-    )
-
-
-def _reuse_counted(result: Result) -> tuple[bool, str]:
-    broken = result.figures.get("broken after messages", {})
-    told = [f"{bank_name(label)}: {'never' if n is None else n}" for label, n in broken.items()]
-    on_floats_too = RING_BANK in broken and len(broken) > 1
-    return on_floats_too and None not in broken.values(), (
-        "messages until 95 % of tokens are right: " + ("; ".join(told) or "not measured")
-    )
-
-
 CLAIMS = (
     Claim(
         "one-time-tokens",
-        "The provider cannot tell any token better than by guessing",
+        "An honest-but-curious provider cannot tell any token from rows but by guessing",
         ONE_TIME,
         ", ".join(TOKEN_ATTACKS),
-        "no interval above chance",
-        _at_chance(ONE_TIME, PROVIDER, TOKEN_ATTACKS),
+        "every interval holds chance",
+        at_chance(ONE_TIME, PROVIDER, TOKEN_ATTACKS, WITH_MASKS),
     ),
     Claim(
         "one-time-training",
-        "The provider cannot tell labels or a batch's tokens in fine-tuning better than by guessing",
+        "An honest-but-curious provider cannot tell labels or a batch's tokens from rows but by guessing",
         ONE_TIME,
         ", ".join(LEARNING_ATTACKS),
-        "no interval above chance",
-        _at_chance(ONE_TIME, PROVIDER, LEARNING_ATTACKS),
+        "every interval holds chance",
+        at_chance(ONE_TIME, PROVIDER, LEARNING_ATTACKS),
     ),
     Claim(
         "one-time-adapter",
-        "The provider cannot copy the adapter",
+        "An honest-but-curious provider cannot copy the adapter, or its negative, from rows",
         ONE_TIME,
         "adapter extraction",
-        "interval not above cosine 0",
-        _at_chance(ONE_TIME, PROVIDER, ("adapter extraction",)),
+        "the interval holds cosine 0",
+        at_chance(ONE_TIME, PROVIDER, ("adapter extraction",)),
     ),
     Claim(
         "one-time-indistinguishable",
-        "Two inputs that the provider chose itself look the same",
+        "Rows of two inputs that the provider chose itself look the same to it",
         ONE_TIME,
         "distinguishing game",
-        "interval not above advantage 0",
-        _at_chance(ONE_TIME, PROVIDER, ("distinguishing game",)),
+        "the interval holds advantage 0",
+        at_chance(ONE_TIME, PROVIDER, ("distinguishing game",)),
     ),
     Claim(
         "one-time-uniform",
-        "Every byte sent to the provider is uniform, and no mask serves twice, for whatever product",
+        "Every byte of products' rows is uniform, and no mask serves twice, for whatever product",
         ONE_TIME,
         "uniformity and independence",
         "smallest p above its level; no block of 16 bytes, no run of the top bytes of 8 numbers comes again",
-        _uniform,
+        uniform,
     ),
     Claim(
         "one-time-separation",
@@ -293,7 +108,7 @@ CLAIMS = (
         ONE_TIME,
         "operations in both transcripts",
         "provider: requests to multiply rows only; mask source: seeds only; some of each",
-        _separated,
+        separated,
     ),
     Claim(
         "one-time-mask-source",
@@ -301,15 +116,15 @@ CLAIMS = (
         f"{ONE_TIME}, {SOURCE}",
         "seed prediction",
         "32 bytes each, none twice, smallest p above its level",
-        _seeds_fresh,
+        seeds_fresh,
     ),
     Claim(
         "verified",
-        "A wrong answer is noticed",
+        "A wrong product is noticed",
         f"{ONE_TIME}, verify=always",
         "altered answers",
         "every lie",
-        _succeeds(f"{ONE_TIME}, verify=always", "malicious provider", "altered answers", 1.0),
+        succeeds(f"{ONE_TIME}, verify=always", "malicious provider", "altered answers", 1.0),
     ),
     Claim(
         "verified-effects",
@@ -317,7 +132,31 @@ CLAIMS = (
         f"{ONE_TIME}, verify=always",
         "altered answers",
         "every lie of a mask source",
-        _succeeds(f"{ONE_TIME}, verify=always", "malicious mask source", "altered answers", 1.0),
+        succeeds(f"{ONE_TIME}, verify=always", "malicious mask source", "altered answers", 1.0),
+    ),
+    Claim(
+        "abort-oracle",
+        "Whether a session stops at a wrong product does not depend on its rows",
+        f"{ONE_TIME}, verify=always",
+        "abort oracle",
+        "as many requests follow every lie; the interval holds chance",
+        same_for_all("abort oracle"),
+    ),
+    Claim(
+        "imprinted-parameters",
+        "Embeddings and head that the provider crafted do not make rows tell tokens or labels",
+        ONE_TIME,
+        ", ".join(IMPRINTS),
+        "every interval holds chance",
+        at_chance(ONE_TIME, MALICIOUS, IMPRINTS),
+    ),
+    Claim(
+        "no-speculation",
+        "Unless the tenant asks for speculation, numbers of rows do not say whether a text repeats itself",
+        ONE_TIME,
+        "speculation",
+        "the same numbers for every prompt of a length; the interval holds chance",
+        same_for_all("speculation"),
     ),
     Claim(
         "no-cross-talk",
@@ -325,7 +164,7 @@ CLAIMS = (
         "any",
         "co-tenant canaries",
         "0 wrong replies, 2 or more in a product",
-        _no_cross_talk,
+        no_cross_talk,
     ),
     Claim(
         "silent",
@@ -333,7 +172,7 @@ CLAIMS = (
         "any",
         "log scan",
         "0 found",
-        _silent,
+        silent,
     ),
     Claim(
         "control-planted",
@@ -341,7 +180,7 @@ CLAIMS = (
         "any",
         "log scan",
         "in every place",
-        _planted_found,
+        planted_found,
     ),
     Claim(
         "control-clear",
@@ -349,7 +188,7 @@ CLAIMS = (
         PLAIN,
         "vocabulary matching",
         "at least 95 %",
-        _succeeds(PLAIN, PROVIDER, "vocabulary matching", 0.95),
+        succeeds(PLAIN, PROVIDER, "vocabulary matching", 0.95),
     ),
     Claim(
         "control-deep",
@@ -357,7 +196,7 @@ CLAIMS = (
         PLAIN,
         "search in hidden states",
         "at least 95 %",
-        _succeeds(PLAIN, PROVIDER, "search in hidden states", 0.95),
+        succeeds(PLAIN, PROVIDER, "search in hidden states", 0.95),
     ),
     Claim(
         "control-labels",
@@ -365,7 +204,7 @@ CLAIMS = (
         PLAIN,
         "label recovery",
         "at least 50 %",
-        _succeeds(PLAIN, PROVIDER, "label recovery", 0.5),
+        succeeds(PLAIN, PROVIDER, "label recovery", 0.5),
     ),
     Claim(
         "control-adapter",
@@ -373,7 +212,7 @@ CLAIMS = (
         PLAIN,
         "adapter extraction",
         "relative error below 1e-2",
-        _stolen,
+        stolen,
     ),
     Claim(
         "control-game",
@@ -381,7 +220,7 @@ CLAIMS = (
         PLAIN,
         "distinguishing game",
         "advantage at least 0.99",
-        _succeeds(PLAIN, PROVIDER, "distinguishing game", 0.99),
+        succeeds(PLAIN, PROVIDER, "distinguishing game", 0.99),
     ),
     Claim(
         "control-same-executor",
@@ -389,7 +228,7 @@ CLAIMS = (
         SAME,
         "known-mask subtraction",
         "at least 95 %",
-        _succeeds(SAME, PROVIDER, "known-mask subtraction", 0.95),
+        succeeds(SAME, PROVIDER, "known-mask subtraction", 0.95),
     ),
     Claim(
         "control-reuse",
@@ -397,7 +236,7 @@ CLAIMS = (
         f"{ELSEWHERE}; {RING_BANK}",
         "mask reuse",
         "at least 95 % after some messages, for every bank",
-        _reuse_counted,
+        reuse_counted,
     ),
     Claim(
         "control-repetition",
@@ -405,7 +244,7 @@ CLAIMS = (
         RING_BANK,
         "uniformity and independence",
         "some runs of the top bytes of 8 numbers come again",
-        _repeats_found,
+        repeats_found,
     ),
     Claim(
         "control-collusion",
@@ -413,7 +252,7 @@ CLAIMS = (
         f"{ONE_TIME}, {BOTH}",
         "vocabulary matching",
         "at least 95 %",
-        _succeeds(ONE_TIME, BOTH, "vocabulary matching", 0.95),
+        succeeds(ONE_TIME, BOTH, "vocabulary matching", 0.95),
     ),
     Claim(
         "control-ring",
@@ -421,15 +260,15 @@ CLAIMS = (
         f"{ONE_TIME}, {BOTH}",
         ", ".join(ON_RING),
         ", ".join(f"{attack} at least {least:g}" for attack, least in ON_RING.items()),
-        _all_succeed(ONE_TIME, BOTH, ON_RING),
+        all_succeed(ONE_TIME, BOTH, ON_RING),
     ),
     Claim(
         "control-resolution",
-        "In every attack on one-time a score a little above chance would have counted",
+        "In every attack on one-time a score a little away from chance would have counted",
         ONE_TIME,
         "all attacks on the provider's view",
-        "an observed score 1 point of 100 above chance counts (in a quick audit 10), whatever chance is",
-        _resolved,
+        "an observed score 1 point of 100 above chance counts (in a quick audit 10); below, where any can",
+        resolved,
     ),
     Claim(
         "control-unverified",
@@ -437,14 +276,33 @@ CLAIMS = (
         f"{ONE_TIME}, verify=off",
         "altered answers",
         "none noticed",
-        lambda result: _none_noticed(result),
+        none_noticed,
+    ),
+    Claim(
+        "control-abort-oracle",
+        "A check that tolerates small errors tells two rows apart by who stops",
+        f"{ONE_TIME}, verify=off, checked with a tolerance",
+        "abort oracle",
+        "at least 95 %",
+        controlled({"abort oracle": 0.95}),
+    ),
+    Claim(
+        "control-imprinted",
+        "In the clear the provider reads tokens and labels off rows of its own parameters",
+        PLAIN,
+        ", ".join(IMPRINTS),
+        "imprinted embeddings at least 0.95, imprinted head at least 0.9",
+        controlled({"imprinted embeddings": 0.95, "imprinted head": 0.9}),
+    ),
+    Claim(
+        "control-speculation",
+        "With prompt lookup numbers of rows say whether a text repeats itself",
+        f"{ONE_TIME}, prompt lookup",
+        "speculation",
+        "at least 75 %",
+        controlled({"speculation": 0.75}),
     ),
 )
-
-
-def _none_noticed(result: Result) -> tuple[bool, str]:
-    found = _select(result, f"{ONE_TIME}, verify=off", "malicious provider", ("altered answers",))
-    return bool(found) and found[0].success.value == 0, _figure(found[0]) if found else "not measured"
 
 
 def judge(result: Result) -> list[Verdict]:

@@ -121,6 +121,10 @@ class Executor:
         """
         return [read_transcript(file, cut=file.name in self._crashed) for file in self._recordings()]
 
+    def so_far(self) -> Transcript:
+        """What it recorded since it was started last, while it goes on."""
+        return read_transcript(self._recordings()[-1], cut=True)
+
     def _recordings(self) -> list[Path]:
         found = (self.folder / "transcripts").glob("*.transcript")
         return sorted(found, key=lambda file: file.stat().st_mtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from security.attacks.base import TokenGuess
 from security.attacks.extraction import AdapterExtraction, StolenAdapter
 from security.attacks.masking import DistinguishingGame
-from security.statistics import Estimate, independent_hits, rate
+from security.statistics import Estimate, blind_hits, detectable, missing, power_at, rate, visible
 from security.workload import Truth
 from shared.header import Direction
 
@@ -23,8 +24,9 @@ class Finding:
     ``success`` is in the attack's own metric; ``chance`` is what the same guesses would score if they had
     nothing to do with the truth, None where nothing is guessed. ``detail`` is for readers. Where success
     is to be told from chance: ``resolution`` is how far above chance an observed score must be for its
-    interval to lie above chance; ``detectable`` how large a true advantage over chance must be to be found so
-    with probability POWER; ``power`` the probability that one as small as the plan asks for is found.
+    interval to lie above chance; ``below`` the same below chance, None where no score lies so far below;
+    ``detectable`` how large a true advantage over chance must be to be found with probability POWER;
+    ``power`` the probability that one as small as the plan asks for is found.
     """
 
     attack: str
@@ -37,11 +39,28 @@ class Finding:
     resolution: float | None = None
     detectable: float | None = None
     power: float | None = None
+    below: float | None = None
 
     @property
     def beats_chance(self) -> bool:
         """Whether the whole interval lies above chance."""
         return self.chance is not None and self.success.low > self.chance
+
+    @property
+    def off_chance(self) -> bool:
+        """Whether the interval does not hold chance.
+
+        Below it is information as well: who is always wrong between two inputs takes the other one, and
+        who has the negative of an adapter has the adapter.
+        """
+        return self.beats_chance or (self.chance is not None and self.success.high < self.chance)
+
+    @property
+    def distance(self) -> float:
+        """How far the interval is from holding chance; negative if it holds it, nan without chance."""
+        if self.chance is None:
+            return math.nan
+        return max(self.success.low - self.chance, self.chance - self.success.high)
 
     @property
     def is_rate(self) -> bool:
@@ -74,32 +93,73 @@ class Finding:
         return f"{counted} right, advantage {self.spell(success.value)} ({beside})"
 
 
+@dataclass(frozen=True)
+class Hostile:
+    """An active attack by the provider: where it should fail, and where its defence is off.
+
+    ``sentence`` says what was tried and what came out, for readers. ``same`` is whether all that the provider
+    observed was the same in every trial, so that no guess can rest on it; None where that is not expected.
+    """
+
+    attack: str
+    defence: str
+    sentence: str
+    defended: Finding
+    control: Finding
+    same: bool | None = None
+
+
 def percent(value: float) -> str:
     """A share as text, with more digits where it is small."""
     return f"{100 * value:.2f} %" if abs(value) >= 0.01 or value == 0 else f"{100 * value:.4f} %"
+
+
+def able(
+    chance: float, trials: int, confidence: float, wanted: float, scale: int = 1
+) -> dict[str, float | None]:
+    """What an attack can show: of a Finding ``resolution``, ``below``, ``detectable`` and ``power``.
+
+    Args:
+        chance: the rate of guesses by chance.
+        trials: how many guesses.
+        confidence: of an interval.
+        wanted: the true advantage whose power is asked for.
+        scale: of the metric, by that of rates.
+    """
+    below = missing(chance, trials, confidence)
+    return {
+        "resolution": scale * visible(chance, trials, confidence),
+        "below": None if below is None else scale * below,
+        "detectable": scale * detectable(chance, trials, confidence),
+        "power": power_at(wanted / scale, chance, trials, confidence),
+    }
 
 
 class NothingToScore(ValueError):
     """The view holds nothing that this attack works on."""
 
 
-def of_tokens(guess: torch.Tensor, truth: torch.Tensor, confidence: float) -> tuple[Estimate, float]:
-    """Rate of right guesses, and of what independent ones would be."""
+def of_tokens(
+    guess: torch.Tensor, truth: torch.Tensor, blind: torch.Tensor, confidence: float
+) -> tuple[Estimate, float]:
+    """Rate of right guesses, and of ``blind`` ones, which the same attack made without the rows."""
     known = truth >= 0
     guess, truth = guess[known], truth[known]
     if not len(guess):
         raise NothingToScore
     hits = int((guess == truth).sum())
-    return rate(hits, len(guess), confidence), independent_hits(guess.numpy(), truth.numpy())
+    return rate(hits, len(guess), confidence), blind_hits(blind.numpy(), truth.numpy())
 
 
-def of_guess(guess: TokenGuess, truth: Truth, confidence: float) -> tuple[Estimate, float]:
+def of_guess(
+    guess: TokenGuess, truth: Truth, blind: torch.Tensor, confidence: float
+) -> tuple[Estimate, float]:
     """Of rows of the first group."""
-    return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], confidence)
+    return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], blind, confidence)
 
 
 def of_labels(
-    guesses: list[torch.Tensor], truth: Truth, group: int, confidence: float
+    guesses: list[torch.Tensor], truth: Truth, group: int, blind: torch.Tensor, confidence: float
 ) -> tuple[Estimate, float]:
     """Of each row of the last layer's gradients; requests in the order in which they were sent."""
     pairs = [
@@ -110,32 +170,26 @@ def of_labels(
     if not pairs:
         raise NothingToScore
     guess, labels = (torch.cat(list(side)) for side in zip(*pairs, strict=True))
-    return of_tokens(guess, labels, confidence)
+    return of_tokens(guess, labels, blind, confidence)
 
 
 def of_spans(
-    ranked: list[list[torch.Tensor]], truth: Truth, rows: int, confidence: float
+    ranked: list[list[torch.Tensor]], truth: Truth, rows: int, blind: list[torch.Tensor], confidence: float
 ) -> tuple[Estimate, float]:
-    """How many of a part's n tokens are among the first n guesses; chance: among the guesses for another."""
+    """How many of a part's n tokens are among the first n guesses; chance: among the first n blind ones."""
     parts = [
         (guess, part.unique())
         for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=True)
         if sent.tokens is not None
         for guess, part in zip(guesses, sent.tokens.split(rows), strict=True)
     ]
-    if len(parts) < 2:
+    if not parts or not blind:
         raise NothingToScore
-    places = [torch.empty_like(guess).scatter_(0, guess, torch.arange(len(guess))) for guess, _ in parts]
-    hits = sum(
-        int((place[there] < len(there)).sum()) for place, (_, there) in zip(places, parts, strict=True)
-    )
-    other = [
-        float((place[there] < len(there)).float().mean())
-        for i, place in enumerate(places)
-        for j, (_, there) in enumerate(parts)
-        if i != j
-    ]
-    return rate(hits, sum(len(there) for _, there in parts), confidence), float(np.mean(other))
+    trials = sum(len(there) for _, there in parts)
+    hits = sum(int(torch.isin(guess[: len(there)], there).sum()) for guess, there in parts)
+    places = torch.stack(blind).argsort(1)  # of each token among the guesses
+    chance = sum(float((places[:, there] < len(there)).float().mean(0).sum()) for _, there in parts) / trials
+    return rate(hits, trials, confidence), chance
 
 
 def of_adapters(pairs: list[tuple[StolenAdapter, torch.Tensor]], confidence: float) -> tuple[Estimate, float]:

@@ -30,9 +30,9 @@ from security.attacks.tokens import (
 from security.attacks.traffic import TrafficAnalysis, TrafficAnalysisOutside, network_view
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Game
 from security.findings import Finding, NothingToScore
-from security.plan import BOTH, NETWORK, PROVIDER, Plan, Result, Stage
+from security.plan import BLIND_RUNS, BOTH, NETWORK, PROVIDER, Plan, Result, Stage
 from security.public_model import PublicModel
-from security.statistics import POWER, Estimate, detectable, power_at, rate, visible
+from security.statistics import POWER, Estimate, rate
 from security.transcript import Request
 from security.views import (
     MaskSourceView,
@@ -89,12 +89,20 @@ class PassiveAttacks:
         self.evidence, self.plan, self.result = evidence, plan, result
         self.rng, self.confidence, self.stage = rng, confidence, stage
 
-    def attack(self) -> None:
-        """Every attack on every view of every mode."""
+    def prepare(self) -> None:
+        """What attacks on several modes share."""
         middle = self.evidence.public.model.config.num_hidden_layers // 2
         self._deep = DeepMatching(
             self.evidence.public.group_of(f"layers.{middle}.self_attn.q_proj"), {}, self.plan.deep_places
         )
+        with self.stage("the same attacks without rows"):
+            captured = self.evidence.captured[ONE_TIME]
+            view = provider_view(self.evidence.ring_public, captured.provider)
+            self._guess_blindly(view, captured.truth)
+
+    def attack(self) -> None:
+        """Every attack on every view of every mode."""
+        self.prepare()
         for mode in self.plan.modes:
             captured = self.evidence.captured[mode]
             public = self.evidence.ring_public if mode in (RING_BANK, ONE_TIME) else self.evidence.public
@@ -126,33 +134,57 @@ class PassiveAttacks:
         self.result.figures["operations"] = self.evidence.operations
         self.result.seeds = SeedPrediction().attack(self.evidence.seeds, self.rng)
 
-    def _on(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+    def _token_attacks(self, truth: Truth) -> list[Any]:
         repeats: dict[str, list[int]] = {}
         for i, sent in self._repeated(truth, 0).items():
             repeats.setdefault(sent.phase, []).append(i)
-        attacks = (
+        return [
             VocabularyMatching(),
             KnownMaskSubtraction(),
             MaskReuse(),
             SubspaceProjection(),
             NoiseAware(),
             Averaging(list(repeats.values())),
-        )
-        for attack in attacks:
+        ]
+
+    def _guess_blindly(self, view: View, truth: Truth) -> None:
+        """What every attack guesses without the tenant's rows, and who does not even attack."""
+        deep, labels, span = self._deep_attack(truth), LabelRecovery(), SpanCheck()
+        pooled: dict[str, list[torch.Tensor]] = {}
+        for _ in range(BLIND_RUNS):
+            blind = view.blind(self.rng, {0, deep.group, labels.group(view.public)})
+            found = {each.name: [each.attack(blind, self.rng).tokens] for each in self._token_attacks(truth)}
+            found[deep.name] = [deep.attack(blind, self.rng)[0]]
+            found[labels.name] = labels.attack(blind, self.rng)
+            found[span.name] = [part for parts in span.attack(blind, self.rng) for part in parts]
+            for name, guesses in found.items():
+                pooled.setdefault(name, []).extend(guesses)
+        self._blind_parts = pooled.pop(span.name)
+        self._blind = {name: torch.cat([torch.empty(0).long(), *each]) for name, each in pooled.items()}
+        known = truth.first_tokens()
+        commonest = int(view.public.own_text(0).flatten().bincount().argmax())
+        self.result.figures["right without any row"] = float((known[known >= 0] == commonest).float().mean())
+
+    def _on(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+        for attack in self._token_attacks(truth):
+            if isinstance(attack, KnownMaskSubtraction) and not view.masks:
+                continue  # nothing to subtract: vocabulary matching once more
             guess: TokenGuess = attack.attack(view, self.rng)
-            score = partial(findings.of_guess, guess, truth)
-            bare = isinstance(attack, KnownMaskSubtraction) and not view.masks
-            self._found(attack, mode, sees, score, "knows no mask, takes rows as they are" if bare else "")
+            self._found(
+                attack, mode, sees, partial(findings.of_guess, guess, truth, self._blind[attack.name])
+            )
         deep = self._deep_attack(truth)
         guesses, wanted = deep.attack(view, self.rng)
-        self._found(deep, mode, sees, partial(findings.of_tokens, guesses, wanted))
+        self._found(deep, mode, sees, partial(findings.of_tokens, guesses, wanted, self._blind[deep.name]))
         labels = LabelRecovery()
-        last = view.public.group_of(f"layers.{view.public.model.config.num_hidden_layers - 1}.mlp.down_proj")
         guessed = labels.attack(view, self.rng)
-        self._found(labels, mode, sees, partial(findings.of_labels, guessed, truth, last))
+        score = partial(
+            findings.of_labels, guessed, truth, labels.group(view.public), self._blind[labels.name]
+        )
+        self._found(labels, mode, sees, score)
         span = SpanCheck()
         ranked = span.attack(view, self.rng)
-        self._found(span, mode, sees, partial(findings.of_spans, ranked, truth, span.rows))
+        self._found(span, mode, sees, partial(findings.of_spans, ranked, truth, span.rows, self._blind_parts))
         self._steal(mode, sees, view, truth)
 
     def _found(
@@ -163,35 +195,20 @@ class PassiveAttacks:
         score: Callable[[float], tuple[Estimate, float]],
         detail: str = "",
     ) -> None:
-        able: tuple[float | None, ...]
+        able: dict[str, float | None] = {}
         try:
             success, chance = score(self.confidence)
             if attack is AdapterExtraction:
-                # Found is a cosine whose noise, on the one side that matters, stays within what is left.
+                # Found is a cosine whose noise, on the side of chance, stays within what is left.
                 width, noise = (each.value - each.low for each in (success, score(2 * POWER - 1)[0]))
-                able = width, width + noise
+                able = {"resolution": width, "below": width, "detectable": width + noise}
             else:
-                able = self._able(chance, success.trials)
+                able = findings.able(chance, success.trials, self.confidence, self.plan.resolution)
         except NothingToScore:
             # The view holds nothing of the kind: as good as a guess, and said so.
             success, chance, detail = Estimate(0.0, 0.0, 0.0, 0), 0.0, "this party sees nothing of the kind"
-            able = ()
         self.result.findings.append(
-            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, *able)
-        )
-
-    def _able(self, chance: float, trials: int, scale: int = 1) -> tuple[float, float, float]:
-        """What an attack can show: of a Finding ``resolution``, ``detectable`` and ``power``.
-
-        Args:
-            chance: the rate of guesses by chance.
-            trials: how many guesses.
-            scale: of the metric, by that of rates.
-        """
-        return (
-            scale * visible(chance, trials, self.confidence),
-            scale * detectable(chance, trials, self.confidence),
-            power_at(self.plan.resolution / scale, chance, trials, self.confidence),
+            Finding(attack.name, mode, sees, attack.metric, success, chance, detail, **able)
         )
 
     def _repeated(self, truth: Truth, group: int) -> dict[int, Sent]:
@@ -237,10 +254,10 @@ class PassiveAttacks:
         half = len(game.answer) // 2
         guesses = DistinguishingGame().attack((game.rows, game.answer[:half]), self.rng)
         success = findings.advantage(guesses, game.answer[half:], self.confidence)
-        able = self._able(0.5, success.trials, scale=2)
+        able = findings.able(0.5, success.trials, self.confidence, self.plan.resolution, scale=2)
         self.result.findings.append(
             Finding(
-                DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0, "", *able
+                DistinguishingGame.name, mode, PROVIDER, DistinguishingGame.metric, success, 0.0, "", **able
             )
         )
 
@@ -261,7 +278,9 @@ class PassiveAttacks:
             points = []
             for count in [n for n in self.plan.curve_messages if n <= messages]:
                 guess = MaskReuse(count, CURVE_ROWS).attack(view, self.rng)
-                points.append((count, findings.of_guess(guess, captured.truth, self.confidence)[0].value))
+                blind = self._blind[MaskReuse.name]
+                score = findings.of_guess(guess, captured.truth, blind, self.confidence)[0]
+                points.append((count, score.value))
             label = captured.mode if name in MODES else f"{name.removeprefix('bank-')} masks"
             reuse[label] = points
         self.result.figures["mask reuse"] = reuse

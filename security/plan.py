@@ -9,11 +9,12 @@ from typing import Any
 from security.attacks.masking import Randomness
 from security.attacks.seeds import SeedStatistics
 from security.capture import MODES, ONE_TIME, PLAIN
-from security.findings import Finding
+from security.findings import Finding, Hostile
 from security.workload import FULL, QUICK, Size
 
 PROVIDER, SOURCE, BOTH = "provider", "mask source", "provider and mask source"
-NETWORK = "network observer"
+NETWORK, MALICIOUS = "network observer", "malicious provider"
+BLIND_RUNS = 4  # of each attack without the tenant's rows, from which its chance is known
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,18 @@ class Plan:
     resolution: float  # what every line about one-time must be able to show
     curve_messages: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768)
     curve_tokens: tuple[int, ...] = (64, 128, 256, 384, 512, 1024, 2048)
+    oracle_lies: int = 16  # of each kind, half of them told about
+    imprinted_steps: int = 5
+    speculated_prompts: int = 16  # of each kind
+    topic_prompts: int = 30  # of each topic
     modes: tuple[str, ...] = MODES
 
 
 STOLEN = {(PLAIN, PROVIDER): 6, (ONE_TIME, PROVIDER): 3}
 FULL_PLAN = Plan(FULL, 600_000, 24, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01)
-QUICK_PLAN = Plan(QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024))
+QUICK_PLAN = Plan(
+    QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024), 8, 2, 8, 8
+)
 
 
 @dataclass
@@ -50,6 +57,7 @@ class Result:
     """Everything that the report shows."""
 
     findings: list[Finding] = field(default_factory=list)
+    hostile: list[Hostile] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     randomness: dict[str, Randomness] = field(default_factory=dict)
     seeds: SeedStatistics | None = None

@@ -98,6 +98,22 @@ class PublicModel:
             )
         return tables[0]
 
+    def own_text(self, seed: int, texts: int = 64, length: int = 32) -> torch.Tensor:
+        """Tokens [texts, length] that the model writes of itself: what is publicly known of frequencies."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            first = torch.full((texts, 1), int(self.model.config.bos_token_id or 0))
+            limits = {"max_new_tokens": length, "min_new_tokens": length}
+            written = self.model.generate(
+                first,
+                attention_mask=torch.ones_like(first),
+                do_sample=True,
+                top_k=0,
+                pad_token_id=0,
+                **limits,
+            )
+        return torch.as_tensor(written[:, 1:])
+
     def predictions(self, tokens: torch.Tensor, changes: dict[str, torch.Tensor]) -> torch.Tensor:
         """The likeliest next token at each place of sequences [N, S], with some weights changed: [N, S]."""
         for name, change in changes.items():

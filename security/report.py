@@ -12,8 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from security import plots
 from security.attacks import ATTACKS
 from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, SAME, bank_name
-from security.claims import CLAIMS, STATISTICAL, Verdict, against_one_time, surely_found
+from security.claims import CLAIMS, Verdict
 from security.findings import Finding, percent, plain
+from security.judges import STATISTICAL, against_one_time, surely_found
 from security.plan import BOTH, PROVIDER, Result
 from security.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
 from tenant_sdk import NoiseBankOptions
@@ -26,7 +27,10 @@ COLUMNS = (
     (ONE_TIME, PROVIDER),
     (ONE_TIME, BOTH),
 )
-_FREQUENCIES = "sum over all tokens of share among the guesses times share among the true ones"
+_FREQUENCIES = (
+    "the same attack on uniform rows that its adversary drew itself: sum over all tokens of share among "
+    "those guesses times share among the true tokens"
+)
 _ROWS = "rows of the first layer, those of prompts that were sent again included"
 # Attacks, what their n counts, and what their chance is.
 COUNTED = (
@@ -46,16 +50,26 @@ COUNTED = (
     (
         "gradient span check",
         "different tokens in each part of 32 rows of a training batch",
-        "what the same guesses score against the tokens of the other parts",
+        "how many are among the first guesses of the same attack on uniform rows",
     ),
     ("adapter extraction", "rows that the copies were made from", "cosine 0: a random direction"),
+    (
+        "imprinted embeddings, imprinted head",
+        "rows of a layer in the middle; places in training batches that have a next token",
+        _FREQUENCIES,
+    ),
+    (
+        "abort oracle, speculation, topic from traffic",
+        "sessions or prompts to guess, as many of each kind",
+        "half of the guesses",
+    ),
     ("distinguishing game", "rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),
 )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One of the table of attacks; ``share`` is success above chance, 0 to 1."""
+    """One of the table of attacks; ``share`` is success away from chance, 0 to 1."""
 
     text: str
     share: float = 0.0
@@ -66,8 +80,10 @@ def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
     data = {
         "about": result.about,
         "claims": [dataclasses.asdict(verdict) for verdict in verdicts],
+        "hostile": [dataclasses.asdict(hostile) for hostile in result.hostile],
         "findings": [
-            dataclasses.asdict(finding) | {"beats_chance": finding.beats_chance}
+            dataclasses.asdict(finding)
+            | {"beats_chance": finding.beats_chance, "off_chance": finding.off_chance}
             for finding in result.findings
         ],
         "randomness": {
@@ -92,6 +108,7 @@ def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
     page = environment.get_template("report.html.jinja").render(
         about=result.about,
         findings=result.findings,
+        hostile=result.hostile,
         find={(f.attack, f.mode, f.sees): f for f in result.findings},
         figures=result.figures,
         unlearned=[
@@ -141,8 +158,8 @@ def _cell(finding: Finding | None) -> Cell:
         return Cell("not run")
     if not finding.success.trials:
         return Cell("sees none")
-    if finding.chance is None or not finding.beats_chance:
+    if finding.chance is None or not finding.off_chance:
         return Cell("chance" if finding.mode == ONE_TIME else "failed")
-    above = (abs(finding.success.value) - finding.chance) / (1 - finding.chance)
+    above = (abs(finding.success.value) - finding.chance) / (1 - finding.chance)  # a cosine of -1 is a copy
     value = finding.success.value
     return Cell(f"{100 * value:.1f} %" if finding.is_rate else f"{value:.2f}", min(max(above, 0.0), 1.0))

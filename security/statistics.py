@@ -47,6 +47,15 @@ def visible(chance: float, trials: int, confidence: float = CONFIDENCE) -> float
     return _least(chance, trials, confidence) / trials - chance
 
 
+def missing(chance: float, trials: int, confidence: float = CONFIDENCE) -> float | None:
+    """How far below chance an observed rate must be for its interval to lie below chance.
+
+    None where even no success at all does not lie below it, because too few are expected.
+    """
+    most = int(stats.binom.ppf((1 - confidence) / 2, trials, chance)) - 1
+    return chance - most / trials if most >= 0 else None
+
+
 def detectable(chance: float, trials: int, confidence: float = CONFIDENCE, power: float = POWER) -> float:
     """How far above chance the true rate must be for the observed one to count with probability ``power``.
 
@@ -62,11 +71,17 @@ def power_at(advantage: float, chance: float, trials: int, confidence: float = C
     return float(stats.binom.sf(least - 1, trials, min(1.0, chance + advantage)))
 
 
-def independent_hits(guesses: np.ndarray, truth: np.ndarray) -> float:
-    """How often guesses would be right if they had nothing to do with the truth: the chance level.
+def blind_hits(guesses: np.ndarray, truth: np.ndarray) -> float:
+    """How often guesses that were made without the tenant's rows would be right: the chance level.
 
-    Both keep their own frequencies, so that always guessing the commonest token counts as chance.
+    What an adversary knows without those rows goes into its guesses and nowhere else, so the guesses have to
+    be those of the same attack on rows that it drew itself; the truth only scores them. Neither of two
+    simpler levels is right. The frequencies of the attack's real guesses may have been learned from the rows,
+    and would make that pass for chance. And frequencies of public text in place of the true ones give the
+    rate at which guesses hit other text: not that of guesses at the tenant's which rest on nothing.
+
+    A token that was never guessed counts as half a guess: rare ones are not impossible.
     """
     size = int(max(guesses.max(initial=0), truth.max(initial=0))) + 1
-    first, second = np.bincount(guesses, minlength=size), np.bincount(truth, minlength=size)
-    return float(first @ second) / (len(guesses) * len(truth))
+    first, second = np.bincount(guesses, minlength=size) + 0.5, np.bincount(truth, minlength=size)
+    return float(first @ second) / (float(first.sum()) * len(truth))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from security.executors import AuditError
@@ -60,6 +61,15 @@ class View:
     def of(self, group: int, direction: int = Direction.FORWARD) -> list[Seen]:
         """Requests of one group and direction."""
         return [seen for seen in self.requests if (seen.group, seen.direction) == (group, direction)]
+
+    def blind(self, rng: np.random.Generator, groups: set[int]) -> View:
+        """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's."""
+
+        def drawn(seen: Seen) -> Seen:
+            numbers = np.frombuffer(rng.bytes(4 * seen.raw.numel()), np.int32).reshape(seen.raw.shape)
+            return replace(seen, raw=torch.from_numpy(numbers.copy()))
+
+        return View(self.public, [drawn(seen) for seen in self.requests if seen.group in groups])
 
     @cached_property
     def first_raw(self) -> torch.Tensor:

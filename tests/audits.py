@@ -40,6 +40,9 @@ PLAN = replace(
     traffic_prompts=2,
     timing_moments=1,
     resolution=1.0,
+    oracle_lies=4,
+    speculated_prompts=4,
+    topic_prompts=2,
     modes=(ONE_TIME,),
 )
 

@@ -12,11 +12,13 @@ from security import statistics, surroundings
 from security.attacks.extraction import StolenAdapter
 from security.attacks.logs import LogScan, Secrets
 from security.attacks.masking import DistinguishingGame
-from security.claims import STATISTICAL
-from security.findings import Finding, advantage, of_adapters, of_tokens
+from security.findings import Finding, advantage, of_adapters, of_spans, of_tokens
+from security.judges import STATISTICAL
 from security.plan import FULL_PLAN
-from security.statistics import POWER, Estimate, detectable, independent_hits, power_at, rate, visible
+from security.statistics import POWER, Estimate, blind_hits, detectable, power_at, rate, visible
+from security.workload import Sent, Truth
 from shared.errors import ConfigurationError
+from shared.header import Direction
 
 RNG = np.random.default_rng(0)
 
@@ -49,10 +51,33 @@ def test_no_trials_are_no_rate() -> None:
 def test_always_guessing_the_commonest_is_chance() -> None:
     truth = RNG.choice(5, 10_000, p=[0.6, 0.1, 0.1, 0.1, 0.1])
     guess = np.zeros_like(truth)
-    success, chance = of_tokens(torch.from_numpy(guess), torch.from_numpy(truth), 0.99)
-    assert success.value == pytest.approx(chance) == pytest.approx(0.6, abs=0.02)
-    assert independent_hits(guess, truth) == pytest.approx((truth == 0).mean())
-    assert not Finding("a", "m", "s", "t", success, chance).beats_chance
+    success, chance = of_tokens(*map(torch.from_numpy, (guess, truth, guess)), 0.99)
+    assert success.value == pytest.approx(chance, rel=1e-3) == pytest.approx(0.6, abs=0.02)
+    assert blind_hits(guess, truth) == pytest.approx((truth == 0).mean(), rel=1e-3)
+    assert not Finding("a", "m", "s", "t", success, chance).off_chance
+
+
+def test_a_commonest_token_that_was_learned_is_not_chance() -> None:
+    """Who knows nothing guesses any; a token that only the tenant's rows show to be common is information."""
+    truth = RNG.choice(5, 10_000, p=[0.6, 0.1, 0.1, 0.1, 0.1])
+    guess, blind = np.zeros_like(truth), RNG.integers(0, 5, 10_000)
+    success, chance = of_tokens(*map(torch.from_numpy, (guess, truth, blind)), 0.99)
+    assert chance == pytest.approx(0.2, abs=0.02)
+    assert Finding("a", "m", "s", "t", success, chance).off_chance
+
+
+def test_a_token_that_was_never_guessed_is_not_impossible() -> None:
+    assert 0 < blind_hits(np.zeros(1000, int), np.full(10, 3)) < 1 / 1000
+
+
+def test_the_chance_of_a_part_is_that_of_other_rows() -> None:
+    """Guesses that put one part's tokens first, among blind ones that put all in any order."""
+    truth = Truth([Sent(0, Direction.BACKWARD, 4, tokens=torch.tensor([3, 1, 4, 1]))])
+    ranked = [[torch.tensor([1, 3, 4, 0, 2, 5, 6, 7])]]
+    blind = [torch.from_numpy(RNG.permutation(8)) for _ in range(4000)]
+    success, chance = of_spans(ranked, truth, 32, blind, 0.99)
+    assert (success.value, success.trials) == (1.0, 3)
+    assert chance == pytest.approx(3 / 8, abs=0.02)
 
 
 def test_an_advantage_of_one_percent_is_seen() -> None:

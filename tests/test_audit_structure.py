@@ -18,14 +18,15 @@ from audits import MODEL, Short, structure
 
 from provider.executor import BaseExecutor
 from provider.transcript import Transcript
-from security import capture, findings
+from security import capture
 from security.attacks.masking import Uniformity
 from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import KnownMaskSubtraction
 from security.capture import ONE_TIME, RING_BANK
-from security.claims import CLAIMS, LEARNING_ATTACKS, STATISTICAL, TOKEN_ATTACKS
+from security.claims import CLAIMS
 from security.executors import AuditError, Executor
 from security.findings import Finding
+from security.judges import LEARNING_ATTACKS, STATISTICAL, TOKEN_ATTACKS
 from security.plan import BOTH, PROVIDER, SOURCE, Result
 from security.statistics import Estimate, rate
 from security.transcript import TranscriptError
@@ -91,12 +92,17 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ring_mode.RingMode, "__init__", knowing)
     monkeypatch.setattr(pads.OneTimePads, "_order", telling)
-    evidence, _, refuted = structure(tmp_path)
-    assert refuted == {"one-time-separation"}
-    captured = evidence.captured[ONE_TIME]
-    guess = KnownMaskSubtraction().attack(provider_view(evidence.ring_public, captured.provider), RNG)
-    success, chance = findings.of_guess(guess, captured.truth, 0.999)
-    assert success.value > 0.95 > chance
+    audit = Short()
+    passive = audit.passive(tmp_path)
+    passive.structure()
+    assert audit.refuted() == {"one-time-separation"}
+    captured = passive.evidence.captured[ONE_TIME]
+    passive.prepare()
+    view = provider_view(passive.evidence.ring_public, captured.provider)
+    passive._on(ONE_TIME, PROVIDER, view, captured.truth)
+    found = next(f for f in audit.result.findings if f.attack == KnownMaskSubtraction.name)
+    assert found.success.value > 0.95 > 0.05 > (found.chance or 1)
+    assert "one-time-tokens" in audit.refuted()
 
 
 def test_one_stream_of_masks_for_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

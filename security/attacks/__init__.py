@@ -3,9 +3,11 @@
 from security.attacks.active import CanaryRows, CoTenantTiming, Poison, WeightExtraction
 from security.attacks.extraction import AdapterExtraction
 from security.attacks.gradients import LabelRecovery, SpanCheck
+from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead
 from security.attacks.logs import LogScan
 from security.attacks.masking import DistinguishingGame, Uniformity
 from security.attacks.seeds import SeedPrediction
+from security.attacks.streams import SpeculationWatch, TopicFromTraffic
 from security.attacks.tokens import (
     Averaging,
     DeepMatching,
@@ -33,7 +35,12 @@ ATTACKS = (
     SeedPrediction,
     TrafficAnalysis,
     TrafficAnalysisOutside,
+    TopicFromTraffic,
     Poison,
+    AbortOracle,
+    ImprintedEmbeddings,
+    ImprintedHead,
+    SpeculationWatch,
     WeightExtraction,
     CanaryRows,
     CoTenantTiming,

@@ -29,11 +29,15 @@ class LabelRecovery:
     metric: ClassVar[str] = "labels right (top 1)"
     source: ClassVar[str] = "Zhao et al., iDLG, arXiv 2001.02610; Wainakh et al., arXiv 2106.14265"
 
+    @staticmethod
+    def group(public: PublicModel) -> int:
+        """The last layer's."""
+        return public.group_of(f"layers.{public.model.config.num_hidden_layers - 1}.mlp.down_proj")
+
     def attack(self, view: View, rng: np.random.Generator) -> list[torch.Tensor]:
         """For each backward request of the last layer, the guessed label of each row."""
         public = view.public
-        layers = public.model.config.num_hidden_layers
-        last = public.group_of(f"layers.{layers - 1}.mlp.down_proj")
+        last = self.group(public)
         # d loss / d logits is p - y. Taken back through the head by least squares, the label's
         # coordinate is the most negative.
         head = public.model.get_output_embeddings().weight * public.parameter("norm.weight")

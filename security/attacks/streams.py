@@ -1,0 +1,95 @@
+"""Attacks on streams: what numbers of rows and times, prompt by prompt, say about the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The forward passes for one prompt: ``rows`` of each, and when it ``arrived`` (seconds)."""
+
+    rows: tuple[int, ...]
+    arrived: tuple[float, ...]
+
+
+# Streams, and of the first of them which of two kinds of text they were for.
+ToldStreams = tuple[list[Stream], list[int]]
+
+
+class SpeculationWatch:
+    """Speculation sends more rows where the text repeats itself: count them.
+
+    A tenant that guesses ahead, from its prompt or with a small model, has its guesses checked in one pass of
+    several rows. How many depends on how often they are right, and so on the text.
+    """
+
+    name: ClassVar[str] = "speculation"
+    goal: ClassVar[str] = "whether a text repeats itself"
+    sees: ClassVar[str] = "rows of each pass, prompt by prompt; for half of the prompts also the answer"
+    metric: ClassVar[str] = "prompts told apart by numbers of rows"
+    source: ClassVar[str] = "Wei et al., When speculation spills secrets, arXiv 2411.01076"
+
+    def attack(self, view: ToldStreams, rng: np.random.Generator) -> torch.Tensor:
+        """Guesses for the prompts of which it was not told, by what tells the others apart best."""
+        streams, told = view
+        numbers = np.array(
+            [(s.rows[0], max(s.rows[1:], default=0), len(s.rows), sum(s.rows)) for s in streams], float
+        )
+        known = torch.tensor(told, dtype=torch.bool)
+
+        def again(column: np.ndarray) -> int:
+            values = [*column[: len(told)], *column[: len(told)]]
+            return int((from_told(values, [""] * len(values), told) == known).sum())
+
+        best = max(numbers.T, key=again)
+        return from_told(list(best), [""] * len(best), told)
+
+
+class TopicFromTraffic:
+    """Tell topics by lengths and times: naive Bayes with normal distributions."""
+
+    name: ClassVar[str] = "topic from traffic"
+    goal: ClassVar[str] = "which of two topics a prompt is about"
+    sees: ClassVar[str] = "rows and times of each pass, prompt by prompt; for half of them also the topic"
+    metric: ClassVar[str] = "topics right"
+    source: ClassVar[str] = "McDonald and Bar Or, Whisper Leak, arXiv 2511.03675"
+
+    def attack(self, view: ToldStreams, rng: np.random.Generator) -> torch.Tensor:
+        """See Attack; guesses for the prompts of which it was not told."""
+        streams, told = view
+        features = np.array([_features(stream) for stream in streams])
+        known, topics = features[: len(told)], np.array(told)
+        scores = []
+        for topic in (0, 1):
+            own = known[topics == topic]
+            mean, spread = own.mean(0), own.std(0) + 0.05 * known.std(0) + 1e-6
+            scores.append((-0.5 * ((features - mean) / spread) ** 2 - np.log(spread)).sum(1))
+        return torch.from_numpy((scores[1] > scores[0])[len(told) :])
+
+
+def _features(stream: Stream) -> list[float]:
+    """Logarithms of the prompt's rows, passes, and times between passes."""
+    gaps = np.diff(stream.arrived)
+    typical, longest = (float(np.median(gaps)), float(gaps.max())) if len(gaps) else (1.0, 1.0)
+    numbers = (stream.rows[0], len(stream.rows), sum(stream.rows), typical + 1e-4, longest + 1e-4)
+    return [float(np.log(number)) for number in numbers]
+
+
+def from_told(values: list[float], kinds: list[str], told: list[int]) -> torch.Tensor:
+    """Which of two secrets each value goes with, learned for each kind from the first, ``told`` ones.
+
+    The secret whose mean is nearer; the first one where both are equally near. bool [values - told]
+    """
+    guesses = []
+    for value, kind in list(zip(values, kinds, strict=True))[len(told) :]:
+        away = []
+        for secret in (0, 1):
+            own = [v for v, k, t in zip(values, kinds, told, strict=False) if (k, t) == (kind, secret)]
+            away.append(abs(value - float(np.mean(own))) if own else float("inf"))
+        guesses.append(away[1] < away[0])
+    return torch.tensor(guesses, dtype=torch.bool)
