@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -23,9 +22,12 @@ from shared.errors import (
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
+    WireError,
+    peer_seconds,
     peer_text,
 )
 from shared.header import SUBPROTOCOL
+from shared.messages import ErrorInfo, decode
 from tenant_sdk.key_exchange import prefer
 from tenant_sdk.tls_socket import TlsSocket
 
@@ -200,14 +202,16 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
 
 def _refusal(response: Response, url: str) -> SymbiosisError:
     try:
-        info = json.loads(response.body or b"{}")
-        code, message = str(info.get("code", "")), peer_text(str(info.get("message", "")))
-    except (ValueError, AttributeError):
-        code, message = "", ""
+        info = decode(response.body or b"", ErrorInfo)
+    except WireError:
+        info = ErrorInfo("", "")
+    code, message = info.code, peer_text(info.message)
     if response.status_code == 401:
         return AuthenticationError(f"{url} refused the token: {message or 'unauthorized'}")
     if code == "protocol_version":
         return ProtocolVersionError(f"{url}: {message}")
+    if response.status_code == 503 and message:
+        return ConnectError(f"{url}: {message}", retry_after=peer_seconds(info.retry_after))
     return ConnectError(f"{url} answered HTTP {response.status_code}; is this an executor's port?")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shared.errors import ConnectionLost, SymbiosisError, WireError
+from shared.errors import ConnectionLost, SymbiosisError, WireError, peer_text
 from shared.forks import own
 from shared.header import Header
 from shared.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
@@ -181,7 +181,8 @@ class WebsocketChannel(Channel):
                 waiting.finish(None, None)
         else:
             code = int.from_bytes(frame.data[:2], "big")
-            why = {1001: "it is shutting down", 1013: "this tenant has too many connections"}
+            reason = peer_text(frame.data[2:].decode(errors="replace"), 125)
+            why = {1001: "it is shutting down", 1013: reason or "it has no room"}
             raise self._closed_by_peer(why.get(code, f"code {code}"))
 
     def _keep_alive(self) -> None:

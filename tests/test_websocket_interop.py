@@ -53,7 +53,7 @@ def dial(executor: Executor, token: str | None = None) -> ClientConnection:
     return connect(
         executor.url,
         ssl=ssl.create_default_context(cafile=str(executor.ca)),
-        subprotocols=["symbiosis.v1"],  # type: ignore[list-item]
+        subprotocols=["symbiosis.v2"],  # type: ignore[list-item]
         additional_headers={"Authorization": f"Bearer {token or executor.token}"},
         max_size=None,
         proxy=None,
@@ -92,7 +92,7 @@ def weight(checkpoint: Callable[[str], Path]) -> torch.Tensor:
 
 def test_their_client_gets_products(llama: Executor, weight: torch.Tensor) -> None:
     with dial(llama) as websocket:
-        assert websocket.subprotocol == "symbiosis.v1"
+        assert websocket.subprotocol == "symbiosis.v2"
         assert websocket.protocol.extensions == []
         websocket.send(control(HELLO, {"client": "websockets"}))
         fields, body = receive(websocket)
@@ -201,7 +201,7 @@ def test_close_codes_say_why(llama: Executor) -> None:
 
     assert code_after(lambda w: w.send("text")) == ("text", 1002, "text")
     assert code_after(lambda w: w.send(b"short")) == ("header", 1002, "header")
-    assert code_after(lambda w: w.send(b"\2" + bytes(31))) == ("protocol_version", 1002, "protocol_version")
+    assert code_after(lambda w: w.send(b"\1" + bytes(31))) == ("protocol_version", 1002, "protocol_version")
     assert code_after(oversized) == ("too_large", 1009, "too_large")
 
 
@@ -241,7 +241,7 @@ def their_server(tls_dir: Path, handler: Callable[[ServerConnection], None]) -> 
         except BaseException as error:
             failures.append(error)
 
-    with serve(run, "127.0.0.1", 0, ssl=context, subprotocols=["symbiosis.v1"], max_size=None) as server:  # type: ignore[list-item]
+    with serve(run, "127.0.0.1", 0, ssl=context, subprotocols=["symbiosis.v2"], max_size=None) as server:  # type: ignore[list-item]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"wss://127.0.0.1:{server.socket.getsockname()[1]}"
