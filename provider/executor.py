@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -149,8 +150,8 @@ class BaseExecutor:
         if self._device.type == "cpu":
             self._weights[group % len(self._weights)].read_ahead(stop)
 
-    def fetch(self, request: Fetch, request_id: int) -> tuple[Header, torch.Tensor]:
-        """A piece of a parameter, file or group's scales, and the header that announces it.
+    def fetch(self, request: Fetch, request_id: int) -> tuple[Header, Callable[[], torch.Tensor]]:
+        """The header that announces a piece of a parameter, file or group's scales, and what reads it.
 
         Raises:
             WireError: ``fetch``, for a name or range that is not in the manifest.
@@ -171,14 +172,9 @@ class BaseExecutor:
         if request.kind == "file":
             if request.stop - request.start > self.manifest.limits.max_message_bytes:
                 raise WireError("too_large", "ask for a smaller piece")
-            path = self.checkpoint.folder / self._files[request.name].name
-            with path.open("rb") as file:
-                file.seek(request.start)
-                data = bytearray(file.read(request.stop - request.start))
-            tensor = torch.frombuffer(data, dtype=torch.uint8)
-            return Header(
-                Operation.REPLY, dtype=BYTES, request_id=request_id, rows=1, columns=len(data)
-            ), tensor
+            columns = request.stop - request.start
+            header = Header(Operation.REPLY, dtype=BYTES, request_id=request_id, rows=1, columns=columns)
+            return header, partial(self._read, request)
         if scales is not None:
             width, dtype = 1, torch.float32
         else:
@@ -194,9 +190,22 @@ class BaseExecutor:
         if header.payload_bytes > self.manifest.limits.max_message_bytes:
             raise WireError("too_large", "ask for fewer rows")
         if scales is not None:
-            return header, scales[rows]
-        tensor = self.checkpoint.read(self._tensors[request.name], rows if info.shape else None)
-        return header, tensor.contiguous()
+            return header, lambda: scales[rows]
+        tensor, part = self._tensors[request.name], rows if info.shape else None
+        return header, lambda: self.checkpoint.read(tensor, part).contiguous()
+
+    def _read(self, request: Fetch) -> torch.Tensor:
+        """A piece of a file.
+
+        Raises:
+            WireError: ``internal``, if the file is shorter by now.
+        """
+        with (self.checkpoint.folder / self._files[request.name].name).open("rb") as file:
+            file.seek(request.start)
+            data = bytearray(file.read(request.stop - request.start))
+        if len(data) < request.stop - request.start:
+            raise WireError("internal", "the executor's file has changed; report it")
+        return torch.frombuffer(data, dtype=torch.uint8)
 
     def _scales(self, request: Fetch) -> torch.Tensor | None:
         """A group's scales, if that is what is asked for."""

@@ -101,9 +101,15 @@ class TenantSession(Session):
         if header.operation in PRODUCTS:
             self._product(header, payload)
             return
-        answer, tensor = self._service.executor.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
-        self._service.metrics.sent.inc(answer.payload_bytes)
-        self._send(answer, [tensor])
+        service = self._service
+        answer, read = service.executor.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
+        size = answer.payload_bytes
+        service.quotas.admit(self._tenant, 0, size, size, time.monotonic())
+        try:
+            self._send(answer, [read()])
+        finally:
+            service.quotas.release(self._tenant, 0, size)
+        service.metrics.sent.inc(size)
 
     def _product(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service

@@ -113,8 +113,14 @@ class Checkpoint:
         return weight.T if member.transposed else weight
 
     def sha256(self, name: str) -> str:
-        """Of a tensor's bytes as stored."""
-        return hashlib.sha256(_bytes(self.read(name).contiguous())).hexdigest()
+        """Of a tensor's dtype, its axes, and its bytes as stored.
+
+        The same bytes are another parameter under another dtype or in another shape.
+        """
+        tensor = self.read(name).contiguous()
+        total = parameter_hash(str(tensor.dtype).removeprefix("torch."), tensor.shape)
+        total.update(_bytes(tensor))
+        return total.hexdigest()
 
     def weights_digest(self, groups: Iterable[GroupInfo]) -> str:
         """SHA-256 over name, dtype, shape and bytes of every served weight as stored, in order of name.
@@ -148,6 +154,11 @@ class Checkpoint:
                     raise CheckpointError(f"{path} has {len(data)} bytes; no tenant takes more than {most}")
                 infos.append(FileInfo(name, len(data), hashlib.sha256(data).hexdigest()))
         return tuple(infos)
+
+
+def parameter_hash(dtype: str, shape: Iterable[int]) -> hashlib._Hash:
+    """What a parameter's SHA-256 begins with; its bytes follow."""
+    return hashlib.sha256(f"{dtype} {','.join(map(str, shape))} ".encode())
 
 
 def below(name: str, prefix: str) -> str:

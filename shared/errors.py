@@ -34,6 +34,8 @@ class SymbiosisError(Exception):
     code: str = "error"
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        # It may quote what a peer wrote, and is shown on terminals.
+        message = "".join(c if c.isprintable() or c == "\n" else "?" for c in message)
         super().__init__(message)
         self.message = message
         self.retry_after = retry_after

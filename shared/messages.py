@@ -57,7 +57,7 @@ class ParameterInfo(Message, frozen=True):
     name: str  # full name in the transformers model's state_dict
     shape: tuple[int, ...]
     dtype: str  # a name in DTYPE_NAMES: the checkpoint's own
-    sha256: str  # of its bytes as the checkpoint stores them
+    sha256: str  # of its dtype and shape, and its bytes as the checkpoint stores them
 
 
 class FileInfo(Message, frozen=True):

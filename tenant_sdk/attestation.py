@@ -161,6 +161,6 @@ def _served(manifest: Manifest) -> Iterator[str]:
 def _difference(field: str, mine: object, theirs: object) -> str:
     if field in ("files", "parameters"):
         one, other = ({each.name: each for each in listed} for listed in (mine, theirs))  # type: ignore[attr-defined]
-        name = min(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-        return f"{field[:-1]} {name[:80]}"
+        differ = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
+        return f"{field[:-1]} {min(differ)[:80]}" if differ else f"another order of {field}"
     return f"another {field}"

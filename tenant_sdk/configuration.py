@@ -29,8 +29,13 @@ _LOADS = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,63}")  # no separator of a path or a URL
 _LABELS = ("id2label", "label2id")
-_COUNTS = re.compile(r"layer|^num_|^n_|head|expert|depth|block|group|size|dim|vocab", re.IGNORECASE)
-_DEEPEST, _LARGEST = 6, 1 << 40
+# Numbers that no layer accounts for: places in a text, and ids of tokens. Nothing is made of as many.
+_PLACES = re.compile(
+    r"position|window|context|n_ctx|max_seq|theta|_id$|_ids$|chunk|local_attention", re.IGNORECASE
+)
+# Of configuration classes themselves: they would give one key's value to another.
+_OF_CLASSES = ("attribute_map", "sub_configs", "model_type_map")
+_DEEPEST, _LARGEST = 6, 1 << 24
 _FEW = 1024  # of anything is no matter, and defaults may be larger than a small model
 TOKENS = (
     "bos_token_id",
@@ -57,6 +62,7 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
     """
     raw = _object(data, "config.json")
     kept = {key: value for key, value in raw.items() if key not in _OF_GENERATION}
+    kept = {key: value for key, value in kept.items() if key not in _OF_CLASSES}
     clean = _clean(kept, _Limits(manifest), "config.json", 0)
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(clean))
@@ -108,11 +114,16 @@ class _Limits:
             1,
         )
 
+    @property
+    def many(self) -> int:
+        """How often anything may be there."""
+        return max(self.names, _FEW)
+
     def of(self, key: str) -> int:
         """Of the number under a key: what is counted, or as wide as a layer, is all in the manifest."""
         if "layer" in key.lower():
-            return max(self.names, _FEW)
-        return max(self.widest, _FEW) if _COUNTS.search(key) else _LARGEST
+            return self.many
+        return _LARGEST if _PLACES.search(key) else max(self.widest, _FEW)
 
 
 def _object(data: bytes, name: str) -> dict[str, Any]:
@@ -122,7 +133,7 @@ def _object(data: bytes, name: str) -> dict[str, Any]:
         raise ModelMismatch(f"the executor's {name} is refused: {str(error)[:200]}") from error
 
 
-def _clean(value: Any, limits: _Limits, key: str, depth: int) -> Any:
+def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) -> Any:
     """A value without what transformers would load, and without strings that are no word.
 
     Raises:
@@ -135,11 +146,15 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int) -> Any:
             name: each if key in _LABELS else _clean(each, limits, name, depth + 1)
             for name, each in value.items()
             if _harmless(each)
+            and (key in _LABELS or _WORD.fullmatch(name))
             and (not _LOADS.search(name) or (isinstance(each, int | float) and not isinstance(each, bool)))
         }
     if isinstance(value, list):
-        return [_clean(each, limits, key, depth + 1) for each in value if _harmless(each)]
-    if isinstance(value, int) and abs(value) > (most := limits.of(key)):
+        if len(value) > limits.many:
+            raise ModelMismatch(f"the executor's configuration: {key[:80]} lists {len(value)} things")
+        return [_clean(each, limits, key, depth + 1, lists + 1) for each in value if _harmless(each)]
+    # In lists of lists numbers say how often the rest is repeated.
+    if isinstance(value, int) and abs(value) > (most := limits.many if lists > 1 else limits.of(key)):
         raise ModelMismatch(
             f"the executor's configuration: {key[:80]} is {value:.6g}, but its manifest accounts for {most} "
             "at most"

@@ -203,15 +203,17 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
 def _refusal(response: Response, url: str) -> SymbiosisError:
     try:
         info = decode(response.body or b"", ErrorInfo)
+        code, message = info.code, peer_text(info.message)
+        retry_after = peer_seconds(info.retry_after)
     except WireError:
-        info = ErrorInfo("", "")
-    code, message = info.code, peer_text(info.message)
+        code = message = ""
+        retry_after = None
     if response.status_code == 401:
         return AuthenticationError(f"{url} refused the token: {message or 'unauthorized'}")
     if code == "protocol_version":
         return ProtocolVersionError(f"{url}: {message}")
     if response.status_code == 503 and message:
-        return ConnectError(f"{url}: {message}", retry_after=peer_seconds(info.retry_after))
+        return ConnectError(f"{url}: {message}", retry_after=retry_after)
     return ConnectError(f"{url} answered HTTP {response.status_code}; is this an executor's port?")
 
 

@@ -17,7 +17,13 @@ import torch
 from cryptography import x509
 
 from shared.colocated import directory_of
-from shared.errors import AuthenticationError, ConfigurationError, ProtocolVersionError, SymbiosisError
+from shared.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ProtocolVersionError,
+    SymbiosisError,
+    peer_text,
+)
 from shared.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
 from shared.messages import Manifest
 from shared.protocol import RING
@@ -48,6 +54,11 @@ class Finding:
     ok: bool | None
     detail: str
     cure: str = ""
+
+    def __post_init__(self) -> None:
+        """Names in certificates and manifests are a peer's words."""
+        for name in ("detail", "cure"):
+            object.__setattr__(self, name, peer_text(getattr(self, name), 2000))
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,16 @@ class StoredFingerprints:
             bound = Bounds(max(int(self._of(m, "row bound")) for m in group.members), int(squares.max()))
             if tuple(bound) != group.bounds:
                 raise self._mismatch(group.members[0])
-        self._trusted.check(manifest, f"the checkpoint of {self._path}")
+        self.attest(manifest)
         self._groups = manifest.groups
+
+    def attest(self, manifest: Manifest) -> None:
+        """Hold everything that is downloaded against the checkpoint that they were made of.
+
+        Raises:
+            ModelMismatch: an executor lists something else.
+        """
+        self._trusted.check(manifest, f"the checkpoint of {self._path}")
 
     def _check(self, group: GroupInfo, member: Member) -> None:
         scales = self._tensors.get(f"{member.name}/scales")

@@ -50,6 +50,15 @@ def _first(ids: int | list[int] | None) -> int | None:
     return ids[0] if isinstance(ids, list) else ids
 
 
+class _Terminal(TextStreamer):
+    """What a peer's tokenizer decodes is shown without control characters."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """See TextStreamer."""
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        super().on_finalized_text(shown, stream_end=stream_end)
+
+
 def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> tuple[int, float]:
     """Write the continuation of a prompt to standard output, each word as soon as it is whole.
 
@@ -76,6 +85,6 @@ def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> tuple
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         generation_config=config,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=_Terminal(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
     return out.shape[1] - ids.shape[1], time.perf_counter() - started

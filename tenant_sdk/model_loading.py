@@ -149,6 +149,8 @@ def _model_class(manifest: Manifest, config: Any, model_class: type[Any] | None)
             f"transformers {transformers.__version__} has no model class {name[:80]!r} for a "
             f"{type(config).__name__}; install the version that the provider runs, or give model_class="
         )
+    if model_class is None and getattr(found, "main_input_name", "") != "input_ids":
+        raise ModelMismatch(f"{name[:80]} reads no text, and is not built for a peer")
     # Auto classes choose by configuration, model classes take it as it is.
     build: Any = getattr(found, "from_config", None) or getattr(found, "_from_config", None)
     if build is None:

@@ -198,6 +198,8 @@ def connect(
         ]
         bank = noise_bank or NoiseBankOptions()
         _warn(provider_url, privacy, operators, remotes)
+        if stored is not None and not remotes[0].ring:
+            stored.attest(manifest)  # its products are not checked, but all that is downloaded is
         if not remotes[0].ring:
             return Session(remotes[0], padded(_float_privacy(remotes[0], privacy, sources, bank), pad_rows))
         if stored is not None:

@@ -25,6 +25,7 @@ SIGNS = {
     "authority": "certificate authority",
     "token": "token",
 }
+_SYSTEMS = "the operating system"
 SYSTEM = "system"  # as a mask source's authority: those of the operating system
 
 
@@ -143,24 +144,37 @@ def own_authorities(
         )
     chosen = [None if each == SYSTEM else each for each in given]
     seen: dict[bytes, str | Path] = {}
-    for file in (ca, *chosen):
-        keys = _keys_of(file) if file is not None else set()
+    files = [ca, *chosen]
+    for at, file in enumerate(files):
+        if file is None and (not any(files) or None in files[:at]):
+            continue  # the operating system's may vouch for several
+        keys = _keys_of(file)
         for key in keys & seen.keys():
             raise ConfigurationError(
-                f"{file} and {seen[key]} hold the same certificate authority, which could take the place of "
-                f"either party and read both. Ask each operator for its own; {_waiver(['authority'])}"
+                f"{file or _SYSTEMS} and {seen[key]} hold the same certificate authority, which could take "
+                "the place of either party and read both. Ask each operator for its own; "
+                f"{_waiver(['authority'])}"
             )
-        seen |= dict.fromkeys(keys, file or "")
+        seen |= dict.fromkeys(keys, file or _SYSTEMS)
     return chosen
 
 
-def _keys_of(file: str | Path) -> set[bytes]:
-    """The public keys of a file's certificates."""
+def _keys_of(file: str | Path | None) -> set[bytes]:
+    """What tells the authorities of a file apart, as OpenSSL finds them; None: the operating system's.
+
+    Certificates, and of a file their public keys too: one key may have several certificates.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if file is None:
+        context.load_default_certs()
+        return set(context.get_ca_certs(binary_form=True))
     try:
-        certificates = x509.load_pem_x509_certificates(Path(file).read_bytes())
-    except (OSError, ValueError) as error:
+        context.load_verify_locations(file)
+        found = set(context.get_ca_certs(binary_form=True))
+        keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigurationError(f"cannot use the authority's certificate file {file}: {error}") from error
-    return {_public_key(each) for each in certificates}
+    return found | keys
 
 
 def _public_key(certificate: x509.Certificate) -> bytes:
@@ -197,7 +211,17 @@ def _identity(url: str, sock: ssl.SSLSocket) -> Identity:
     except OSError:  # it has ended already, and will say so to whoever reads from it
         address = own = ""
     here = address != "" and (address == own or ipaddress.ip_address(address).is_loopback)
-    return Identity(split_url(url)[0].rstrip("."), address, key, here)
+    return Identity(_host(url), address, key, here)
+
+
+def _host(url: str) -> str:
+    """The name as it is looked up: one name has many spellings."""
+    host = split_url(url)[0]
+    try:
+        host = host.encode("idna").decode()
+    except UnicodeError:
+        pass  # it is looked up in vain
+    return host.rstrip(".").lower()
 
 
 def _equal(one: Identity, other: Identity) -> list[str]:

@@ -10,9 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from shared.checkpoint import parameter_hash
 from shared.errors import ConfigurationError, ModelMismatch, RequestRefused, WireError
 from shared.forks import Home
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
@@ -310,7 +312,7 @@ class RemoteExecutor:
         Raises:
             WireError: ``parameter``, after the last piece: they are not what the manifest announced.
         """
-        digest = hashlib.sha256()
+        digest = parameter_hash(info.dtype, info.shape)
         dtype = DTYPE_NAMES[info.dtype]
         length = info.shape[0] if info.shape else 1
         width = torch.Size(info.shape[1:]).numel()
@@ -348,13 +350,14 @@ class RemoteExecutor:
             answer = Header(Operation.REPLY, dtype=dtype, rows=rows, columns=columns)
             return channel.submit(lambda protocol: protocol.control(Operation.FETCH, len(body), answer), body)
 
-        ahead: deque[Pending] = deque()
+        ahead: deque[tuple[Callable[[], Pending], Pending]] = deque()
         for start in range(0, length, step):
-            ahead.append(submit(start, min(start + step, length)))
+            ask = partial(submit, start, min(start + step, length))
+            ahead.append((ask, ask()))
             if len(ahead) == 4:
-                yield _payload(channel.wait(ahead.popleft()))
+                yield self._answer(channel, *ahead.popleft())
         while ahead:
-            yield _payload(channel.wait(ahead.popleft()))
+            yield self._answer(channel, *ahead.popleft())
 
     def close(self) -> None:
         """End the connection; it is not opened again."""

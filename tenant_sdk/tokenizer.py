@@ -7,21 +7,24 @@ not read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shared.errors import ModelMismatch
-from tenant_sdk.tokenizer_file import safe_tokenizer
+from tenant_sdk.tokenizer_file import MOST_TOKEN, safe_tokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONGEST = 10**30  # what tokenizers without a limit say
 
 
+_Content = Annotated[str, msgspec.Meta(max_length=MOST_TOKEN)]
+
+
 class _Token(msgspec.Struct, frozen=True):
-    content: str
+    content: _Content
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
@@ -30,27 +33,27 @@ class _Token(msgspec.Struct, frozen=True):
 
 
 class _Template(msgspec.Struct, frozen=True):
-    name: str
+    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]  # a file's, when it is saved
     template: str
 
 
 class _SpecialTokens(msgspec.Struct, frozen=True):
     """``special_tokens_map.json``; unknown keys are not read."""
 
-    bos_token: str | _Token | None = None
-    eos_token: str | _Token | None = None
-    unk_token: str | _Token | None = None
-    sep_token: str | _Token | None = None
-    pad_token: str | _Token | None = None
-    cls_token: str | _Token | None = None
-    mask_token: str | _Token | None = None
-    additional_special_tokens: list[str | _Token] | None = None
+    bos_token: _Content | _Token | None = None
+    eos_token: _Content | _Token | None = None
+    unk_token: _Content | _Token | None = None
+    sep_token: _Content | _Token | None = None
+    pad_token: _Content | _Token | None = None
+    cls_token: _Content | _Token | None = None
+    mask_token: _Content | _Token | None = None
+    additional_special_tokens: list[_Content | _Token] | None = None
 
 
 class _Options(_SpecialTokens, frozen=True):
     """``tokenizer_config.json``; unknown keys are not read."""
 
-    extra_special_tokens: list[str | _Token] | dict[str, str | _Token] | None = None
+    extra_special_tokens: list[_Content | _Token] | dict[str, _Content | _Token] | None = None
     model_max_length: float | None = None
     padding_side: Literal["left", "right"] | None = None
     truncation_side: Literal["left", "right"] | None = None

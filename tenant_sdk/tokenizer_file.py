@@ -18,15 +18,17 @@ from msgspec import UNSET, UnsetType
 
 from shared.errors import ModelMismatch
 
-# How many characters, and in the end tokens, one character of text may become. Unicode's longest
-# compatibility form has 18 characters; of the tokenizers in use XLNet's could do the most, 648.
+# How many characters, and in the end tokens, one character of text may become. Of the tokenizers in use
+# XLNet's could do the most, 648.
 MOST_GROWTH = 1024
 MOST_TOKEN = 4096  # characters of one token: what decoding one token can yield
 MOST_ADDED = 64  # special tokens around a text
-UNICODE_GROWTH = 18  # all normal forms and lower case together, in any order
 BYTES_OF_CHARACTER = 4
 
 # Patterns that match at least as much as the single character that replaces them.
+# Unicode's normal forms and lower case: the longest that any character becomes, over all of Unicode.
+_FORMS = {"NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "Lowercase": 4, "BertNormalizer": 4}
+_KEEPS_FORM = ("Strip", "StripAccents")  # they only take characters away
 _NEVER_LONGER = (" {2,}", r"\s+", " +", r"\s{2,}", r"[\s]+", "\n", r"\n", "\t", r"[\n\r\t ]+")
 
 
@@ -200,12 +202,15 @@ class _AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     special: bool = False
 
 
+_NULL = msgspec.Raw(b"null")
+
+
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: _Model
     version: str = "1.0"
     # Read so that files which have them parse, and left out: a call says itself whether it pads or truncates.
-    truncation: Any = None
-    padding: Any = None
+    truncation: msgspec.Raw = _NULL
+    padding: msgspec.Raw = _NULL
     added_tokens: list[_AddedToken] = []
     normalizer: _Normalizer | None = None
     pre_tokenizer: _PreTokenizer | None = None
@@ -230,15 +235,20 @@ def safe_tokenizer(data: bytes) -> str:
     )
     if getattr(file.model, "byte_fallback", False) is True:
         growth *= BYTES_OF_CHARACTER
+        for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # which go into the bytes as well
+            growth *= 1 + len((getattr(file.model, name, None) or "").encode())
     if growth > MOST_GROWTH:
         raise _refused(f"its rules can make a text {growth:.0f} times longer; {MOST_GROWTH} is the limit")
     decoded = _growth(_list(file.decoder, "decoders"))
     if decoded > MOST_GROWTH:
         raise _refused(f"its decoder can make a text {decoded:.0f} times longer; {MOST_GROWTH} is the limit")
+    for rule in _list(file.pre_tokenizer, "pretokenizers"):
+        if type(rule).__struct_config__.tag == "FixedLength" and not (rule.length or 0) > 0:
+            raise _refused("it cuts a text into pieces of no length")
     added = sum(_added(rule) for rule in _list(file.post_processor, "processors"))
     if added > MOST_ADDED:
         raise _refused(f"it puts {added} special tokens around a text; {MOST_ADDED} is the limit")
-    return msgspec.json.encode(msgspec.structs.replace(file, truncation=None, padding=None)).decode()
+    return msgspec.json.encode(msgspec.structs.replace(file, truncation=_NULL, padding=_NULL)).decode()
 
 
 def _refused(why: str) -> ModelMismatch:
@@ -284,11 +294,17 @@ def _list(rule: Any, field: str) -> list[Any]:
 
 def _growth(rules: list[Any]) -> float:
     """How many times longer rules can make a text, one after the other."""
-    growth, unicode_ = 1.0, 1
+    growth, form = 1.0, 1
     for rule in rules:
         kind = type(rule).__struct_config__.tag
-        if kind in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "BertNormalizer"):
-            unicode_ = UNICODE_GROWTH
+        if kind in _FORMS:
+            # One after the other they come to a form that stays, so only the largest counts.
+            growth *= max(1.0, _FORMS[kind] / form)
+            form = max(form, _FORMS[kind])
+        elif kind not in _KEEPS_FORM:
+            form = 1  # it may put in characters that are in no form
+        if kind == "BertNormalizer":
+            growth *= 3  # it puts spaces around characters, every time
         elif kind == "ByteLevel":
             growth *= BYTES_OF_CHARACTER + (getattr(rule, "add_prefix_space", False) is True)
         elif kind == "Precompiled":
@@ -299,7 +315,11 @@ def _growth(rules: list[Any]) -> float:
             growth *= 1 + max(len(getattr(rule, name) or "") for name in ("replacement", "str_rep"))
         elif kind == "Replace":
             growth *= _growth_of_replace(rule)
-    return growth * unicode_
+        elif kind == "BPEDecoder":
+            growth *= 1 if rule.suffix else 2
+        elif kind == "CTC":
+            growth *= 1 if rule.word_delimiter_token and rule.pad_token else 2
+    return growth
 
 
 def _growth_of_replace(rule: Any) -> float:
@@ -351,4 +371,7 @@ def _added(rule: Any) -> int:
         if sorted(piece.Sequence.id for piece in pieces if piece.Sequence is not UNSET) != texts:
             raise _refused("its template does not hold each text once")
     pieces = [*(rule.single or []), *(rule.pair or [])]
-    return sum(special.get(piece.SpecialToken.id, 1) for piece in pieces if piece.SpecialToken is not UNSET)
+    named = [piece.SpecialToken.id for piece in pieces if piece.SpecialToken is not UNSET]
+    if not special.keys() >= set(named):
+        raise _refused("its template names a special token that it does not have")
+    return sum(special[name] for name in named)

@@ -279,7 +279,7 @@ def test_unicode_makes_no_character_longer_than_is_counted(form: str) -> None:
     characters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     # Between letters, so that lengths add up: no form joins these across a line's end.
     found = both.normalize_str("\n".join(characters)).split("\n")
-    assert max(map(len, found)) <= tokenizer_file.UNICODE_GROWTH
+    assert max(map(len, found)) <= tokenizer_file._FORMS[form]
 
 
 # What tokenizers of known families hold; their vocabularies do not matter here.
