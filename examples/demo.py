@@ -34,6 +34,8 @@ from typing import Any
 import peft
 import torch
 import transformers
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
 from demo_report import Display, draw_losses, print_table
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
@@ -186,6 +188,7 @@ class Operator:
     url: str
     token: str
     ca: Path
+    authority: str  # the first bytes of its SHA-256, for people to compare
 
 
 def start_executor(name: str, model: Path, folder: Path, output: Path) -> subprocess.Popen[bytes]:
@@ -212,7 +215,9 @@ def await_executor(name: str, folder: Path, process: subprocess.Popen[bytes]) ->
             raise RuntimeError(f"the executor of the {name} did not start")
         time.sleep(0.05)
     url, token = json.loads(ready.read_text())["url"], (folder / "token").read_text().strip()
-    return Operator(name, url, token, folder / "tls" / "ca.pem")
+    ca = folder / "tls" / "ca.pem"
+    authority = x509.load_pem_x509_certificate(ca.read_bytes()).fingerprint(SHA256())
+    return Operator(name, url, token, ca, authority.hex(":")[:23])
 
 
 def log_of(output: Path, name: str) -> Path:
@@ -228,8 +233,8 @@ def executors(names: Sequence[str], options: Options, display: Display) -> Itera
     with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
         try:
             with display.stage(
-                f"{' and '.join(names)}: certificates, token, process serving {options.base_model.name} "
-                "in ring numerics over TLS 1.3"
+                f"{' and '.join(names)}: each its own certificate authority, token and process "
+                f"serving {options.base_model.name} in ring numerics over TLS 1.3"
             ):
                 for name in names:
                     folder = Path(temporary) / name
@@ -254,7 +259,7 @@ def operators_of(options: Options) -> list[str]:
     return ["provider", "mask source"] if options.privacy == "one-time" else ["provider"]
 
 
-def masking(stats: tenant_sdk.Stats, privacy: str) -> dict[str, Any]:
+def masking(stats: tenant_sdk.Stats, privacy: str, operators: list[Operator]) -> dict[str, Any]:
     """What was masked, who saw what, what was checked."""
     seeds = stats.effect_requests * SEED_BYTES if privacy == "one-time" else 0
     rows = {"rows": stats.rows, "bytes": stats.bytes_sent - seeds}
@@ -265,6 +270,8 @@ def masking(stats: tenant_sdk.Stats, privacy: str) -> dict[str, Any]:
         "mask_source_saw": {"seeds": stats.effect_requests, "bytes": seeds, "rows": 0},
         "checked_rows": stats.verified_rows,
         "rows_for_fingerprints": stats.rows - stats.verified_rows,
+        "authorities": {operator.name: operator.authority for operator in operators},
+        "tokens": len({operator.token for operator in operators}),
         "same_machine": True,
     }
 
@@ -285,7 +292,9 @@ def run(options: Options, display: Display) -> dict[str, Any]:
             mask_sources=[source.url for source in sources],
             mask_source_token=[source.token for source in sources],
             mask_source_ca=[source.ca for source in sources],
-            allow_same_operator=True,  # one machine plays both; in earnest they must not collude
+            # One machine plays both, which have tokens, authorities and keys of their own; in earnest they
+            # must not collude.
+            allow_same={"host", "address", "machine"},
         ) as session,
     ):
         with display.stage("tenant: model skeleton and tokenizer from the provider"):
@@ -324,7 +333,7 @@ def run(options: Options, display: Display) -> dict[str, Any]:
         "text_executor": tokenizer.decode(remote.text_after),
         "text_local": tokenizer.decode(local.text_after),
         "traffic": asdict(stats),
-        "masking": masking(stats, options.privacy),
+        "masking": masking(stats, options.privacy, [provider, *sources]),
         "seconds": time.perf_counter() - started,
         "versions": {
             "torch": torch.__version__,

@@ -155,8 +155,14 @@ def privacy_lines(masking: dict[str, Any]) -> list[tuple[str, str]]:
             f"{masking['rows_for_fingerprints']:,} rows were for the fingerprints",
         ),
         (
+            "trust",
+            f"{len(masking['authorities'])} authorities ("
+            + ", ".join(f"{name}: {shown}…" for name, shown in masking["authorities"].items())
+            + f") and {masking['tokens']} tokens, so neither operator can act as the other or as the tenant",
+        ),
+        (
             "promise",
-            "this one machine ran both executors, so it could subtract the masks (allow_same_operator); with "
-            "two operators that do not collude, neither learns anything but sizes and times",
+            "this one machine ran both executors, so it could subtract the masks (allow_same); with two "
+            "operators that do not collude, neither learns of rows more than their numbers, kinds and times",
         ),
     ]

@@ -13,6 +13,8 @@ with tenant_sdk.connect(
     token=os.environ["SYMBIOSIS_TOKEN"],
     ca=os.environ["SYMBIOSIS_CA"],
     mask_sources=[os.environ["SYMBIOSIS_MASK_SOURCE"]],  # of another operator; or local:FOLDER
+    mask_source_token=os.environ.get("SYMBIOSIS_MASK_TOKEN"),  # its own: operators share neither tokens
+    mask_source_ca=os.environ.get("SYMBIOSIS_MASK_CA"),  # nor authorities
 ) as session:
     tokenizer = session.load_tokenizer()
     lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shared.checkpoint import Checkpoint
+from shared.checkpoint import Checkpoint, below
 from shared.errors import CheckpointError
 from shared.header import MAX_MEMBERS
 from shared.messages import GroupInfo, Member, ParameterInfo
@@ -62,7 +62,7 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
         for name in names:
             weight = layers[name].weight
             known_as = [f"{name}.weight", *aliases[id(weight)]]
-            stored = [_tensor_name(checkpoint, alias, prefix) for alias in known_as]
+            stored = [checkpoint.stored_as(alias, prefix) for alias in known_as]
             tensor = next((t for t in stored if t is not None), None)
             if tensor is None and any(part.isdigit() for part in name.split(".")):
                 raise CheckpointError(
@@ -75,7 +75,7 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
             transposed = isinstance(layers[name], Conv1D)
             shape = _checked_shape(checkpoint, tensor, tuple(weight.shape))  # type: ignore[arg-type]
             outputs, inputs = reversed(shape) if transposed else shape
-            members.append(Member(_below(name, prefix), outputs, tensor, transposed))
+            members.append(Member(below(name, prefix), outputs, tensor, transposed))
             if layers[name] is not head:
                 served.add(f"{name}.weight")
         if members:
@@ -181,18 +181,6 @@ def _same_input(
     return groups + [[name] for name in layers if name not in seen]
 
 
-def _below(name: str, prefix: str) -> str:
-    return name.removeprefix(f"{prefix}.") if prefix else name
-
-
-def _tensor_name(checkpoint: Checkpoint, name: str, prefix: str) -> str | None:
-    """The checkpoint may have been saved with or without the head, so with or without the prefix."""
-    candidates = [name, _below(name, prefix), f"{prefix}.{name}"]
-    candidates += [c.replace("LayerNorm.weight", "LayerNorm.gamma") for c in candidates]
-    candidates += [c.replace("LayerNorm.bias", "LayerNorm.beta") for c in candidates]
-    return next((c for c in candidates if c in checkpoint), None)
-
-
 def _checked_shape(checkpoint: Checkpoint, tensor: str, expected: tuple[int, ...]) -> tuple[int, ...]:
     shape = checkpoint.describe(tensor)[0]
     if shape != expected:
@@ -224,7 +212,7 @@ def _tenant_parameters(
     state = model.state_dict()
     missing: list[str] = []
     for names in filter(None, tied):
-        stored = [(n, t) for n in names if (t := _tensor_name(checkpoint, n, prefix)) is not None]
+        stored = [(n, t) for n in names if (t := checkpoint.stored_as(n, prefix)) is not None]
         if not stored:
             missing.append(names[0])
         for at, (name, tensor) in enumerate(stored):
@@ -234,6 +222,8 @@ def _tenant_parameters(
                 continue
             shape = _checked_shape(checkpoint, tensor, tuple(state[name].shape))
             dtype = checkpoint.describe(tensor)[1]
-            infos.append(ParameterInfo(name, shape, str(dtype).removeprefix("torch.")))
+            infos.append(
+                ParameterInfo(name, shape, str(dtype).removeprefix("torch."), checkpoint.sha256(tensor))
+            )
             tensors[name] = tensor
     return tuple(infos), tensors, tuple(missing)

@@ -17,7 +17,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError, WireError
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Header, Operation
 from shared.masks import MaskStream
-from shared.messages import Fetch, Limits, Manifest
+from shared.messages import Fetch, Limits, Manifest, digest_of
 from shared.protocol import GroupShape, split_blocks
 
 log = logging.getLogger(__name__)
@@ -72,12 +72,13 @@ class BaseExecutor:
             msgspec.structs.replace(info, bounds=weight.bounds) if isinstance(weight, RingWeight) else info
             for info, weight in zip(found.groups, self._weights, strict=True)
         )
-        self.manifest = Manifest(
+        manifest = Manifest(
             server="symbiosis/1",
             model=self.checkpoint.folder.resolve().name,
             architecture=found.architecture,
             base_prefix=found.base_prefix,
-            digest=self.checkpoint.digest(found.groups),
+            weights=self.checkpoint.weights_digest(found.groups),
+            digest="",
             numerics=numerics,
             wire_dtypes=NUMERICS[numerics].wire_dtypes,
             limits=limits or Limits(max_message_bytes=64 << 20, max_rows=65536),
@@ -87,6 +88,13 @@ class BaseExecutor:
             files=self.checkpoint.tenant_files(),
             recorded=recorded,
         )
+        self.manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
+        if not any(file.name == "tokenizer.json" for file in manifest.files):
+            log.warning(
+                "%s has no tokenizer.json, the only kind that tenants take, so they get no tokenizer; to "
+                "make one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+                self.checkpoint.folder,
+            )
         self._shapes = [GroupShape.of(g, numerics) for g in groups]
         self._by_name = {str(group): weight for group, weight in enumerate(self._weights)}
         self._parameters = {p.name: p for p in found.parameters}

@@ -56,7 +56,7 @@ def attack_transcript(
     if view not in VIEWS:
         raise ConfigurationError(f"--view is {' or '.join(VIEWS)}, not {view!r}")
     recorded = read_transcript(transcript, cut=cut)
-    if not Checkpoint(model).holds(recorded.manifest.groups, recorded.manifest.digest):
+    if not Checkpoint(model).holds(recorded.manifest):
         raise TranscriptError(
             f"the transcript is of another model than {model}: {recorded.manifest.model}, digest "
             f"{recorded.manifest.digest[:16]}"

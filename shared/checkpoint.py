@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
 from shared.header import DTYPE_CODES
-from shared.messages import TENANT_FILES, FileInfo, GroupInfo, Member
+from shared.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -70,6 +70,16 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def stored_as(self, name: str, prefix: str) -> str | None:
+        """The tensor that holds an entry of the model's state dict, or None.
+
+        A checkpoint may have been saved with or without the head, so with or without the base model's prefix.
+        """
+        candidates = [name, below(name, prefix), f"{prefix}.{name}"]
+        candidates += [c.replace("LayerNorm.weight", "LayerNorm.gamma") for c in candidates]
+        candidates += [c.replace("LayerNorm.bias", "LayerNorm.beta") for c in candidates]
+        return next((c for c in candidates if c in self), None)
+
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
         return sorted(self._file_of)
@@ -102,7 +112,11 @@ class Checkpoint:
         weight = self.read(member.tensor)
         return weight.T if member.transposed else weight
 
-    def digest(self, groups: Iterable[GroupInfo]) -> str:
+    def sha256(self, name: str) -> str:
+        """Of a tensor's bytes as stored."""
+        return hashlib.sha256(_bytes(self.read(name).contiguous())).hexdigest()
+
+    def weights_digest(self, groups: Iterable[GroupInfo]) -> str:
         """SHA-256 over name, dtype, shape and bytes of every served weight as stored, in order of name.
 
         Whoever has the checkpoint gets the same digest, whatever numerics an executor serves it in.
@@ -111,21 +125,37 @@ class Checkpoint:
         for tensor in sorted({member.tensor for g in groups if not g.head for member in g.members}):
             weight = self.read(tensor).contiguous()
             total.update(f"{tensor}|{weight.dtype}|{tuple(weight.shape)}|".encode())
-            total.update(weight.reshape(-1).view(torch.uint8).numpy().data)
+            total.update(_bytes(weight))
         return total.hexdigest()
 
-    def holds(self, groups: Iterable[GroupInfo], digest: str) -> bool:
-        """Whether these are the served weights of an executor whose manifest says ``digest``."""
-        groups = tuple(groups)
-        stored = all(m.tensor in self for g in groups if not g.head for m in g.members)
-        return stored and self.digest(groups) == digest
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether these are the served weights of an executor with this manifest."""
+        stored = all(m.tensor in self for g in manifest.groups if not g.head for m in g.members)
+        return stored and self.weights_digest(manifest.groups) == manifest.weights
 
     def tenant_files(self) -> tuple[FileInfo, ...]:
-        """The configuration and tokenizer files that the folder has, with size and SHA-256."""
+        """The configuration and tokenizer files that the folder has, with size and SHA-256.
+
+        Raises:
+            CheckpointError: one is larger than any tenant accepts.
+        """
         infos = []
-        for name in TENANT_FILES:
+        for name, most in TENANT_FILES.items():
             path = self.folder / name
             if path.is_file():
                 data = path.read_bytes()
+                if len(data) > most:
+                    raise CheckpointError(f"{path} has {len(data)} bytes; no tenant takes more than {most}")
                 infos.append(FileInfo(name, len(data), hashlib.sha256(data).hexdigest()))
         return tuple(infos)
+
+
+def below(name: str, prefix: str) -> str:
+    """A name as it is below the base model."""
+    return name.removeprefix(f"{prefix}.") if prefix else name
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous tensor, not copied."""
+    flat: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return flat

@@ -29,6 +29,7 @@ from shared.errors import (
     ConnectError,
     ProtocolVersionError,
     WireError,
+    peer_seconds,
     peer_text,
 )
 from shared.header import HEADER_BYTES, SUBPROTOCOL
@@ -63,6 +64,15 @@ class Link:
             raise WireError("unexpected", "the executor claims memory that is not there", fatal=True)
         self.memory = SharedMemory(self.descriptor, size)
         return True
+
+    def abandon(self) -> None:
+        """In a forked child: let go of all but ZeroMQ's socket, which the parent's threads would close."""
+        if self._open:
+            self._open = False
+            self.sock._shadow = True  # or ZeroMQ's binding closes it at the end, if the process ids are equal
+            self.memory.close()
+            for each in (self.requests, self.answers, self.descriptor):
+                os.close(each)
 
     def close(self) -> None:
         """Let go of everything, once: the descriptors' numbers will be others'."""
@@ -154,7 +164,7 @@ def _knock(directory: Path, url: str, token: str, timeout: float) -> Opened:
         raise AuthenticationError(f"{url} refused the token: {message}")
     if info.code == "protocol_version":
         raise ProtocolVersionError(f"{url}: {message}")
-    raise ConnectError(f"{url} opened no session: {message}", retry_after=info.retry_after)
+    raise ConnectError(f"{url} opened no session: {message}", retry_after=peer_seconds(info.retry_after))
 
 
 def _open_memory(opened: Opened) -> int:

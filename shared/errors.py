@@ -25,6 +25,8 @@ Errors carry a stable ``code`` and say what to do. What a peer is told is made o
 
 from __future__ import annotations
 
+import math
+
 
 class SymbiosisError(Exception):
     """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry"."""
@@ -40,6 +42,11 @@ class SymbiosisError(Exception):
 def peer_text(text: str, limit: int = 500) -> str:
     """What a peer wrote, fit for a terminal and a log: printable characters only, and not many."""
     return "".join(c if c.isprintable() else "?" for c in text[:limit])
+
+
+def peer_seconds(seconds: float | None) -> float | None:
+    """How long a peer asks to wait; None if it does not say, or says what no time can be."""
+    return seconds if seconds is not None and 0 <= seconds < math.inf else None
 
 
 class ConfigurationError(SymbiosisError):

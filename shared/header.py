@@ -26,8 +26,8 @@ import torch
 
 from shared.errors import WireError
 
-PROTOCOL_VERSION = 1
-SUBPROTOCOL = "symbiosis.v1"
+PROTOCOL_VERSION = 2
+SUBPROTOCOL = "symbiosis.v2"
 HEADER_BYTES = 32
 SEED_BYTES = 32
 MAX_MEMBERS = 64

@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
+from shared.forks import Home
 from shared.header import SEED_BYTES
 
 _ZEROS = bytes(1 << 18)  # stays in the processor's cache
@@ -20,7 +21,8 @@ if sys.byteorder != "little":
 class MaskStream:
     """The mask of one seed, row after row: the AES-256-CTR key stream from counter 0, as int32.
 
-    The stream only goes forward: what has been drawn cannot be drawn again.
+    The stream only goes forward: what has been drawn cannot be drawn again. It stays in its process: a forked
+    child would draw what its parent draws.
 
     Args:
         seed: 32 bytes, the key. Fresh from the operating system for every stream, so the counter
@@ -33,10 +35,16 @@ class MaskStream:
     def __init__(self, seed: bytes | bytearray | memoryview) -> None:
         if len(seed) != SEED_BYTES:
             raise ValueError(f"a seed has {SEED_BYTES} bytes")
+        self._home = Home()
         self._stream = Cipher(AES(bytes(seed)), CTR(bytes(16))).encryptor()
 
     def draw(self, rows: int, columns: int) -> torch.Tensor:
-        """The next ``rows * columns`` integers: int32 [rows, columns], uniform modulo 2^32."""
+        """The next ``rows * columns`` integers: int32 [rows, columns], uniform modulo 2^32.
+
+        Raises:
+            ConnectionLost: this is a forked child of the process that made the stream.
+        """
+        self._home.check()
         size = 4 * rows * columns
         if 0 < size <= len(_ZEROS):  # those of decoding, for which calls count
             stream = bytearray(self._stream.update(_ZEROS[:size]))

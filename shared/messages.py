@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TypeVar
 
 import msgspec
 
 from shared.errors import WireError
 
-# The files of a checkpoint folder that a tenant may ask for: what `AutoConfig`,
-# `GenerationConfig` and `AutoTokenizer` read. Both sides check names against this list, so
-# neither a curious tenant nor a hostile executor can name any other path.
-TENANT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-)
+# The files of a checkpoint folder that a tenant may ask for, and the most bytes that each may have.
+# Both sides check names against this list, so neither a curious tenant nor a hostile executor can
+# name any other path.
+TENANT_FILES = {
+    "config.json": 1 << 20,
+    "generation_config.json": 1 << 16,
+    "tokenizer.json": 256 << 20,
+    "tokenizer_config.json": 16 << 20,
+    "special_tokens_map.json": 1 << 20,
+    "chat_template.jinja": 1 << 20,
+}
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +57,7 @@ class ParameterInfo(Message, frozen=True):
     name: str  # full name in the transformers model's state_dict
     shape: tuple[int, ...]
     dtype: str  # a name in DTYPE_NAMES: the checkpoint's own
+    sha256: str  # of its bytes as the checkpoint stores them
 
 
 class FileInfo(Message, frozen=True):
@@ -87,7 +82,8 @@ class Manifest(Message, frozen=True):
     model: str
     architecture: str  # transformers class name
     base_prefix: str  # prefix of the base model in that class, e.g. "model"
-    digest: str  # SHA-256 over the served weights, see Checkpoint.digest
+    weights: str  # SHA-256 over the served weights, see Checkpoint.weights_digest
+    digest: str  # SHA-256 over those and all that tenants download, see ``digest_of``
     numerics: str
     wire_dtypes: tuple[str, ...]
     limits: Limits
@@ -96,6 +92,28 @@ class Manifest(Message, frozen=True):
     unavailable: tuple[str, ...]  # tenant-side parameters that this executor cannot supply
     files: tuple[FileInfo, ...]
     recorded: bool = False  # what tenants send is written to a transcript, for an audit
+
+
+def digest_of(manifest: Manifest) -> str:
+    """SHA-256 over what makes two models the same: weights, layers, parameters, files and architecture.
+
+    Whoever pins it pins every byte that a tenant downloads. It is the same whatever numerics and limits an
+    executor has, and whether it serves the head.
+    """
+    what = (
+        manifest.weights,
+        manifest.architecture,
+        manifest.base_prefix,
+        sorted(
+            (member.name, member.tensor, member.transposed, group.inputs, member.outputs)
+            for group in manifest.groups
+            if not group.head
+            for member in group.members
+        ),
+        sorted((each.name, each.dtype, each.shape, each.sha256) for each in manifest.parameters),
+        sorted((each.name, each.size, each.sha256) for each in manifest.files),
+    )
+    return hashlib.sha256(msgspec.json.encode(what)).hexdigest()
 
 
 class Fetch(Message, frozen=True):

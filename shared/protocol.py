@@ -27,13 +27,13 @@ from shared.header import (
     RequestClass,
     member_indices,
 )
-from shared.messages import GroupInfo, Manifest
+from shared.messages import TENANT_FILES, GroupInfo, Manifest, digest_of
 from shared.ring import PLANES
 
 MAX_REQUEST_CONTROL_BYTES = 64 * 1024
 MAX_ANSWER_CONTROL_BYTES = 8 * 1024 * 1024
+MAX_NAME = 256  # characters of any name in a manifest, all of them printable: messages and logs show them
 MAX_GROUPS, MAX_PARAMETERS = 1 << 16, 1 << 20
-MAX_FILE_BYTES = 256 * 1024 * 1024  # of a tokenizer or configuration file
 
 
 RING = "ring"  # the numerics whose answers hold the products with both planes (``shared.ring``)
@@ -185,18 +185,30 @@ def validate_manifest(manifest: Manifest) -> None:
         if parameter.dtype not in DTYPE_NAMES or not all(0 < n < 1 << 31 for n in parameter.shape):
             raise WireError("manifest", f"parameter {parameter.name[:80]!r} has an impossible type")
     for file in manifest.files:
-        if not 0 <= file.size <= MAX_FILE_BYTES:
+        if not 0 <= file.size <= TENANT_FILES.get(file.name, 0):
             raise WireError("manifest", f"the executor announces a file of {file.size} bytes")
+    words = [manifest.server, manifest.model, manifest.architecture, manifest.base_prefix, manifest.numerics]
+    words += [parameter.name for parameter in manifest.parameters]
+    words += [word for group in manifest.groups for m in group.members for word in (m.name, m.tensor)]
+    words += manifest.unavailable
+    if not all(word.isprintable() and len(word) <= MAX_NAME for word in words):
+        raise WireError("manifest", "the executor's manifest has a name that is no name")
     limits = manifest.limits
     if limits.max_rows < 1 or limits.max_message_bytes < 1 << 16:
         raise WireError("manifest", "the executor's limits leave no room for a request")
-    names = [member.name for group in manifest.groups for member in group.members]
-    if len(set(names)) < len(names):
-        raise WireError("manifest", "the executor's manifest names a layer twice")
+    for what, names in (
+        ("layer", [member.name for group in manifest.groups for member in group.members]),
+        ("parameter", [parameter.name for parameter in manifest.parameters]),
+        ("file", [file.name for file in manifest.files]),
+    ):
+        if len(set(names)) < len(names):
+            raise WireError("manifest", f"the executor's manifest names a {what} twice")
     if manifest.numerics == RING and manifest.wire_dtypes != ("int32",):
         raise WireError("manifest", "an executor of the ring that sends anything but int32")
     if not set(manifest.wire_dtypes) <= set(DTYPE_NAMES):
         raise WireError("manifest", "the executor offers unknown dtypes")
+    if manifest.digest != digest_of(manifest):
+        raise WireError("manifest", "the executor's digest is not that of what its manifest lists")
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +19,16 @@ from typing import Any
 
 import torch
 
-from shared.errors import ConnectionLost, RequestRefused, RequestTimeout, SymbiosisError, WireError, peer_text
+from shared.errors import (
+    ConnectionLost,
+    RequestRefused,
+    RequestTimeout,
+    SymbiosisError,
+    WireError,
+    peer_seconds,
+    peer_text,
+)
+from shared.forks import Home
 from shared.header import Header, Operation
 from shared.messages import ErrorInfo, decode
 from shared.protocol import TenantProtocol
@@ -60,12 +68,14 @@ class Channel(abc.ABC):
         timeout: seconds without any progress after which requests fail and the channel closes.
     """
 
+    key_exchange = ""  # the group that TLS agreed on; empty without TLS
+
     def __init__(self, peer: str, timeout: float) -> None:
         self.peer = peer
         self.timeout = timeout
         self._protocol = TenantProtocol()
         self._lock = threading.Lock()  # guards all below
-        self._process = os.getpid()
+        self._home = Home()
         self._leading = False
         self._pending: dict[int, Pending] = {}
         self._pongs: deque[Pending] = deque()
@@ -80,9 +90,10 @@ class Channel(abc.ABC):
         ``blocks`` must not change until the answer is here.
 
         Raises:
+            ConnectionLost: this is a forked child.
             SymbiosisError: what broke the channel earlier.
         """
-        self._check_process()
+        self._home.check()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
@@ -101,6 +112,7 @@ class Channel(abc.ABC):
             RequestRefused: the executor answered with an error; the channel is still good.
             ConnectionLost, RequestTimeout, WireError: the channel is broken from now on.
         """
+        self._home.check()
         try:
             with self._lock:
                 pending.waited = True
@@ -142,7 +154,7 @@ class Channel(abc.ABC):
 
     def ping(self) -> None:
         """A round trip that asks for nothing."""
-        self._check_process()
+        self._home.check()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
@@ -155,7 +167,7 @@ class Channel(abc.ABC):
 
     def close(self) -> None:
         """End the session; later requests, and those under way, raise ConnectionLost."""
-        if os.getpid() != self._process:
+        if self._home.left:
             return  # it is the parent's, who goes on with it
         with self._lock:
             ours = not self._leading  # else the leader shuts the carrier: nobody else may touch it
@@ -171,11 +183,9 @@ class Channel(abc.ABC):
             if ours:
                 self._shut()
 
-    def _check_process(self) -> None:
-        """A forked child has the parent's keys, counters and sockets: what it sent would garble the parent's,
-        or reuse its key stream."""
-        if os.getpid() != self._process:
-            raise ConnectionLost("a session stays in the process that opened it; open one in this process")
+    def forked(self) -> None:
+        """See ``shared.forks``; a carrier closes its descriptors too, and the other side hears nothing."""
+        self._outbox, self._pending, self._pongs = deque(), {}, deque()
 
     # -- what a carrier does ---------------------------------------------------------------------
 
@@ -232,7 +242,7 @@ class Channel(abc.ABC):
             code, message = peer_text(info.code, 40), peer_text(info.message)
             if answer.header.request_id == 0:
                 raise WireError(code, message, fatal=True)
-            error = RequestRefused(code, message, retry_after=info.retry_after)
+            error = RequestRefused(code, message, retry_after=peer_seconds(info.retry_after))
         with self._lock:
             self._protocol.answered(answer.header.request_id)
             pending = self._pending.pop(answer.header.request_id, None)

@@ -15,6 +15,7 @@ import typer
 
 from shared.errors import ConfigurationError
 from tenant_sdk.opening import PRIVACY_MODES, VERIFY_MODES, connect
+from tenant_sdk.operators import SIGNS
 from tenant_sdk.session import Session
 
 T = TypeVar("T")
@@ -58,14 +59,16 @@ class Reach:
     ] = None
     mask_source_ca: Annotated[
         Optional[list[Path]],  # noqa: UP045
-        _option(_REACH, "A mask source's ca.pem, one for all or one for each. Default: as --ca."),
+        _option(
+            _REACH,
+            "A mask source's own ca.pem, or `system`; for each source one. Default without --ca: system.",
+        ),
     ] = None
     mask_source_token_env: Annotated[
         Optional[list[str]],  # noqa: UP045
         _option(
             _REACH,
-            "Variable that holds a mask source's token, one for all or one for each. Default: as "
-            "--token-env, which all operators then know.",
+            "Variable that holds a mask source's own token; for each source one.",
             metavar="VAR",
         ),
     ] = None
@@ -80,14 +83,23 @@ class Reach:
     ] = _default("wire_dtype")
     digest: Annotated[
         Optional[str],  # noqa: UP045
-        _option(_REACH, "Refuse executors that do not claim to serve these weights."),
+        _option(_REACH, "Refuse executors with another digest of weights, parameters and files."),
     ] = None
     timeout: Annotated[float, _option(_REACH, "Seconds that each step may take.")] = 10.0
+    allow_same: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        _option(
+            _REACH,
+            f"What provider and mask sources may have in common after all: {', '.join(SIGNS)}. Repeat for "
+            "several.",
+            metavar="SIGN",
+        ),
+    ] = None
     allow_same_operator: Annotated[
         bool,
         _option(
             _REACH,
-            "Let provider and mask sources be one machine, although masks then hide nothing: to try it out.",
+            "All of that, although masks then hide nothing from whoever runs both: to try it out.",
             "--allow-same-operator",
         ),
     ] = False
@@ -178,6 +190,7 @@ class Connection(Reach):
                 [secret(name, "the mask source's token") for name in self.mask_source_token_env or ()]
             ),
             mask_source_ca=one_or_each(self.mask_source_ca or ()),
+            allow_same=self.allow_same or (),
             allow_same_operator=self.allow_same_operator,
             allow_transcript=self.allow_transcript,
             mask_budget_mib=self.mask_budget_mib,

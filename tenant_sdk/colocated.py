@@ -20,6 +20,7 @@ import zmq
 from shared.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, PLACES, aligned
 from shared.colocated_session import RETRY_SECONDS, Link, open_link
 from shared.errors import ConnectionLost, RequestRefused, SymbiosisError, WireError
+from shared.forks import own
 from shared.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.websocket import Incoming
 from tenant_sdk.channel import Channel, Pending
@@ -88,6 +89,7 @@ class ColocatedChannel(Channel):
             self._poll.register(each, select.POLLIN)
         self._look = True  # there may be a message that the descriptor does not tell of
         self._quick = True  # the last answer came soon
+        own(self)
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> _Request:
         expected = self._protocol.expected(header.request_id)
@@ -112,6 +114,13 @@ class ColocatedChannel(Channel):
 
     def _shut(self) -> None:
         for each in (self._link, self._wake_read, self._wake_write):
+            each.close()
+
+    def forked(self) -> None:
+        """See Channel."""
+        super().forked()
+        self._link.abandon()
+        for each in (self._wake_read, self._wake_write):
             each.close()
 
     def _lead(self, pending: Pending) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import ssl
 import time
@@ -25,12 +26,27 @@ from shared.errors import (
     peer_text,
 )
 from shared.header import SUBPROTOCOL
+from tenant_sdk.key_exchange import prefer
+from tenant_sdk.tls_socket import TlsSocket
 
 DEFAULT_PORT = 8765
 
 # At level DEBUG the library logs all headers, the token's too.
 _quiet = logging.getLogger("symbiosis.websockets")
 _quiet.setLevel(logging.ERROR)
+
+
+def check_environment() -> None:
+    """Refuse an environment in which TLS gives its keys away.
+
+    Raises:
+        ConfigurationError: ``SSLKEYLOGFILE`` is set; no file has been made.
+    """
+    if os.environ.get("SSLKEYLOGFILE"):
+        raise ConfigurationError(
+            "the environment variable SSLKEYLOGFILE is set: Python, or OpenSSL, would write the keys of all "
+            "connections to that file, and whoever reads it could read recorded traffic. Unset it"
+        )
 
 
 def client_context(
@@ -43,13 +59,19 @@ def client_context(
         client_certificate: PEM files of certificate and key, for executors that ask for one.
 
     Raises:
-        ConfigurationError: a file is missing or does not hold what it should.
+        ConfigurationError: a file is missing or does not hold what it should, or ``check_environment``.
     """
+    check_environment()
     try:
         context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"cannot use the authority's certificate file {ca}: {error}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.sslsocket_class = TlsSocket
+    prefer(context)
+    # OpenSSL knows a forked child by its process id alone, which may be its parent's: both would draw the
+    # same keys for their next connections.
+    ssl.RAND_add(os.urandom(32), 32.0)
     if client_certificate is not None:
         certificate, key = client_certificate
         try:

@@ -8,9 +8,10 @@ import socket
 import ssl
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from cryptography import x509
@@ -20,13 +21,15 @@ from shared.errors import AuthenticationError, ConfigurationError, ProtocolVersi
 from shared.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
 from shared.messages import Manifest
 from shared.protocol import RING
+from tenant_sdk.attestation import check_agreement
 from tenant_sdk.channel import Channel
 from tenant_sdk.cli_options import Reach, one_or_each
 from tenant_sdk.colocated import open_colocated
-from tenant_sdk.connect import client_context, open_tcp, split_url, start_tls, upgrade
-from tenant_sdk.mask_sources import open_checkpoint
-from tenant_sdk.opening import LOCAL, check_same_weights, for_each
-from tenant_sdk.operators import Operators
+from tenant_sdk.connect import check_environment, client_context, open_tcp, split_url, start_tls, upgrade
+from tenant_sdk.key_exchange import agreed, hybrid
+from tenant_sdk.mask_sources import trusted_checkpoint
+from tenant_sdk.opening import LOCAL, for_each
+from tenant_sdk.operators import SIGNS, SYSTEM, Operators, allowed_signs, own_authorities, own_tokens
 from tenant_sdk.remote import RemoteExecutor
 from tenant_sdk.transports import over_tls
 from tenant_sdk.websocket_channel import WebsocketChannel
@@ -64,7 +67,7 @@ class Met:
     """What has been learned of several executors, for comparing them."""
 
     def __init__(self) -> None:
-        self.operators = Operators(allow_same=True)
+        self.operators = Operators(SIGNS)
         self.manifests: dict[str, Manifest] = {}
 
 
@@ -76,22 +79,52 @@ def consult(reach: Reach) -> Iterator[tuple[str, Iterator[Finding]]]:
     own = Target(
         reach.provider, reach.ca, client, reach.token_env, reach.wire_dtype, reach.digest, reach.timeout
     )
-    variables, authorities = (
-        for_each(one_or_each(given or ()) or default, sources, option)
-        for given, default, option in (
-            (reach.mask_source_token_env, own.token_env, "--mask-source-token-env"),
-            (reach.mask_source_ca, own.ca, "--mask-source-ca"),
-        )
+    allowed = allowed_signs(reach.allow_same or (), reach.allow_same_operator)
+    variables = for_each(
+        one_or_each(reach.mask_source_token_env or ()) or (own.token_env if "token" in allowed else None),
+        sources,
+        "--mask-source-token-env",
+    )
+    authorities = for_each(
+        one_or_each(reach.mask_source_ca or ()) or (own.ca if "authority" in allowed else None),
+        sources,
+        "--mask-source-ca",
     )
     yield own.url if sources else "", examine(own, met)
+    others, given = [], []
     for url, variable, ca in zip(sources, variables, authorities, strict=True):
         if not url.startswith(LOCAL):
-            yield url, examine(replace(own, url=url, ca=ca, token_env=variable), met)
+            file = None if ca is None or str(ca) == SYSTEM else Path(ca)
+            others.append(replace(own, url=url, ca=file, token_env=variable))
+            given.append(SYSTEM if str(ca) == SYSTEM else ca)
+            yield url, examine(others[-1], met)
     if own.url in met.manifests:
-        yield "one-time masks" if sources else "", _together(met, met.manifests[own.url], sources)
+        shared = _shared([own, *others], [own.ca, *given], allowed)
+        yield "one-time masks" if sources else "", _together(met, met.manifests[own.url], sources, shared)
 
 
-def _together(met: Met, manifest: Manifest, sources: list[str]) -> Iterator[Finding]:
+def _shared(targets: list[Target], authorities: list[Any], allowed: Collection[str]) -> Iterator[Finding]:
+    """Tokens and authorities that provider and mask sources have in common."""
+
+    def check_tokens() -> None:
+        tokens = [_token(target) for target in targets]
+        if all(tokens):  # else their owner has not given them, and they are not compared
+            own_tokens(tokens[0], tokens[1:], allowed)
+
+    def check_authorities() -> None:
+        tls = [ca for target, ca in zip(targets[1:], authorities[1:], strict=True) if over_tls(target.url)]
+        own_authorities(authorities[0], tls, allowed)
+
+    for what, check in (("tokens", check_tokens), ("authorities", check_authorities)):
+        try:
+            check()
+        except ConfigurationError as error:
+            yield Finding(what, False, error.message, "give each operator's own")
+
+
+def _together(
+    met: Met, manifest: Manifest, sources: list[str], shared: Iterator[Finding]
+) -> Iterator[Finding]:
     """Whether one-time masks would work with these executors, and be worth something."""
     ring = manifest.numerics == RING
     yield Finding(
@@ -106,15 +139,16 @@ def _together(met: Met, manifest: Manifest, sources: list[str]) -> Iterator[Find
     for url in sources:
         try:
             if url.startswith(LOCAL):
-                open_checkpoint(url.removeprefix(LOCAL), manifest)
+                trusted_checkpoint(url.removeprefix(LOCAL), manifest)
                 yield Finding("weights", True, f"{url} holds what the provider claims to serve")
             elif url in met.manifests:  # else its own findings say why
-                check_same_weights(url, met.manifests[url], manifest)
-                yield Finding("weights", True, f"{url} claims to serve what the provider claims")
+                check_agreement(url, met.manifests[url], manifest)
+                yield Finding("weights", True, f"{url} lists what the provider lists")
         except ConfigurationError as error:
             yield Finding(
                 "weights", False, error.message, "use mask sources of the provider's very checkpoint"
             )
+    yield from shared
     if met.operators.same:
         yield Finding(
             "operators",
@@ -135,6 +169,9 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
             host, port = split_url(target.url)
             yield Finding("url", True, f"host {host}, port {port}")
 
+            step = "environment"
+            check_environment()
+
             step = "authority"
             context = client_context(target.ca, target.client_certificate)
             system = "those of the operating system (no --ca given)"
@@ -152,6 +189,7 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
             step = "tls"
             tls = sock = start_tls(sock, host, context)
             yield from _tls_findings(tls)
+            yield _key_exchange(agreed(tls))
             met.operators.meet(target.url, tls, object())
 
             step = "token"
@@ -215,6 +253,7 @@ def _cure(error: SymbiosisError, step: str, target: Target) -> str:
         )
     return {
         "url": "give the URL that the provider's `serve` printed with --provider",
+        "environment": "`unset SSLKEYLOGFILE`, and delete the file that it names if it holds keys",
         "authority": "give the provider's ca.pem with --ca, and both files of a client certificate or none",
         "dns": "look for a typing error in --provider; on a private network, ask for its DNS server or VPN",
         "directory": "compare --provider with what `serve --local-dir` printed; both must run as one user",
@@ -252,6 +291,19 @@ def _tls_findings(sock: ssl.SSLSocket) -> Iterator[Finding]:
         None if soon else True,
         _describe(certificate) + (f"; only {days} days left" if soon else ""),
         "ask the provider when it will be renewed" if soon else "",
+    )
+
+
+def _key_exchange(group: str) -> Finding:
+    if hybrid(group):
+        return Finding("key exchange", True, f"{group}, hybrid post-quantum")
+    return Finding(
+        "key exchange",
+        None,
+        f"{group}, not known to be post-quantum: who records this traffic, or a mask source's with "
+        "its seeds, could read it with a later quantum computer",
+        "have both ends run Python with OpenSSL 3.5 or newer, which agree on X25519MLKEM768: "
+        "`python -c 'import ssl; print(ssl.OPENSSL_VERSION)'`",
     )
 
 

@@ -1,8 +1,9 @@
 """Fingerprint files: what verification needs of a checkpoint that the tenant trusts.
 
 A file holds, for every linear layer, secret random challenges, their products with the layer's integer
-planes, its scales, and what bounds depend on. Whoever knows the challenges can forge answers, so the
-file is encrypted and authenticated (Fernet) under a key that is shown once and kept elsewhere.
+planes, its scales, and what bounds depend on; of everything else that a tenant downloads the SHA-256.
+Whoever knows the challenges can forge answers, so the file is encrypted and authenticated (Fernet) under a
+key that is shown once and kept elsewhere.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
-import transformers
 from cryptography.fernet import Fernet, InvalidToken
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint
@@ -27,6 +27,7 @@ from shared.header import Direction, member_indices
 from shared.messages import GroupInfo, Manifest, Member
 from shared.ring import Bounds, bounds, column_squares, quantize_weight
 from shared.ring_product import PlaneProducts
+from tenant_sdk.attestation import Trusted, names_of_tensors, prefix_of, skeleton
 from tenant_sdk.forecast import Kind
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.surgery import linear_layers
@@ -37,7 +38,7 @@ from tenant_sdk.verification import (
     multiply_challenge,
 )
 
-_FORMAT = "symbiosis-fingerprints-1"
+_FORMAT = "symbiosis-fingerprints-2"
 
 
 class StoredFingerprints:
@@ -68,12 +69,13 @@ class StoredFingerprints:
                 f"{path} was not written under this key, or is truncated or was changed since; make it again "
                 "with `symbiosis-tenant fingerprint` from the checkpoint"
             ) from error
-        if _format(data) != _FORMAT:
+        if _metadata(data).get("format") != _FORMAT:
             raise ConfigurationError(
                 f"{path} holds no fingerprints, or those of another version; make it again with "
                 "`symbiosis-tenant fingerprint` from the checkpoint"
             )
         self._path = path
+        self._trusted = msgspec.json.decode(_metadata(data)["trusted"], type=Trusted)
         self._groups: tuple[GroupInfo, ...] = ()
         self._made: dict[Kind, Fingerprint] = {}
 
@@ -81,7 +83,7 @@ class StoredFingerprints:
         """Use them for an executor.
 
         Raises:
-            ModelMismatch: they were made from other weights than it claims to serve.
+            ModelMismatch: they were made from other weights, parameters or files than it claims to serve.
         """
         for group in manifest.groups:
             for member in group.members:
@@ -90,6 +92,7 @@ class StoredFingerprints:
             bound = Bounds(max(int(self._of(m, "row bound")) for m in group.members), int(squares.max()))
             if tuple(bound) != group.bounds:
                 raise self._mismatch(group.members[0])
+        self._trusted.check(manifest, f"the checkpoint of {self._path}")
         self._groups = manifest.groups
 
     def _check(self, group: GroupInfo, member: Member) -> None:
@@ -168,7 +171,8 @@ def write_fingerprints(
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
         _add(tensors, name, checkpoint.member_weight(Member(name, 0, tensor, is_transposed)))
-    data = cipher.encrypt(save(tensors, {"format": _FORMAT}))
+    trusted = msgspec.json.encode(Trusted.of(checkpoint)).decode()
+    data = cipher.encrypt(save(tensors, {"format": _FORMAT, "trusted": trusted}))
     temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
     try:
         with disk_errors(output, "the fingerprints", "Then run again."):
@@ -211,10 +215,10 @@ def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> N
     }
 
 
-def _format(data: bytes) -> str:
-    """What a safetensors file says it is."""
+def _metadata(data: bytes) -> dict[str, str]:
+    """What a safetensors file says of itself."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return str(header.get("__metadata__", {}).get("format", ""))
+    return header.get("__metadata__") or {}
 
 
 class Layer(NamedTuple):
@@ -231,28 +235,19 @@ def checkpoint_layers(checkpoint: Checkpoint) -> list[Layer]:
     Raises:
         CheckpointError: transformers does not know the model, or it has no linear layers.
     """
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-        model_class = getattr(transformers, (config.architectures or [""])[0])
-        with torch.device("meta"):
-            model = model_class(config)
-    except Exception as error:
-        # Every architecture fails in a way of its own on a configuration that makes no sense.
-        raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error!r}") from error
-    same: dict[int, list[str]] = {}  # a tied tensor has several names, and is stored under one of them
-    for key, tensor in model.state_dict(keep_vars=True).items():
-        same.setdefault(id(tensor), []).append(key)
-    prefix = f"{model.base_model_prefix}."
+    model = skeleton(checkpoint)
+    aliases = {name: names for names in names_of_tensors(model) for name in names}
+    prefix = prefix_of(model)
     found = []
     for name, layer in linear_layers(model).items():
-        names = [f"{name}.weight", *same[id(layer.weight)]]
-        names = [each for one in names for each in (one, prefix + one, one.removeprefix(prefix))]
-        stored = next((each for each in names if each in checkpoint), None)
+        own = f"{name}.weight"
+        names = [own, *(aliases.get(own) or aliases.get(f"{prefix}.{own}") or ())]
+        stored = next((tensor for each in names if (tensor := checkpoint.stored_as(each, prefix))), None)
         if stored is not None:
             found.append(Layer(name, stored, isinstance(layer, Conv1D)))
     if not found:
         raise CheckpointError(
-            f"{checkpoint.folder} holds the weights of no linear layer of {model_class.__name__}"
+            f"{checkpoint.folder} holds the weights of no linear layer of {type(model).__name__}"
         )
     return found
 

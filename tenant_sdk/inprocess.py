@@ -6,6 +6,7 @@ import torch
 
 from shared.endpoint import Endpoint
 from shared.errors import ConnectionLost
+from shared.forks import own
 from shared.header import Header, parse_header
 from shared.websocket import Incoming
 from tenant_sdk.channel import Channel, Pending
@@ -25,6 +26,7 @@ class InprocessChannel(Channel):
     def __init__(self, endpoint: Endpoint, token: str) -> None:
         super().__init__(endpoint.url, 0.0)
         self._session = endpoint.open(token, self._answered)
+        own(self)
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> tuple[bytes, torch.Tensor]:
         if isinstance(blocks, bytes):

@@ -16,6 +16,7 @@ from shared.messages import Manifest, Member
 from shared.protocol import RING, GroupShape
 from shared.ring import bounds
 from shared.ring_product import PlaneProducts, group_planes
+from tenant_sdk.attestation import Trusted
 from tenant_sdk.remote import RemoteExecutor
 
 
@@ -93,13 +94,24 @@ def open_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
         ModelMismatch: it holds other weights than the executor serves.
     """
     checkpoint = Checkpoint(folder)
-    if not checkpoint.holds(manifest.groups, manifest.digest):
+    if not checkpoint.holds(manifest):
         raise ModelMismatch(
             f"the checkpoint {folder} does not hold the weights that the executor serves "
-            f"({manifest.model}, digest {manifest.digest[:16]})"
+            f"({manifest.model}, weights {manifest.weights[:16]})"
         )
     for member in (member for group in manifest.groups for member in group.members):
         _check_tensor(checkpoint, member)
+    return checkpoint
+
+
+def trusted_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
+    """The tenant's copy of what the executor serves, which is also right about all else that it lists.
+
+    Raises:
+        CheckpointError, ModelMismatch: as ``open_checkpoint``; other parameters or files.
+    """
+    checkpoint = open_checkpoint(folder, manifest)
+    Trusted.of(checkpoint).check(manifest, f"the checkpoint {folder}")
     return checkpoint
 
 
@@ -126,11 +138,11 @@ class LocalSource:
 
     Raises:
         CheckpointError: the folder cannot be read.
-        ModelMismatch: it holds other weights than the executor serves.
+        ModelMismatch: it holds other weights, parameters or files than the executor lists.
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
-        self._checkpoint = open_checkpoint(folder, manifest)
+        self._checkpoint = trusted_checkpoint(folder, manifest)
         self._groups = manifest.groups
         # The executor multiplies with weights rounded to its numerics, so the effect must too.
         self._served_dtype = DTYPE_NAMES.get(manifest.numerics, torch.float32)
@@ -161,7 +173,7 @@ class LocalRing:
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
-        self._checkpoint = open_checkpoint(folder, manifest)
+        self._checkpoint = trusted_checkpoint(folder, manifest)
         self._groups = manifest.groups
         self._made: dict[int, tuple[PlaneProducts, torch.Tensor]] = {}
         self._lock = threading.Lock()

@@ -2,63 +2,42 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from shared.errors import ConfigurationError, ModelMismatch
-from shared.messages import TENANT_FILES
+from shared.errors import ConfigurationError, ModelMismatch, peer_text
+from shared.messages import TENANT_FILES, Manifest, ParameterInfo
+from tenant_sdk.configuration import generation_configuration, model_configuration
 from tenant_sdk.remote import RemoteExecutor
 from tenant_sdk.remote_weight import RemoteWeight
-from tenant_sdk.surgery import attach_layers
+from tenant_sdk.surgery import attach_layers, plan_layers
+from tenant_sdk.tokenizer import build_tokenizer
 from tenant_sdk.virtual import Group
 
 log = logging.getLogger(__name__)
 
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
-# What would let an executor choose code, kernels or another loading path on the tenant's machine.
-_NOT_FROM_A_PEER = (
-    "auto_map",
-    "quantization_config",
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "experts_implementation",
-    "_experts_implementation",
-    "_experts_implementation_internal",
-)
+# Modules of which one layer or parameter of a manifest is the only trace, such as activations and containers.
+PARTS_OF_A_NAME, PARTS_OF_A_MODEL = 16, 1024
+MOST_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
 
 
-def download_files(remote: RemoteExecutor, folder: Path, *, tokenizer: bool) -> list[str]:
-    """Write the configuration (or tokenizer) files into a folder; their names.
-
-    Only names of ``TENANT_FILES`` are written, so an executor cannot choose a path.
-    """
-    wanted = [
-        info
-        for info in remote.manifest.files
-        if info.name in TENANT_FILES and (tokenizer or info.name in ("config.json", "generation_config.json"))
-    ]
-    for info in wanted:
-        (folder / info.name).write_bytes(remote.file(info))
-    return [info.name for info in wanted]
+def download_files(remote: RemoteExecutor, names: Iterable[str]) -> dict[str, bytes]:
+    """Those of the named files that the executor has; only names of ``TENANT_FILES`` are in a manifest."""
+    wanted = set(names)
+    return {info.name: remote.file(info) for info in remote.manifest.files if info.name in wanted}
 
 
 def load_tokenizer(remote: RemoteExecutor) -> Any:
@@ -66,17 +45,16 @@ def load_tokenizer(remote: RemoteExecutor) -> Any:
 
     Raises:
         ConfigurationError: the checkpoint that it serves has none.
+        ModelMismatch: it is refused (``tenant_sdk.tokenizer_file``).
     """
-    with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
-        names = download_files(remote, Path(folder), tokenizer=True)
-        if not set(_TOKENIZERS) & set(names):
-            raise ConfigurationError(
-                f"the executor serves {remote.manifest.model} without a tokenizer; load one yourself with "
-                "AutoTokenizer.from_pretrained"
-            )
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    tokenizer.name_or_path = remote.manifest.model
-    return tokenizer
+    files = download_files(remote, TENANT_FILES)
+    if "tokenizer.json" not in files:
+        raise ConfigurationError(
+            f"the executor serves {peer_text(remote.manifest.model, 80)} without tokenizer.json, the "
+            "only kind of tokenizer that is taken from a peer; load one yourself with "
+            "AutoTokenizer.from_pretrained"
+        )
+    return build_tokenizer(files)
 
 
 def load_model(
@@ -102,82 +80,157 @@ def load_model(
         )
     if "trust_remote_code" in config_overrides:
         raise ConfigurationError("trust_remote_code: code from an executor is never run")
-    with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
-        names = download_files(remote, Path(folder), tokenizer=False)
-        config = _configuration(Path(folder), config_overrides)
-        generation = GenerationConfig.from_pretrained(folder) if "generation_config.json" in names else None
+    files = download_files(remote, ("config.json", "generation_config.json"))
+    config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
+    generation = generation_configuration(files.get("generation_config.json"), config)
     config.dtype = dtype
-    model = _skeleton(manifest.architecture, config, model_class)
+    _check_memory(manifest, dtype)
+    _check_shapes(manifest, config, model_class, groups, offload_head=offload_head)
+    # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
+    model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
     attach_layers(model, groups, offload_head=offload_head, probe=False)
     _fill(model, remote, dtype, progress=progress)
-    if generation is not None:
-        model.generation_config = generation
-    # PEFT asks the Hugging Face Hub about a model's name whenever it saves an adapter; an empty name
-    # keeps it from telling a third party which model this tenant uses.
+    model.generation_config = generation
+    # PEFT asks the Hugging Face Hub about a model's name whenever it saves an adapter, and others load by it.
     model.name_or_path = ""
-    model.config.name_or_path = manifest.model
     model.eval()
     return model
 
 
-def _configuration(folder: Path, overrides: dict[str, Any]) -> Any:
-    """The downloaded configuration, less what a peer has no say in."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-        path.write_text(json.dumps({k: v for k, v in raw.items() if k not in _NOT_FROM_A_PEER}))
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **overrides)
-    except Exception as error:
-        # Every configuration class refuses nonsense in a way of its own.
+def _check_memory(manifest: Manifest, dtype: torch.dtype) -> None:
+    """Refuse to download more than this machine has memory for.
+
+    Raises:
+        ModelMismatch: the parameters are larger than the machine's memory.
+    """
+    size = sum(torch.Size(info.shape).numel() for info in manifest.parameters) * dtype.itemsize
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
         raise ModelMismatch(
-            f"transformers {transformers.__version__} cannot read the executor's configuration "
-            f"({str(error)[:200]}); install the version that the provider runs"
-        ) from error
+            f"the executor lists parameters of {size / 2**30:.1f} GiB for this machine, which has "
+            f"{memory / 2**30:.1f} GiB of memory"
+        )
 
 
-def _skeleton(architecture: str, config: Any, model_class: type[Any] | None) -> PreTrainedModel:
-    found = model_class or getattr(transformers, architecture, None)
+def _check_shapes(
+    manifest: Manifest,
+    config: Any,
+    model_class: type[Any] | None,
+    groups: Sequence[Group],
+    *,
+    offload_head: bool,
+) -> None:
+    """Build the model without memory for any tensor, and compare it with what the executor lists.
+
+    Raises:
+        ModelMismatch: it has more modules than any model of so many layers, parameters of other shapes, or
+            computes tables of more than ``MOST_BUFFERS``.
+    """
+    model = _build(manifest, config, model_class, torch.device("meta"))
+    plan_layers(model, groups, offload_head=offload_head)
+    for _ in _named(manifest, model.state_dict(keep_vars=True), model):
+        pass  # it compares
+    computed = sum(each.numel() * each.element_size() for _, each in model.named_buffers())
+    if computed > MOST_BUFFERS:
+        raise ModelMismatch(
+            f"the executor's configuration makes tables of {computed / 2**30:.1f} GiB; the limit is "
+            f"{MOST_BUFFERS / 2**30:.0f} GiB"
+        )
+
+
+def _model_class(manifest: Manifest, config: Any, model_class: type[Any] | None) -> Callable[[Any], Any]:
+    """What builds the model from its configuration."""
+    name = manifest.architecture
+    found = model_class or getattr(transformers, name, None)
     if model_class is None and not (
         isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config)
     ):
         raise ModelMismatch(
-            f"transformers {transformers.__version__} has no model class {architecture[:80]!r} for a "
+            f"transformers {transformers.__version__} has no model class {name[:80]!r} for a "
             f"{type(config).__name__}; install the version that the provider runs, or give model_class="
         )
     # Auto classes choose by configuration, model classes take it as it is.
-    build = getattr(found, "from_config", None) or getattr(found, "_from_config", None)
+    build: Any = getattr(found, "from_config", None) or getattr(found, "_from_config", None)
     if build is None:
         raise ModelMismatch(f"model_class={found!r} is not a transformers model class")
-    # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
+    return build  # type: ignore[no-any-return]
+
+
+def _build(
+    manifest: Manifest,
+    config: Any,
+    model_class: type[Any] | None,
+    without_memory: AbstractContextManager[Any],
+) -> PreTrainedModel:
+    """The model, in a context that keeps its parameters from taking memory.
+
+    Raises:
+        ModelMismatch: transformers cannot build it, or it has more parts than the manifest accounts for.
+    """
+    build = _model_class(manifest, config, model_class)
+    names = sum(len(group.members) for group in manifest.groups) + len(manifest.parameters)
     try:
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = build(config)
+        with _few_modules(PARTS_OF_A_NAME * names + PARTS_OF_A_MODEL), without_memory:
+            model: PreTrainedModel = build(copy.deepcopy(config))
+    except ModelMismatch:
+        raise
     except Exception as error:
         raise ModelMismatch(
-            f"{getattr(found, '__name__', found)} cannot be built from a {type(config).__name__}: "
-            f"{str(error)[:200]}"
+            f"{manifest.architecture[:80]} cannot be built from a {type(config).__name__}: {str(error)[:200]}"
         ) from error
     return model
 
 
-def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *, progress: bool) -> None:
-    infos = {info.name: info for info in remote.manifest.parameters}
-    total = sum(torch.Size(info.shape).numel() for info in infos.values())
-    state = model.state_dict(keep_vars=True)
+@contextmanager
+def _few_modules(most: int) -> Iterator[None]:
+    """Let this thread put no more than so many modules together."""
+    thread, count = threading.get_ident(), 0
+
+    def registered(_parent: nn.Module, _name: str, _module: nn.Module | None) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > most:
+            raise ModelMismatch(
+                f"the executor's configuration makes a model of more than {most} parts, which its manifest "
+                "does not account for"
+            )
+
+    handle = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _named(
+    manifest: Manifest, state: Mapping[str, torch.Tensor], model: PreTrainedModel
+) -> Iterator[tuple[ParameterInfo, str | None]]:
+    """The manifest's parameters and the names that they have in a model; None: it does not need one.
+
+    Raises:
+        ModelMismatch: it has one of another shape.
+    """
+    # Another class around the same base model (a classifier, say) has other names for the rest.
     prefix = f"{model.base_model_prefix}."
+    for info in manifest.parameters:
+        names = (info.name, prefix + info.name, info.name.removeprefix(prefix))
+        name = next((n for n in names if n in state), None)
+        if name is not None and tuple(state[name].shape) != info.shape:
+            raise ModelMismatch(
+                f"{name} has shape {list(state[name].shape)} here and {list(info.shape)} at the executor"
+            )
+        yield info, name
+
+
+def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *, progress: bool) -> None:
+    state = model.state_dict(keep_vars=True)
+    total = sum(torch.Size(info.shape).numel() for info in remote.manifest.parameters)
     with tqdm(total=total, desc="tenant parameters", unit="el", unit_scale=True, disable=not progress) as bar:
-        for info in infos.values():
-            # Another class around the same base model (a classifier, say) has other names for the rest.
-            names = (info.name, prefix + info.name, info.name.removeprefix(prefix))
-            name = next((n for n in names if n in state), None)
+        for info, name in _named(remote.manifest, state, model):
             if name is None or isinstance(state[name], RemoteWeight):  # not needed here
                 bar.update(torch.Size(info.shape).numel())
                 continue
             tensor = state[name]
-            if tuple(tensor.shape) != info.shape:
-                raise ModelMismatch(
-                    f"{name} has shape {list(tensor.shape)} here and {list(info.shape)} at the executor"
-                )
             target = torch.empty(info.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             at = 0
             for piece in remote.parameter(info):

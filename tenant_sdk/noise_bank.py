@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shared.errors import ConfigurationError
+from shared.forks import Home, own
 from shared.header import Direction, Operation, member_indices
 from tenant_sdk.channel import Entropy
 from tenant_sdk.mask_sources import MaskSource
@@ -91,12 +92,19 @@ class NoiseBank:
         self._entropy, self._clock = entropy, clock
         self._banks: dict[tuple[int, Direction], _Bank] = {}
         self._lock = threading.Lock()
+        self._home = Home()
+        own(self)
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-noise-bank")
 
     def product(
         self, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """See ``tenant_sdk.privacy.Privacy``."""
+        """See ``tenant_sdk.privacy.Privacy``.
+
+        Raises:
+            ConnectionLost: this is a forked child.
+        """
+        self._home.check()
         bank = self._bank(group, direction, len(blocks[0]))
         started = time.perf_counter()
         choice, silent = self._choose(blocks)
@@ -184,8 +192,14 @@ class NoiseBank:
         normal = (radius * np.cos(angle)).astype(np.float32)
         return torch.from_numpy(normal.reshape(self._options.masks, width))
 
+    def forked(self) -> None:
+        """See ``shared.forks``."""
+        self._banks = {}
+
     def close(self) -> None:
-        """Stop fetching and forget the masks."""
+        """Stop fetching and forget the masks; in a forked child, nothing."""
+        if self._home.left:
+            return
         self._fetcher.shutdown(wait=False, cancel_futures=True)
         self._banks.clear()
         self._source.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from shared.endpoint import Endpoint
 from shared.errors import ConfigurationError, ConnectError, ModelMismatch
 from shared.messages import Manifest
 from shared.protocol import GroupShape
+from tenant_sdk.attestation import check_agreement
 from tenant_sdk.channel import Channel
 from tenant_sdk.connect import client_context
 from tenant_sdk.fingerprints import StoredFingerprints
 from tenant_sdk.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
 from tenant_sdk.noise_bank import NoiseBank, NoiseBankOptions
-from tenant_sdk.operators import Operators
+from tenant_sdk.operators import SIGNS, Operators, allowed_signs, own_authorities, own_tokens
 from tenant_sdk.pads import BankPads, NoPads, OneTimePads, Pads
 from tenant_sdk.privacy import Plain, Privacy, padded
 from tenant_sdk.remote import RemoteExecutor, Stats
@@ -52,6 +53,7 @@ def connect(
     mask_sources: Sequence[str | Endpoint] = (),
     mask_source_token: str | Sequence[str] | None = None,
     mask_source_ca: str | Path | Sequence[str | Path] | None = None,
+    allow_same: Collection[str] = (),
     allow_same_operator: bool = False,
     allow_transcript: bool = False,
     mask_budget_mib: float = 256.0,
@@ -82,11 +84,13 @@ def connect(
             same weights, or ``local:FOLDER`` with the checkpoint. ``one-time`` needs at least one and its
             masks are hidden while any of them does not collude with the provider; ``noise-bank`` takes
             one, by default the provider itself, as in the paper, which therefore sees every mask.
-        mask_source_token: of the mask sources, one for all or one for each; default: ``token``, which
-            then all operators know.
-        mask_source_ca: PEM files of their authorities, one for all or one for each; default: ``ca``.
-        allow_same_operator: let provider and mask sources be the same host or machine or hold the same
-            certificate, although ``one-time`` is then worth nothing: for trying it out.
+        mask_source_token: of the mask sources, for each its own.
+        mask_source_ca: PEM files of their authorities, for each its own; ``"system"`` for the operating
+            system's, which is the default if ``ca`` is not given.
+        allow_same: what provider and mask sources may have in common after all: a set of ``host``,
+            ``address``, ``key`` (of the certificate), ``machine``, ``authority`` (which signed both
+            certificates) and ``token``.
+        allow_same_operator: all of these, although ``one-time`` is then worth nothing: for trying it out.
         allow_transcript: use executors that announce that they record what tenants send.
         mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
         pad_rows: hide how many rows a request has: round it up to a power of two that is at least this;
@@ -101,14 +105,15 @@ def connect(
         wire_dtype: ``float32`` or ``bfloat16`` (half the bytes, three digits); ring numerics have their
             own.
         noise_bank: size and life of a bank.
-        digest: refuse executors that do not claim these weights (``manifest.digest``). It notices
-            mistakes, not lies.
+        digest: refuse executors with another ``manifest.digest``. It covers every file and parameter that
+            is downloaded; that products are those of the right weights, only ``verify`` shows.
         timeout: seconds without progress after which connecting or a request fails.
 
     Raises:
         ConfigurationError: an option is wrong, or does not fit what the provider serves.
         ConnectError: no session, with the reason; see ``shared.errors``.
-        ModelMismatch: other weights than ``digest``, the fingerprints or a mask source's.
+        ModelMismatch: other weights, parameters or files than ``digest``, the fingerprints or a mask
+            source's.
     """
     if isinstance(mask_sources, str):
         raise ConfigurationError(f"mask_sources is a list: write [{mask_sources!r}]")
@@ -144,12 +149,12 @@ def connect(
         raise ConfigurationError("verify_rate is more than 0 and at most 1")
     provider_url, source_urls = url_of(provider), [url_of(source) for source in mask_sources]
     _check_certificates(provider, mask_sources, ca, mask_source_ca, client_certificate)
-    tokens = for_each(mask_source_token or token, mask_sources, "mask_source_token")
-    authorities = for_each(mask_source_ca or ca, mask_sources, "mask_source_ca")
+    allowed = allowed_signs(allow_same, allow_same_operator)
+    tokens, authorities = _credentials(token, ca, mask_sources, mask_source_token, mask_source_ca, allowed)
     stored = None
     if fingerprints is not None:
         stored = StoredFingerprints(fingerprints, fingerprint_key)
-    stats, operators = Stats(), Operators(allow_same=allow_same_operator or privacy != "one-time")
+    stats, operators = Stats(), Operators(allowed if privacy == "one-time" else SIGNS)
 
     def open_remote(where: str | Endpoint, token: str, ca: str | Path | None) -> RemoteExecutor:
         url = url_of(where)
@@ -178,7 +183,7 @@ def connect(
         ):
             if not url.startswith(LOCAL):
                 remotes.append(open_remote(source, source_token, source_ca))
-                check_same_weights(url, remotes[-1].manifest, manifest)
+                check_agreement(url, remotes[-1].manifest, manifest)
         if not allow_transcript:
             _check_not_recorded(remotes)
         executors = iter(remotes[1:])
@@ -245,6 +250,32 @@ def _check_certificates(
             )
 
 
+def _credentials(
+    token: str,
+    ca: str | Path | None,
+    sources: Sequence[str | Endpoint],
+    source_token: str | Sequence[str] | None,
+    source_ca: str | Path | Sequence[str | Path] | None,
+    allowed: Collection[str],
+) -> tuple[list[str], list[str | Path | None]]:
+    """Token and authority of each mask source; of those that need none, empty.
+
+    Raises:
+        ConfigurationError: two parties would share what is not ``allowed``.
+    """
+    tokens: list[Any] = for_each(source_token, sources, "mask_source_token")
+    authorities = for_each(source_ca, sources, "mask_source_ca")
+    known = [at for at, each in enumerate(sources) if isinstance(each, str) and not each.startswith(LOCAL)]
+    for at, own in zip(known, own_tokens(token, [tokens[at] for at in known], allowed), strict=True):
+        tokens[at] = own
+    if "token" in allowed:
+        tokens = [each or token for each in tokens]  # also of executors in this process, which need none
+    tls = [at for at in known if over_tls(sources[at])]
+    for at, own_ca in zip(tls, own_authorities(ca, [authorities[at] for at in tls], allowed), strict=True):
+        authorities[at] = own_ca
+    return [each or "" for each in tokens], authorities
+
+
 def for_each(given: Any, sources: Sequence[str | Endpoint], option: str) -> list[Any]:
     """One value for each mask source, from one for all or one for each.
 
@@ -285,21 +316,6 @@ def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:
             )
 
 
-def check_same_weights(url: str, source: Manifest, provider: Manifest) -> None:
-    """Whether a mask source claims what the provider claims.
-
-    Raises:
-        ModelMismatch: it does not.
-    """
-    for field in ("digest", "numerics", "groups"):
-        if getattr(source, field) != getattr(provider, field):
-            raise ModelMismatch(
-                f"the mask source {url} does not serve the provider's weights and numerics: it has another "
-                f"{field} ({source.model}, {source.numerics}, digest {source.digest[:16]}; the provider: "
-                f"{provider.model}, {provider.numerics}, digest {provider.digest[:16]})"
-            )
-
-
 def _warn(provider: str, privacy: str, operators: Operators, remotes: list[RemoteExecutor]) -> None:
     if privacy == "plain":
         log.warning("privacy 'plain': %s sees every activation (SECURITY.md)", provider)
@@ -309,7 +325,9 @@ def _warn(provider: str, privacy: str, operators: Operators, remotes: list[Remot
             provider,
         )
     if privacy == "one-time" and operators.same:
-        log.warning("allow_same_operator: %s; these masks hide nothing from such an operator", operators.same)
+        log.warning(
+            "%s, which was allowed: if that is one operator, these masks hide nothing from it", operators.same
+        )
 
 
 def _float_privacy(

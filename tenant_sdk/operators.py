@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import ssl
 import threading
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
@@ -13,6 +14,18 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from shared.errors import ConfigurationError
 from tenant_sdk.connect import split_url
+
+# What can show that two parties are one operator, or lets one of them act as the other. The words are those
+# of ``allow_same``.
+SIGNS = {
+    "host": "host",
+    "address": "address",
+    "key": "certificate key",
+    "machine": "machine",
+    "authority": "certificate authority",
+    "token": "token",
+}
+SYSTEM = "system"  # as a mask source's authority: those of the operating system
 
 
 class Identity(NamedTuple):
@@ -25,18 +38,18 @@ class Identity(NamedTuple):
 
 
 class Operators:
-    """Remembers who answered under which URL, and refuses two that are one.
+    """Remembers everybody who answered under which URL, and refuses two parties that are one.
 
     It notices mistakes, not operators that hide behind two names: that two are independent is for the
     tenant to know.
 
     Args:
-        allow_same: only note it.
+        allowed: signs that are only noted.
     """
 
-    def __init__(self, *, allow_same: bool) -> None:
-        self._allow_same = allow_same
-        self._known: dict[Hashable, tuple[str, Identity]] = {}
+    def __init__(self, allowed: Collection[str]) -> None:
+        self._allowed = allowed
+        self._known: dict[Hashable, dict[Identity, str]] = {}  # of each party all identities, and their URLs
         self._lock = threading.Lock()
         self.same = ""  # what was found, in words
 
@@ -50,31 +63,135 @@ class Operators:
                 one URL are one.
 
         Raises:
-            ConfigurationError: the same host, address, key or machine as another, unless that is allowed.
+            ConfigurationError: a sign that is not allowed, in common with any earlier connection of another.
         """
         mine = _THIS_MACHINE if sock is None else _identity(url, sock)
         with self._lock:
-            for known, (other, theirs) in self._known.items():
-                equal = _equal(mine, theirs)
-                if known == (party or url) or not equal:
+            for known, identities in self._known.items():
+                if known == (party or url):
                     continue
-                self.same = f"{url} and {other} have the same {', '.join(equal)}"
-                if not self._allow_same:
-                    raise ConfigurationError(
-                        f"{self.same}: provider and mask sources must be run by operators that do not "
-                        "collude, or whoever runs both subtracts every mask. Name executors of different "
-                        "operators; to try it out on one machine, allow_same_operator=True "
-                        "(`--allow-same-operator`)"
-                    )
-            self._known[party or url] = url, mine
+                for theirs, other in identities.items():
+                    if signs := _equal(mine, theirs):
+                        self.same = f"{url} and {other} have the same {_words(signs)}"
+                    if forbidden := [sign for sign in signs if sign not in self._allowed]:
+                        raise ConfigurationError(f"{self.same}: {_advice(forbidden)}")
+            self._known.setdefault(party or url, {})[mine] = url
+
+
+def allowed_signs(allow_same: Collection[str], allow_same_operator: bool) -> frozenset[str]:
+    """Which signs are waived.
+
+    Raises:
+        ConfigurationError: a name that is none of ``SIGNS``.
+    """
+    if isinstance(allow_same, str) or not set(allow_same) <= SIGNS.keys():
+        raise ConfigurationError(f"allow_same is a set of some of {', '.join(SIGNS)}, not {allow_same!r}")
+    return frozenset(SIGNS if allow_same_operator else allow_same)
+
+
+def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]) -> list[str]:
+    """The mask sources' tokens, each its own: a token is never shown to another operator.
+
+    Args:
+        token: of the provider.
+        given: for each mask source that is an executor behind a token.
+
+    Raises:
+        ConfigurationError: one is missing, or is the provider's or another source's.
+    """
+    if "token" in allowed:
+        return [each or token for each in given]
+    if None in given or "" in given:
+        raise ConfigurationError(
+            "give the mask source's own token: mask_source_token=... (`--mask-source-token-env`). The "
+            "provider's is not sent to another operator, who could then act as this tenant there; "
+            f"{_waiver(['token'])}"
+        )
+    if len({token, *given}) <= len(given):
+        raise ConfigurationError(
+            "provider and mask sources have the same token: each operator could act as this tenant at the "
+            f"other. Ask each for a token of its own; {_waiver(['token'])}"
+        )
+    return [str(each) for each in given]
+
+
+def own_authorities(
+    ca: str | Path | None, given: Sequence[str | Path | None], allowed: Collection[str]
+) -> list[str | Path | None]:
+    """The mask sources' certificate authorities; private ones are each party's own.
+
+    Who holds an authority's key and sits on the path can answer in the place of everybody whom that authority
+    vouches for. A provider whose authority also vouches for the mask source could take its place.
+
+    Args:
+        ca: PEM file of the provider's authority; None: the operating system's.
+        given: for each mask source that is reached by TLS.
+
+    Returns:
+        For each PEM file, or None for the operating system's.
+
+    Raises:
+        ConfigurationError: a private authority is missing, or vouches for two parties; an unreadable file.
+    """
+    if "authority" in allowed:
+        return [ca if each is None else None if each == SYSTEM else each for each in given]
+    if ca is not None and None in given:
+        raise ConfigurationError(
+            "give the mask source's own authority: mask_source_ca=FILE (`--mask-source-ca`), or 'system' for "
+            "those of the operating system. The provider's, given with ca=, could sign a certificate for the "
+            f"mask source's address, and read what is sent there; {_waiver(['authority'])}"
+        )
+    chosen = [None if each == SYSTEM else each for each in given]
+    seen: dict[bytes, str | Path] = {}
+    for file in (ca, *chosen):
+        keys = _keys_of(file) if file is not None else set()
+        for key in keys & seen.keys():
+            raise ConfigurationError(
+                f"{file} and {seen[key]} hold the same certificate authority, which could take the place of "
+                f"either party and read both. Ask each operator for its own; {_waiver(['authority'])}"
+            )
+        seen |= dict.fromkeys(keys, file or "")
+    return chosen
+
+
+def _keys_of(file: str | Path) -> set[bytes]:
+    """The public keys of a file's certificates."""
+    try:
+        certificates = x509.load_pem_x509_certificates(Path(file).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot use the authority's certificate file {file}: {error}") from error
+    return {_public_key(each) for each in certificates}
+
+
+def _public_key(certificate: x509.Certificate) -> bytes:
+    return certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _words(signs: Iterable[str]) -> str:
+    return ", ".join(SIGNS[sign] for sign in signs)
+
+
+def _advice(signs: list[str]) -> str:
+    return (
+        "provider and mask sources must be run by operators that do not collude, or whoever runs both "
+        f"subtracts every mask. Name executors of different operators; {_waiver(signs)}"
+    )
+
+
+def _waiver(signs: list[str]) -> str:
+    names = "{" + ", ".join(repr(sign) for sign in signs) + "}"
+    options = " ".join(f"--allow-same {sign}" for sign in signs)
+    return (
+        f"if that is meant, allow_same={names} (`{options}`); to try it out on one machine, "
+        "allow_same_operator=True (`--allow-same-operator`)"
+    )
 
 
 _THIS_MACHINE = Identity("", "", b"", here=True)
 
 
 def _identity(url: str, sock: ssl.SSLSocket) -> Identity:
-    certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
-    key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    key = _public_key(x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b""))
     try:
         address, own = (_plain_address(end()[0]) for end in (sock.getpeername, sock.getsockname))
     except OSError:  # it has ended already, and will say so to whoever reads from it
@@ -84,11 +201,10 @@ def _identity(url: str, sock: ssl.SSLSocket) -> Identity:
 
 
 def _equal(one: Identity, other: Identity) -> list[str]:
-    """What two have in common, in words."""
-    if _THIS_MACHINE in (one, other):  # which has nothing else to compare
-        return ["machine"] if one.here and other.here else []
-    what = ("host", "address", "certificate key")
-    return [word for word, a, b in zip(what, one, other, strict=False) if a and a == b]
+    """The signs that two have in common."""
+    signs = [name for name in ("host", "address", "key") if getattr(one, name) == getattr(other, name)]
+    signs = [name for name in signs if getattr(one, name)]  # who is here without TLS has none of them
+    return [*signs, "machine"] if one.here and other.here else signs
 
 
 def _plain_address(address: str) -> str:

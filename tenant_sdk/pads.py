@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
+from shared.forks import Home, own
 from shared.header import SEED_BYTES
 from shared.masks import MaskStream
 from shared.protocol import GroupShape
@@ -35,7 +35,10 @@ EFFECT_ITEM_BYTES = 4
 
 
 class Pad(Protocol):
-    """The mask of one request."""
+    """The mask of one request, for the process that took it.
+
+    Both methods raise ConnectionLost in a forked child.
+    """
 
     def request(self) -> torch.Tensor:
         """The mask itself, int32 [T, C], for rows to be added to in place; once."""
@@ -53,7 +56,10 @@ class Pad(Protocol):
 
 
 class Pads(Protocol):
-    """Where pads come from: one implementation for each privacy mode."""
+    """Where pads come from: one implementation for each privacy mode.
+
+    In a forked child there are none: ``take`` raises ConnectionLost, and ``close`` does nothing.
+    """
 
     def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
         """A pad for a request; ``once``: one that is not going to be repeated like others."""
@@ -68,10 +74,11 @@ class NoPads:
     """Privacy mode ``plain``: the mask is zero."""
 
     def __init__(self, shapes: list[GroupShape]) -> None:
-        self._shapes = shapes
+        self._shapes, self._home = shapes, Home()
 
     def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
         """See Pads."""
+        self._home.check()
         plan = self._shapes[kind.group].plan(kind.direction, kind.members)
         return _NoPad(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
 
@@ -82,11 +89,14 @@ class NoPads:
 @dataclass(frozen=True)
 class _NoPad:
     zeros: torch.Tensor
+    home: Home = field(default_factory=Home)
 
     def request(self) -> torch.Tensor:
+        self.home.check()
         return self.zeros
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        self.home.check()
         yield slice(0, len(self.zeros)), []
 
 
@@ -118,9 +128,12 @@ class BankPads:
         self._options, self._entropy, self._clock = options, entropy, clock
         self._banks: dict[Kind, _Bank] = {}
         self._lock = Condition()
+        self._home = Home()
+        own(self)
 
     def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
         """See Pads."""
+        self._home.check()
         with self._lock:
             bank, now = self._banks.get(kind), self._clock()
             if (
@@ -140,8 +153,14 @@ class BankPads:
         (effects,) = self._source.effect(*kind, [masks])
         return masks, effects
 
+    def forked(self) -> None:
+        """See ``shared.forks``."""
+        self._banks = {}
+
     def close(self) -> None:
         """See Pads."""
+        if self._home.left:
+            return
         self._banks.clear()
         self._source.close()
 
@@ -151,11 +170,14 @@ class _BankPad:
     masks: torch.Tensor = field(repr=False)
     bank: torch.Tensor = field(repr=False)  # effects
     picked: torch.Tensor = field(repr=False)
+    home: Home = field(default_factory=Home)
 
     def request(self) -> torch.Tensor:
+        self.home.check()
         return self.masks  # a copy: indexing made it
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        self.home.check()
         yield slice(0, len(self.picked)), [self.bank[self.picked]]
 
 
@@ -195,6 +217,7 @@ class OneTimePad:
     """
 
     def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, list[Future[torch.Tensor]]]]) -> None:
+        self._home = Home()
         self._mask: torch.Tensor | None = mask
         self._parts = parts  # rows, where they begin in the effects, and the effects
 
@@ -203,7 +226,9 @@ class OneTimePad:
 
         Raises:
             RuntimeError: it was handed over before.
+            ConnectionLost: this is a forked child.
         """
+        self._home.check()
         mask, self._mask = self._mask, None
         if mask is None:
             raise RuntimeError("a one-time pad was asked for its mask twice")
@@ -213,6 +238,7 @@ class OneTimePad:
         """See Pad."""
         at = 0
         for rows, start, effects in self._parts:
+            self._home.check()  # nothing arrives in a child
             try:
                 there = [effect.result()[start : start + rows] for effect in effects]
             except CancelledError:
@@ -261,7 +287,8 @@ class OneTimePads:
         self._closed = False
         self._warned = not budget_bytes  # whoever gives none knows
         self._satisfied = False  # nothing under way, and nothing to order
-        self._process = os.getpid()
+        self._home = Home()
+        own(self)
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
 
     def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
@@ -270,12 +297,10 @@ class OneTimePads:
         Raises:
             ConnectionLost: the session is closed, or this process is not the one that opened it.
         """
+        self._home.check()
         columns = self._shapes[kind.group].plan(kind.direction, kind.members).request_columns
         masks: list[torch.Tensor] = []
         parts: list[tuple[int, int, list[Future[torch.Tensor]]]] = []
-        if os.getpid() != self._process:
-            # It would go on with the same key streams as its parent, and send rows under the same masks.
-            raise ConnectionLost("a session stays in the process that opened it; open one in this process")
         with self._changed:
             if self._closed:
                 raise ConnectionLost("the session is closed")
@@ -367,7 +392,9 @@ class OneTimePads:
 
         Raises:
             RequestTimeout: it took longer than ``timeout`` seconds.
+            ConnectionLost: this is a forked child.
         """
+        self._home.check()
         with self._changed:
             self.budget_bytes, self._satisfied, self._warned = budget_bytes, False, True
             self._changed.notify_all()
@@ -395,8 +422,14 @@ class OneTimePads:
                 self._store[kind].popleft()
         return size <= self.budget_bytes - self._stored_bytes
 
+    def forked(self) -> None:
+        """See ``shared.forks``."""
+        self._store = {}
+
     def close(self) -> None:
         """See Pads."""
+        if self._home.left:
+            return
         with self._changed:
             self._closed = True
             self._store.clear()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from shared.errors import ConfigurationError, ModelMismatch, RequestRefused, WireError
+from shared.forks import Home
 from shared.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
 from shared.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
 from shared.protocol import RING, GroupShape, TenantProtocol, split_blocks, validate_manifest
 from shared.websocket import Incoming, tensor_bytes
+from tenant_sdk.backoff import pause
 from tenant_sdk.channel import Channel, Pending, control_payload
 from tenant_sdk.urgency import declared
 
@@ -37,6 +40,8 @@ class Stats:
     effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding and
     subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
     an overloaded executor put off, and ``seconds_throttled`` how long they waited to be sent again.
+    ``key_exchange``: for the URL of every executor behind TLS, the group that the last handshake agreed on,
+    such as ``X25519MLKEM768``, or ``unknown``.
     """
 
     requests: int = 0
@@ -51,13 +56,14 @@ class Stats:
     seconds_masking: float = 0.0
     refusals: int = 0
     seconds_throttled: float = 0.0
+    key_exchange: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain figures."""
+        """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain values."""
         self.lock = threading.Lock()
 
     def add(self, **amounts: float) -> None:
-        """Count; any thread may."""
+        """Count what is a number; any thread may."""
         with self.lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
@@ -66,7 +72,9 @@ class Stats:
 class RemoteExecutor:
     """Products over one channel; over a new one if that broke and another request comes.
 
-    Nothing is repeated on its own: the request that was under way fails, the next one reconnects.
+    A request that was under way when the connection broke fails; the next one reconnects. What an executor
+    refuses because it is overloaded is sent to it again on the same connection: the same bytes, so the same
+    rows under the same masks, or the same seed. Nothing else is repeated.
 
     Args:
         open_channel: opens the connection, now and again later.
@@ -85,8 +93,10 @@ class RemoteExecutor:
         stats: Stats | None = None,
     ) -> None:
         self.stats = stats or Stats()
+        self._home = Home()
         self._open_channel = open_channel
         self._told = -TELL_SECONDS
+        self._chance = random.SystemRandom().random
         self._reconnecting = threading.Lock()
         self._closed = False
         self._channel = open_channel()
@@ -102,6 +112,7 @@ class RemoteExecutor:
         except BaseException:
             self._channel.close()
             raise
+        self._note_key_exchange()
         self.wire_dtype = wire_dtype
         self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]
 
@@ -117,7 +128,9 @@ class RemoteExecutor:
         Raises:
             ConnectError: it cannot be opened.
             ModelMismatch: the executor serves something else now.
+            ConnectionLost: this is a forked child, which opens none in its parent's name.
         """
+        self._home.check()
         if self._channel.broken and not self._closed:
             with self._reconnecting:
                 if self._channel.broken:
@@ -135,9 +148,15 @@ class RemoteExecutor:
                     log.info("connected again to %s", self.url)
                     self._channel.close()
                     self._channel = channel
+                    self._note_key_exchange()
                     if self._closed:  # meanwhile: whoever closed may have seen only the old channel
                         channel.close()
         return self._channel
+
+    def _note_key_exchange(self) -> None:
+        if self._channel.key_exchange:
+            with self.stats.lock:
+                self.stats.key_exchange[self.url] = self._channel.key_exchange
 
     def product(
         self,
@@ -263,18 +282,21 @@ class RemoteExecutor:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
         """
         pending, began = first or ask(), time.monotonic()
+        attempt = 0
         while True:
             try:
                 return _payload(channel.wait(pending))
             except RequestRefused as error:
-                patience = began + channel.timeout - time.monotonic()
-                if error.code != "overloaded" or not 0 < (error.retry_after or 0) < patience:
+                if error.code != "overloaded" or error.retry_after is None:
                     raise
-                self._overloaded(error.retry_after or 0.0)
-            pending = ask()
+                seconds = pause(attempt, error.retry_after, self._chance())
+                if seconds >= began + channel.timeout - time.monotonic():
+                    raise
+                self._overloaded(seconds)
+            pending, attempt = ask(), attempt + 1
 
     def _overloaded(self, seconds: float) -> None:
-        """Wait as long as the executor asks for, and say so now and then."""
+        """Wait, and say so now and then."""
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
@@ -283,13 +305,21 @@ class RemoteExecutor:
         self.stats.add(refusals=1, seconds_throttled=seconds)
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
-        """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype."""
+        """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype.
+
+        Raises:
+            WireError: ``parameter``, after the last piece: they are not what the manifest announced.
+        """
+        digest = hashlib.sha256()
         dtype = DTYPE_NAMES[info.dtype]
         length = info.shape[0] if info.shape else 1
         width = torch.Size(info.shape[1:]).numel()
         step = max(1, FETCH_BYTES // (width * dtype.itemsize))
         for piece in self._fetch("parameter", info.name, length, step, DTYPE_CODES[dtype], width):
+            digest.update(tensor_bytes(piece))
             yield piece.reshape(-1, *info.shape[1:])
+        if digest.hexdigest() != info.sha256:
+            raise WireError("parameter", f"{info.name} is not the parameter that the executor announced")
 
     def file(self, info: FileInfo) -> bytes:
         """A configuration or tokenizer file, checked against the manifest's SHA-256.

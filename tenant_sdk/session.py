@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shared.errors import ConfigurationError
+from shared.forks import Home
+from shared.header import Direction
 from shared.messages import Manifest
 from tenant_sdk import model_loading
 from tenant_sdk.privacy import Privacy
@@ -21,13 +23,30 @@ from tenant_sdk.surgery import attach_layers, detach_layers
 from tenant_sdk.virtual import Group
 
 
+class _AtHome:
+    """A privacy mode that is asked in this process alone: in a forked child locks may be held for ever."""
+
+    def __init__(self, inner: Privacy) -> None:
+        self._inner, self._home = inner, Home()
+
+    def product(
+        self, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        self._home.check()
+        return self._inner.product(group, direction, members, blocks)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class Session:
     """Models whose frozen layers run on an executor. Make one with ``connect``; close it or use ``with``."""
 
     def __init__(self, remote: RemoteExecutor, privacy: Privacy) -> None:
-        self._remote, self._privacy = remote, privacy
+        self._remote, self._privacy, self._home = remote, privacy, Home()
+        at_home = _AtHome(privacy)
         self._groups = [
-            Group(identity, info, privacy) for identity, info in enumerate(remote.manifest.groups)
+            Group(identity, info, at_home) for identity, info in enumerate(remote.manifest.groups)
         ]
 
     @property
@@ -38,7 +57,8 @@ class Session:
     @property
     def stats(self) -> Stats:
         """A copy of the session's counters."""
-        return dataclasses.replace(self._remote.stats)
+        stats = self._remote.stats
+        return dataclasses.replace(stats, key_exchange=dict(stats.key_exchange))
 
     def load_model(
         self,
@@ -133,7 +153,12 @@ class Session:
             )
 
     def close(self) -> None:
-        """End the session; models that use it raise ConnectionLost from now on."""
+        """End the session; models that use it raise ConnectionLost from now on.
+
+        In a forked child, nothing: the session is the parent's.
+        """
+        if self._home.left:
+            return
         self._privacy.close()
         self._remote.close()
 

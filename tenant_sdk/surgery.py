@@ -68,6 +68,23 @@ def attach_layers(
         ModelMismatch: a layer is missing or has another shape or other weights; nothing was changed.
         ConfigurationError: an entry of ``exclude`` fits no layer.
     """
+    plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
+    if probe:
+        for group, index, layer in plan:
+            _probe(group, index, layer)
+    replaced = {id(layer): (group, index) for group, index, layer in plan}
+    for parent in list(base_model(model).modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in replaced:
+                setattr(parent, name, virtual_layer(*replaced[id(child)], child))
+    _warn_about_local(base_model(model))
+    return len(plan)
+
+
+def plan_layers(
+    model: nn.Module, groups: Sequence[Group], *, offload_head: bool = False, exclude: Sequence[str] = ()
+) -> list[tuple[Group, int, nn.Module]]:
+    """Which layers are to be replaced: group, member, layer. Arguments and errors: see ``attach_layers``."""
     layers = linear_layers(model)
     names = [member.name for group in groups for member in group.info.members]
     for entry in exclude:
@@ -88,16 +105,7 @@ def attach_layers(
         name = group.info.members[index].name
         if (layer is head and not offload_head) or ".lora_" in name or ".modules_to_save" in name:
             raise ModelMismatch(f"the executor claims {name}, which tenants keep for themselves")
-    if probe:
-        for group, index, layer in plan:
-            _probe(group, index, layer)
-    replaced = {id(layer): (group, index) for group, index, layer in plan}
-    for parent in list(base_model(model).modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in replaced:
-                setattr(parent, name, virtual_layer(*replaced[id(child)], child))
-    _warn_about_local(base_model(model))
-    return len(plan)
+    return plan
 
 
 def _ends_with(name: str, entry: str) -> bool:

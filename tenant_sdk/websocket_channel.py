@@ -13,8 +13,10 @@ from collections.abc import Iterator
 import torch
 
 from shared.errors import ConnectionLost, SymbiosisError, WireError
+from shared.forks import own
 from shared.header import Header
 from shared.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
+from tenant_sdk import key_exchange
 from tenant_sdk.channel import Channel, Entropy, Pending
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class WebsocketChannel(Channel):
     def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:
         super().__init__(peer, timeout)
         self._sock = sock
+        self.key_exchange = key_exchange.agreed(sock)
         self._entropy = entropy
         self._reader = MessageReader(self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES)
         # The leader's own: the message being written.
@@ -52,6 +55,7 @@ class WebsocketChannel(Channel):
         self._poll.register(self._wake_read, select.POLLIN)
         self._events = 0  # what the socket is registered for
         self._stop = threading.Event()
+        own(self)
         threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Iterator[bytes | memoryview]:
@@ -83,6 +87,14 @@ class WebsocketChannel(Channel):
         self._stop.set()
         super()._break(error)
         self._wake_write.close()  # wakes a leader that is asleep in poll()
+
+    def forked(self) -> None:
+        """See Channel. The socket under TLS closes itself; as long as a copy of the other ones is open,
+        closing them does not wake who sleeps in poll()."""
+        super().forked()
+        self._writing, self._piece = None, memoryview(b"")
+        self._wake_read.close()
+        self._wake_write.close()
 
     def _lead(self, pending: Pending) -> None:
         last_progress = time.monotonic()

@@ -27,7 +27,7 @@ CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR = range(1, 8)
 FORWARD, BACKWARD = 1, 2
 FLOAT32 = 1
-SUBPROTOCOL = "symbiosis.v1"
+SUBPROTOCOL = "symbiosis.v2"
 SECONDS = 60.0  # a test that waits longer than this for its peer has failed
 
 
@@ -48,8 +48,8 @@ class Fields(NamedTuple):
 
 
 def header(operation: int, **fields: int) -> bytes:
-    """32 bytes; what is not given is 0, but version and request id, which are 1."""
-    values = dict.fromkeys(Fields._fields, 0) | {"version": 1, "request_id": 1, "operation": operation}
+    """32 bytes; what is not given is 0, but version, which is 2, and request id, which is 1."""
+    values = dict.fromkeys(Fields._fields, 0) | {"version": 2, "request_id": 1, "operation": operation}
     return struct.pack("<BBBBIIIIHHQ", *Fields(**(values | fields)))
 
 
@@ -145,7 +145,7 @@ class Peer:
             raise EOFError(f"the peer closed: {body!r}")
         assert opcode == BINARY, f"opcode {opcode}: {body!r}"
         fields = Fields(*struct.unpack_from("<BBBBIIIIHHQ", body))
-        assert fields.version == 1
+        assert fields.version == 2
         return fields, body[32:]
 
     def receive_error(self) -> tuple[int, str]:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import Executor
+from conftest import Executor, make_model
 
 import tenant_sdk
 from shared.header import Operation
 from shared.websocket import tensor_bytes
 from tenant_sdk.channel import Channel, Pending
+from tenant_sdk.surgery import linear_layers
 
 Trio = tuple[Executor, Executor, Executor]  # a provider and two mask sources of the same weights
 WAYS = ("plain", "noise-bank", "one source", "two sources", "local")
@@ -39,6 +40,14 @@ def session_in(way: str, trio: Trio, folder: Path, **options: Any) -> tenant_sdk
     if way in sources:
         return one_time(provider, *sources[way], **options)
     return provider.connect(privacy=way, **options)
+
+
+def other_layers(folder: Path) -> None:
+    """Save the tiny Llama with other weights in its linear layers, and all else as it is."""
+    model, other = make_model("llama"), make_model("llama", seed=1)
+    weights = {f"model.{name}.weight": layer.weight for name, layer in linear_layers(other.model).items()}
+    model.load_state_dict(weights, strict=False)
+    model.save_pretrained(folder)
 
 
 class Sent(NamedTuple):

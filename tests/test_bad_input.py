@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[str, tuple[bytes, bytes]]] = {
     "NaN": ("non_finite", (product(1, 64), NAN)),
     "infinity": ("non_finite", (product(1, 64), INF)),
     "infinities that cancel": ("non_finite", (product(1, 64), BOTH)),
-    "NaN in an effect": ("non_finite", (b"\1\4" + product(1, 64)[2:], NAN)),
+    "NaN in an effect": ("non_finite", (b"\2\4" + product(1, 64)[2:], NAN)),
     "NaN in a gradient": ("non_finite", (product(1, 64, direction=BACKWARD), NAN)),
     "NaN in bfloat16": ("non_finite", (product(1, 64, dtype=2), bytes(126) + b"\xc0\x7f")),
     "second HELLO": ("unexpected", (header(HELLO, request_id=7, rows=1, columns=2), b"{}")),
@@ -263,7 +263,7 @@ FATAL: dict[str, tuple[bytes, str, int]] = {
     "fragmented ping": (frame(b"", 9, mask=b"abcd", fin=False), "frame", 1002),
     "shorter than a header": (frame(GOOD[:31], mask=b"abcd"), "header", 1002),
     "version 0": (frame(b"\0" + GOOD[1:], mask=b"abcd"), "protocol_version", 1002),
-    "version 2": (frame(b"\2" + GOOD[1:], mask=b"abcd"), "protocol_version", 1002),
+    "version 1": (frame(b"\1" + GOOD[1:], mask=b"abcd"), "protocol_version", 1002),
     "oversized by far": (frame(b"", mask=b"abcd", length=2**64 - 1), "too_large", 1009),
 }  # fmt: skip
 

@@ -6,7 +6,6 @@ import os
 import signal
 import struct
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -346,26 +345,3 @@ def test_an_idle_connection_that_died_is_noticed(tls_dir: Path, monkeypatch: pyt
         with pytest.raises(RequestTimeout):
             submit(channel)
         leave.set()
-
-
-def test_a_forked_process_sends_nothing(llama: Executor) -> None:
-    """It has the parent's keys and counters, and would reuse the parent's key stream."""
-    with llama.connect() as session:
-        channel = session._remote.channel
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads
-            child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                with pytest.raises(ConnectionLost, match="stays in the process"):
-                    channel.ping()
-                with pytest.raises(ConnectionLost, match="stays in the process"):
-                    session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
-                channel.close()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        channel.ping()
-        assert session.stats.requests == 0

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is read, what is refused, and that the digest is the weights' alone."""
+"""Checkpoint folders: what is read, what is refused, and that the digest covers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from conftest import make_model
 
 from provider.discovery import discover
+from provider.executor import BaseExecutor
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError
+from shared.messages import digest_of
 
 
 def test_a_missing_folder_says_what_a_checkpoint_is(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_shards_hold_what_one_file_holds(tmp_path: Path, checkpoint: Callable[[s
     for name in whole.names():
         assert torch.equal(whole.read(name), sharded.read(name))
     groups = discover(whole).groups
-    assert whole.digest(groups) == sharded.digest(discover(sharded).groups)
+    assert whole.weights_digest(groups) == sharded.weights_digest(discover(sharded).groups)
 
 
 def test_rows_are_read_without_the_rest(checkpoint: Callable[[str], Path]) -> None:
@@ -83,14 +85,27 @@ def test_the_digest_changes_with_one_bit_of_one_served_weight(
         weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(1.0))
     model.save_pretrained(tmp_path)
     changed = Checkpoint(tmp_path)
-    assert original.digest(discover(original).groups) != changed.digest(discover(changed).groups)
+    assert original.weights_digest(discover(original).groups) != changed.weights_digest(
+        discover(changed).groups
+    )
 
 
-def test_the_digest_ignores_what_tenants_hold(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    original = Checkpoint(checkpoint("llama"))
+def test_the_digest_covers_what_tenants_download(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    original = BaseExecutor(checkpoint("llama")).manifest
     model = make_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight += 1
     model.save_pretrained(tmp_path)
-    changed = Checkpoint(tmp_path)
-    assert original.digest(discover(original).groups) == changed.digest(discover(changed).groups)
+    changed = BaseExecutor(tmp_path).manifest
+    assert original.weights == changed.weights
+    assert original.digest != changed.digest
+    assert digest_of(changed) == changed.digest
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert BaseExecutor(tmp_path).manifest.digest not in (original.digest, changed.digest)
+
+
+def test_a_file_that_no_tenant_takes_is_not_served(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(" " * (1 << 16) + "{}")
+    with pytest.raises(CheckpointError, match="no tenant takes more than 65536"):
+        BaseExecutor(tmp_path)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import signal
-import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import BASE_MODEL, HELD_OUT, TRAIN, finish, ok, start, tenant
 from conftest import Executor
 from typer.testing import CliRunner
 
@@ -26,58 +23,6 @@ from shared.errors import (
     VerificationError,
 )
 from tenant_sdk.cli import app
-
-ROOT = Path(__file__).parents[1]
-BASE_MODEL = ROOT / "examples" / "base_model"
-TRAIN, HELD_OUT = (ROOT / "examples" / "data" / f"clinic_notes_{name}.txt" for name in ("train", "heldout"))
-# Short processes on a machine with few cores: a second thread costs more than it brings.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-SECONDS = 300
-
-
-def start(
-    module: str,
-    *arguments: object,
-    token: str | None = None,
-    secrets: dict[str, str] | None = None,
-    **options: object,
-) -> subprocess.Popen[str]:
-    environment = {**ENVIRONMENT, **(secrets or {})} | ({} if token is None else {"TENANT_TOKEN": token})
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        **options,  # type: ignore[call-overload]
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit status, standard output, standard error."""
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    finally:
-        process.kill()
-    return process.returncode, out, err
-
-
-def ok(process: subprocess.Popen[str]) -> tuple[str, str]:
-    status, out, err = finish(process)
-    assert status == 0, f"{process.args}\n{out}\n{err}"
-    return out, err
-
-
-def tenant(command: str, executor: Executor, *more: object, **options: object) -> subprocess.Popen[str]:
-    where = ("--provider", executor.url, "--ca", executor.ca, "--token-env", "TENANT_TOKEN")
-    return start(
-        "tenant_sdk.cli",
-        command,
-        *where,
-        *more,
-        **({"token": executor.token} | options),  # type: ignore[arg-type]
-    )
 
 
 def test_from_certificates_to_a_generated_text(
@@ -104,19 +49,27 @@ def test_from_certificates_to_a_generated_text(
     out, err = ok(start("tenant_sdk.cli", "fingerprint", BASE_MODEL, "--output", prints))
     assert f"--fingerprints {prints} --fingerprint-key-env FINGERPRINT_KEY" in err
     secrets = {"SOURCE_TOKEN": other.token, "FINGERPRINT_KEY": out.strip()}
-    source = ("--mask-source", other.url, "--mask-source-ca", other.ca)
-    source += ("--mask-source-token-env", "SOURCE_TOKEN")
+    source = (
+        "--mask-source",
+        other.url,
+        "--mask-source-ca",
+        other.ca,
+        "--mask-source-token-env",
+        "SOURCE_TOKEN",
+    )
     checked = ("--fingerprints", prints, "--fingerprint-key-env", "FINGERPRINT_KEY")
 
     adapter = tmp_path / "new" / "adapter"
     learn = ("finetune", executor, "--data", TRAIN, "--held-out", HELD_OUT, "--output", adapter)
     learn += ("--steps", 8, "--batch-size", 4, "--sequence-length", 32, "--learning-rate", 5e-3)
+    status, _, err = finish(tenant(*learn, *source[:2], *source[4:], secrets=secrets))
+    assert (status, "give the mask source's own authority" in err) == (1, True)
     status, _, err = finish(tenant(*learn, *source, secrets=secrets))
     assert status == 1
-    assert "have the same address: provider and mask sources must be run by operators" in err
+    assert "have the same address, machine: provider and mask sources must be run by operators" in err
     assert "--allow-same-operator" in err
     out, err = ok(tenant(*learn, *source, "--allow-same-operator", secrets=secrets))
-    assert "these masks hide nothing from such an operator" in err
+    assert "these masks hide nothing from it" in err
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
     assert 1 < after < before
     assert "8 steps" in out
@@ -196,126 +149,6 @@ def test_a_training_that_stops_says_how_to_go_on(
     assert str(result.exception) == "so it was; to resume, add --resume to the same command"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def examined(
-    serve: Callable[..., Executor],
-    checkpoint: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, tuple[int, str, str]]:
-    """What doctor says in several situations; the processes run side by side."""
-    executor = serve(checkpoint("llama"))
-    other_ca = tmp_path_factory.mktemp("other")
-    ok(start("provider.cli", "certs", other_ca))
-
-    def doctor(url: str = executor.url, ca: Path = executor.ca, token: str = executor.token) -> object:
-        options = ("--provider", url, "--ca", ca, "--token-env", "TENANT_TOKEN", "--timeout", 20)
-        return start("tenant_sdk.cli", "doctor", *options, token=token)
-
-    running = {
-        "well": doctor(),
-        "port": doctor(url=f"wss://127.0.0.1:{free_port()}"),
-        "authority": doctor(ca=other_ca / "ca.pem"),
-        "token": doctor(token="x" * 43),
-        "host": doctor(url="wss://no-such-host.invalid:8765"),
-        "variable": doctor(token=""),
-    }
-    return {name: finish(process) for name, process in running.items()}  # type: ignore[arg-type]
-
-
-def test_doctor_finds_nothing(examined: dict[str, tuple[int, str, str]]) -> None:
-    status, out, err = examined["well"]
-    assert status == 0, out + err
-    assert "✗" not in out
-    steps = ("url", "dns", "tcp", "tls", "certificate", "token", "protocol", "manifest", "digest")
-    for step in (*steps, "round trip", "upload", "download"):
-        assert f"✓ {step}" in out
-    assert "TLSv1.3" in out
-    assert "LlamaForCausalLM" in out
-
-
-@pytest.mark.parametrize(
-    ("situation", "step", "wrong", "cure"),
-    [
-        ("port", "tcp", "Connection refused", "compare --provider with the URL that `serve` printed"),
-        ("authority", "tls", "authority is not trusted", "ask the provider for the ca.pem"),
-        ("token", "token", "refused the token", "symbiosis-provider token add"),
-        ("host", "dns", "cannot resolve the host name 'no-such-host.invalid'", "typing error"),
-        ("variable", "token", "TENANT_TOKEN is not set", "export TENANT_TOKEN="),
-    ],
-)
-def test_doctor_says_what_is_wrong_and_what_to_do(
-    examined: dict[str, tuple[int, str, str]], situation: str, step: str, wrong: str, cure: str
-) -> None:
-    status, out, err = examined[situation]
-    assert status == 1, out + err
-    assert "Traceback" not in err
-    finding, arrow = out.splitlines()[-2:]
-    assert finding.startswith(f"✗ {step}")
-    assert wrong in finding
-    assert arrow.strip().startswith("→")
-    assert cure in arrow
-    assert out.count("✗") == 1
-
-
-@pytest.fixture(scope="module")
-def ring(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Executor:
-    return serve(checkpoint("llama"), numerics="ring")
-
-
-def doctor_says(status: int, *arguments: object) -> str:
-    result = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
-    assert result.exit_code == status, result.output
-    return result.output
-
-
-def test_doctor_examines_mask_sources_too(
-    llama: Executor, ring: Executor, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENANT_TOKEN", ring.token)
-    monkeypatch.setenv("SOURCE_TOKEN", "x" * 43)
-    where = ("--provider", ring.url, "--ca", ring.ca, "--token-env", "TENANT_TOKEN")
-    other = ring.url.replace("127.0.0.1", "localhost")
-    source = ("--mask-source", other, "--mask-source", f"local:{checkpoint('llama')}")
-
-    said = doctor_says(0, *where)
-    assert "✓ numerics    ring" in said
-    assert "! mask source none given; one-time masks, the default, need one" in said
-    said = doctor_says(0, *where, *source)
-    assert said.count("✓ download") == 2
-    assert f"{other} claims to serve what the provider claims" in said
-    assert f"local:{checkpoint('llama')} holds what the provider claims" in said
-    assert "have the same address, certificate key" in said
-    assert "operators that do not collude" in said
-
-    token = ("--mask-source-token-env", "SOURCE_TOKEN")
-    said = doctor_says(1, *where, *source, *token)
-    assert said.count("✓ manifest") == said.count("✗ token") == 1
-    said = doctor_says(0, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *token)  # for each
-    assert "✗" not in said
-    result = CliRunner().invoke(app, [*map(str, ("doctor", *where, *source)), *token * 3])
-    assert "--mask-source-token-env: give one for all mask sources, or one for each" in str(result.exception)
-
-
-def test_doctor_says_that_one_time_masks_will_not_work(
-    llama: Executor, ring: Executor, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENANT_TOKEN", ring.token)
-    common = ("--ca", ring.ca, "--token-env", "TENANT_TOKEN", "--mask-source")
-    said = doctor_says(1, "--provider", llama.url, *common, ring.url)
-    assert "! numerics    float32: no one-time masks, nothing to verify" in said
-    assert "serve --numerics ring" in said
-    assert "✗ weights" in said
-    assert "it has another numerics" in said
-    for folder, message in (("nowhere", "not a checkpoint folder"), (checkpoint("gpt2"), "does not hold")):
-        said = doctor_says(1, "--provider", ring.url, *common, f"local:{folder}")
-        assert re.search(f"✗ weights .*{message}", said)
-
-
 def test_one_line_and_status_1_for_an_error(tmp_path: Path) -> None:
     status, out, err = finish(
         start(
@@ -340,6 +173,7 @@ FINETUNE = ("finetune", *COMMON, "--data", str(TRAIN), "--output")
 
 
 SOURCE = ("--mask-source", "wss://m")
+WAIVED = ("--allow-same", "token", "--allow-same", "authority")
 
 
 @pytest.mark.parametrize(
@@ -351,10 +185,12 @@ SOURCE = ("--mask-source", "wss://m")
         (("--wire-dtype", "float8"), "float8"),
         (("--method", "dora"), "which reads the base weights"),
         (("--method", "magic"), "choose from lora"),
+        (SOURCE, "give the mask source's own token"),
+        ((*SOURCE, "--allow-same", "all"), "allow_same is a set of some of host, address"),
         (("--client-key", "k.pem"), "go together"),
         (("--privacy", "plain", *SOURCE), "uses no masks"),
         (("--privacy", "noise-bank", *SOURCE, "--mask-source", "local:x"), "takes one mask source"),
-        (("--ca", "missing.pem", *SOURCE), "missing.pem"),
+        (("--ca", "missing.pem", *SOURCE, "--allow-same-operator"), "missing.pem"),
         ((*SOURCE, "--mask-source-ca", "a", "--mask-source-ca", "b"), "one for all mask sources, or one for"),
         ((*SOURCE, "--mask-source-token-env", "NOT_SET"), "put the mask source's token there"),
         ((*SOURCE, "--verify", "often"), "verify is one of always, sampled, off"),
@@ -362,7 +198,10 @@ SOURCE = ("--mask-source", "wss://m")
         ((*SOURCE, "--mask-budget-mib", "-1"), "not negative"),
         ((*SOURCE, "--fingerprints", "f"), "needs --fingerprint-key-env VAR"),
         ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "NOT_SET"), "put the fingerprints' key"),
-        ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "TENANT_TOKEN"), "the fingerprint key is"),
+        (
+            (*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "TENANT_TOKEN", *WAIVED),
+            "the fingerprint key is",
+        ),
     ],
 )
 def test_wrong_options(
@@ -397,7 +236,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sources = ["--mask-source", "wss://a", "--mask-source", "wss://b", "--mask-source-ca", "a.pem"]
     sources += ["--mask-source-token-env", "A_TOKEN", "--mask-source-token-env", "B_TOKEN"]
     privacy = ["--privacy", "one-time", "--allow-same-operator", "--mask-budget-mib", "7"]
-    privacy += ["--allow-transcript", "--pad-rows", "16"]
+    privacy += ["--allow-same", "key", "--allow-same", "host", "--allow-transcript", "--pad-rows", "16"]
     checks = ["--verify", "sampled", "--verify-rate", "0.5", "--fingerprints", "f"]
     client = ["--client-certificate", "c", "--client-key", "k", "--wire-dtype", "bfloat16"]
     CliRunner().invoke(app, where + sources + privacy + checks + client + ["--fingerprint-key-env", "KEY"])
@@ -410,6 +249,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "mask_sources": ["wss://a", "wss://b"],
         "mask_source_token": ["a_token", "b_token"],
         "mask_source_ca": Path("a.pem"),
+        "allow_same": ["key", "host"],
         "allow_same_operator": True,
         "allow_transcript": True,
         "mask_budget_mib": 7.0,

@@ -39,7 +39,9 @@ def test_the_demo_and_its_failure(tmp_path: Path) -> None:
         "every row by a mask of its own",
         "random seeds",
         "all of them right",
-        "allow_same_operator",
+        "allow_same",
+        "2 authorities (",
+        "and 2 tokens",
     ):
         assert promise in out
     files = {path.name for path in (tmp_path / "well").iterdir()}

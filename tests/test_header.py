@@ -65,7 +65,7 @@ def test_every_field_is_where_the_table_says() -> None:
     ("offset", "value", "code", "fatal"),
     [
         (0, 0, "protocol_version", True),
-        (0, 2, "protocol_version", True),
+        (0, 1, "protocol_version", True),
         (0, 255, "protocol_version", True),
         (1, 0, "operation", False),
         (1, 9, "operation", False),

@@ -19,8 +19,7 @@ import tenant_sdk
 from provider.executor import BaseExecutor
 from shared.errors import CheckpointError, RequestRefused, WireError, peer_text
 from shared.header import Direction
-from shared.messages import FileInfo
-from shared.protocol import MAX_FILE_BYTES, validate_manifest
+from shared.protocol import validate_manifest
 from tenant_sdk.connect import client_context, open_tcp, split_url
 
 
@@ -98,15 +97,6 @@ def test_a_configuration_that_makes_no_sense_is_a_checkpoint_error(
 ) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json cannot be used"):
         BaseExecutor(altered(**changes))
-
-
-def test_an_announced_file_is_bounded(llama: Executor) -> None:
-    with llama.connect() as session:
-        manifest = session.manifest
-    for size in (-1, MAX_FILE_BYTES + 1, 10**15):
-        files = (FileInfo("config.json", size, ""),)
-        with pytest.raises(WireError, match="announces a file"):
-            validate_manifest(msgspec.structs.replace(manifest, files=files))
 
 
 def test_another_class_than_the_models_is_a_mismatch(llama: Executor) -> None:

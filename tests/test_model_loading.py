@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,8 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaModel
 
 import tenant_sdk.remote
 from shared.errors import ModelMismatch, WireError
-from shared.messages import FileInfo
-from tenant_sdk.model_loading import download_files
 
 # float32 in another order of additions.
 TOLERANCE = 1e-5
@@ -169,10 +166,13 @@ def test_the_generation_configuration_comes_along(
     serve: Callable[..., Executor], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 7, "eos_token_id": [2, 5]}))
+    given = {"top_k": 7, "eos_token_id": [2, 5], "max_length": 9, "prompt_lookup_num_tokens": 4}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
     with serve(tmp_path).connect() as session:
         model = session.load_model(progress=False)
-    assert (model.generation_config.top_k, model.generation_config.eos_token_id) == (7, [2, 5])
+    changed = model.generation_config.to_diff_dict().keys()
+    assert changed <= {"eos_token_id", "max_length", "transformers_version"}
+    assert (model.generation_config.eos_token_id, model.generation_config.max_length) == ([2, 5], 9)
 
 
 def test_the_model_is_ready_to_use(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
@@ -215,21 +215,6 @@ def test_a_class_that_transformers_does_not_have(
 
 
 # -- files ----------------------------------------------------------------------------------------
-
-
-def test_only_known_file_names_are_written(tmp_path: Path) -> None:
-    names = ["config.json", "../evil.json", "/etc/passwd", "modeling_evil.py", "tokenizer.json"]
-    remote = SimpleNamespace(
-        manifest=SimpleNamespace(files=[FileInfo(name, 2, "") for name in names]), file=lambda info: b"{}"
-    )
-    folder = tmp_path / "inner"
-    folder.mkdir()
-    written = download_files(remote, folder, tokenizer=True)  # type: ignore[arg-type]
-    assert written == ["config.json", "tokenizer.json"]
-    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*")) == [
-        "inner/config.json",
-        "inner/tokenizer.json",
-    ]
 
 
 def test_a_file_that_changed_under_the_executor_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from provider.server import Server, server_context
 from provider.session import Service
 from provider.tokens import TokenFile
 from shared.errors import ConfigurationError
-from tenant_sdk.operators import Operators
+from tenant_sdk.operators import SIGNS, Operators
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -77,18 +78,29 @@ def meet(operators: Operators, url: str, address: str, certificate: bytes, party
 def test_each_sign_alone_is_enough(
     url: str, address: str, key: int, what: str, certificates: list[bytes]
 ) -> None:
-    operators = Operators(allow_same=False)
+    operators = Operators(())
     meet(operators, "wss://a.example:9", "10.0.0.1", certificates[0])
     with pytest.raises(ConfigurationError, match=f"have the same {what}: provider and mask sources"):
         meet(operators, url, address, certificates[key])
-    noted = Operators(allow_same=True)
+    noted = Operators(SIGNS)
     meet(noted, "wss://a.example:9", "10.0.0.1", certificates[0])
     meet(noted, url, address, certificates[key])
     assert noted.same == f"{url} and wss://a.example:9 have the same {what}"
+    words = {word: sign for sign, word in SIGNS.items()}
+    allowed = {words[word] for word in what.split(", ")}
+    for some in (allowed, allowed | {"machine"}):
+        waived = Operators(some)
+        meet(waived, "wss://a.example:9", "10.0.0.1", certificates[0])
+        meet(waived, url, address, certificates[key])
+    for sign in allowed:
+        other = Operators(SIGNS.keys() - {sign})
+        meet(other, "wss://a.example:9", "10.0.0.1", certificates[0])
+        with pytest.raises(ConfigurationError, match=f"--allow-same {sign}`"):
+            meet(other, url, address, certificates[key])
 
 
 def test_others_are_accepted_and_may_come_back(certificates: list[bytes]) -> None:
-    operators = Operators(allow_same=False)
+    operators = Operators(())
     for _ in range(2):  # the second time after a connection broke, perhaps at another address
         meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0])
         meet(operators, "wss://b.example:1", "10.0.0.2", certificates[1])
@@ -98,16 +110,36 @@ def test_others_are_accepted_and_may_come_back(certificates: list[bytes]) -> Non
 
 def test_one_who_comes_back_as_another_is_refused(certificates: list[bytes]) -> None:
     """A name that now leads to the provider's machine."""
-    operators = Operators(allow_same=False)
+    operators = Operators(())
     meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0])
     meet(operators, "wss://b.example:1", "10.0.0.2", certificates[1])
     with pytest.raises(ConfigurationError, match="same address"):
         meet(operators, "wss://b.example:1", "10.0.0.1", certificates[1])
 
 
+def test_what_a_party_was_before_counts_too(certificates: list[bytes]) -> None:
+    """A provider that changes its address, and a source that then appears at the old one."""
+    operators = Operators(())
+    meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0], "provider")
+    meet(operators, "wss://a.example:1", "10.0.0.3", certificates[0], "provider")
+    with pytest.raises(ConfigurationError, match="same address"):
+        meet(operators, "wss://b.example:1", "10.0.0.1", certificates[1], "source")
+
+
+def test_two_addresses_of_this_machine_are_one_machine(certificates: list[bytes]) -> None:
+    for first, second in itertools.combinations(("127.0.0.1", "127.0.0.2", "::1", "10.0.0.99"), 2):
+        operators = Operators(())
+        meet(operators, "wss://a.example:1", first, certificates[0])
+        with pytest.raises(ConfigurationError, match=r"have the same machine: .*allow_same=.'machine'"):
+            meet(operators, "wss://b.example:1", second, certificates[1])
+        waived = Operators({"machine"})
+        meet(waived, "wss://a.example:1", first, certificates[0])
+        meet(waived, "wss://b.example:1", second, certificates[1])
+
+
 def test_connections_that_have_ended_already(certificates: list[bytes]) -> None:
     """They have no address any more, and are of no use to anybody; what ended them is said by others."""
-    operators = Operators(allow_same=False)
+    operators = Operators(())
     meet(operators, "wss://a.example:1", "", certificates[0])
     meet(operators, "wss://b.example:1", "", certificates[1])
     with pytest.raises(ConfigurationError, match="same certificate key"):
@@ -115,7 +147,7 @@ def test_connections_that_have_ended_already(certificates: list[bytes]) -> None:
 
 
 def test_two_parties_under_one_url(certificates: list[bytes]) -> None:
-    operators = Operators(allow_same=False)
+    operators = Operators(())
     provider, source = object(), object()
     for _ in range(2):
         meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0], provider)
@@ -169,11 +201,13 @@ def test_another_operator_with_its_own_token_and_authority(
             elsewhere.server.url,
             mask_source_token=elsewhere.token,
             mask_source_ca=elsewhere.ca,
+            allow_same={"machine"},
         ) as session,
     ):
         got = fixed_result(session.load_model(progress=False), token_ids())
         assert session.stats.verified_rows > 0
-    assert not [r for r in caplog.records if r.name.startswith("tenant_sdk")]
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("tenant_sdk")]
+    assert "have the same machine, which was allowed" in warning
     expected = fixed_result(load_local(checkpoint("llama")), token_ids())
     assert float((got - expected).norm() / expected.norm()) < 1e-4
 
@@ -188,6 +222,7 @@ def test_lists_of_tokens_and_authorities(
         f"local:{checkpoint('llama')}",
         mask_source_token=[elsewhere.token, ""],
         mask_source_ca=[elsewhere.ca, ""],
+        allow_same={"machine"},
     ) as session:
         fixed_result(session.load_model(progress=False), token_ids())
 
@@ -200,10 +235,48 @@ def test_lists_of_the_wrong_length(option: str, count: int, trio: Callable[[str]
         connect(provider, *[other.url for other in others], **{option: ["x"] * count})
 
 
-def test_the_same_machine_is_refused(trio: Callable[[str], Trio]) -> None:
+def test_the_same_machine_is_refused(trio: Callable[[str], Trio], elsewhere: Elsewhere) -> None:
     provider, other, _ = trio("llama")
     with pytest.raises(ConfigurationError, match="--allow-same-operator"):
-        connect(provider, other.url)
+        connect(provider, other.url, allow_same={"authority", "token"})
+    own: dict[str, Any] = {"mask_source_token": elsewhere.token, "mask_source_ca": elsewhere.ca}
+    with pytest.raises(ConfigurationError, match="have the same machine"):
+        connect(provider, elsewhere.server.url, **own)
+
+
+@pytest.mark.parametrize("privacy", ["one-time", "noise-bank"])
+def test_nothing_is_shared_by_default(
+    privacy: str, trio: Callable[[str], Trio], elsewhere: Elsewhere, tmp_path: Path
+) -> None:
+    """Neither token nor authority reach another operator unless somebody says so by name, and nobody is
+    connected to before that is clear."""
+    provider = trio("llama")[0]
+    both = tmp_path / "both.pem"
+    both.write_bytes(provider.ca.read_bytes() + elsewhere.ca.read_bytes())
+    own: dict[str, Any] = {"mask_source_token": elsewhere.token, "mask_source_ca": elsewhere.ca}
+    own |= {"privacy": privacy, "allow_same": {"machine"}}
+    for change, message in (
+        ({"mask_source_token": None}, "give the mask source's own token"),
+        ({"mask_source_token": ""}, "give the mask source's own token"),
+        ({"mask_source_token": provider.token}, "have the same token"),
+        ({"mask_source_ca": None}, "give the mask source's own authority"),
+        ({"mask_source_ca": provider.ca}, "hold the same certificate authority"),
+        ({"mask_source_ca": both}, "hold the same certificate authority"),
+        ({"mask_source_ca": provider.server and tmp_path / "none.pem"}, "cannot use the authority's"),
+        ({"allow_same": "machine"}, "allow_same is a set"),
+        ({"allow_same": {"all"}}, "allow_same is a set"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            connect(provider, elsewhere.server.url, **(own | change))
+    if privacy == "one-time":  # the other takes one source
+        two = [elsewhere.server.url, f"{elsewhere.server.url}/"]
+        with pytest.raises(ConfigurationError, match="hold the same certificate authority"):
+            connect(provider, *two, **own | {"mask_source_token": ["a", "b"]})
+    with pytest.raises(tenant_sdk.AuthenticationError):
+        connect(provider, elsewhere.server.url, **own | {"mask_source_token": None, "allow_same": {"token"}})
+    with pytest.raises(tenant_sdk.TlsError):  # known to the operating system this authority is not
+        connect(provider, elsewhere.server.url, **own | {"mask_source_ca": "system"})
+    connect(provider, elsewhere.server.url, **own).close()
 
 
 @pytest.mark.parametrize("spelling", ["{}", "{}/", "wss://localhost:{port}"])
@@ -211,7 +284,7 @@ def test_the_provider_itself_is_refused(spelling: str, trio: Callable[[str], Tri
     provider = trio("llama")[0]
     url = spelling.format(provider.url, port=provider.url.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="operators that do not collude"):
-        connect(provider, url)
+        connect(provider, url, allow_same={"authority", "token"})
 
 
 def test_two_sources_of_one_operator_are_refused(trio: Callable[[str], Trio], elsewhere: Elsewhere) -> None:
@@ -219,7 +292,12 @@ def test_two_sources_of_one_operator_are_refused(trio: Callable[[str], Trio], el
     url = elsewhere.server.url
     with pytest.raises(ConfigurationError, match="operators that do not collude"):
         connect(
-            trio("llama")[0], url, f"{url}/", mask_source_token=elsewhere.token, mask_source_ca=elsewhere.ca
+            trio("llama")[0],
+            url,
+            f"{url}/",
+            mask_source_token=elsewhere.token,
+            mask_source_ca=elsewhere.ca,
+            allow_same={"machine", "authority", "token"},
         )
 
 
@@ -230,7 +308,7 @@ def test_allowing_it_says_what_it_is_worth(
     provider, other, _ = trio("llama")
     with caplog.at_level(logging.WARNING):
         connect(provider, (provider if same else other).url, allow_same_operator=True).close()
-    assert "these masks hide nothing" in caplog.text
+    assert "which was allowed: if that is one operator, these masks hide nothing" in caplog.text
 
 
 def test_a_bank_from_the_provider_itself_says_so(
@@ -240,5 +318,5 @@ def test_a_bank_from_the_provider_itself_says_so(
     for sources in ((), (provider.url,)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            connect(provider, *sources, privacy="noise-bank").close()
+            connect(provider, *sources, privacy="noise-bank", allow_same={"authority", "token"}).close()
         assert "multiplies the masks itself" in caplog.text

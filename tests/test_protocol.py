@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shared.errors import WireError
 from shared.header import DTYPE_CODES, DTYPES, Direction, Header, Operation
-from shared.messages import GroupInfo, Limits, Manifest, Member, ParameterInfo
+from shared.messages import FileInfo, GroupInfo, Limits, Manifest, Member, ParameterInfo, digest_of
 from shared.protocol import (
     MAX_ANSWER_CONTROL_BYTES,
     MAX_REQUEST_CONTROL_BYTES,
@@ -38,15 +38,17 @@ MANIFEST = Manifest(
     model="tiny",
     architecture="LlamaForCausalLM",
     base_prefix="model",
-    digest="0" * 64,
+    weights="0" * 64,
+    digest="",
     numerics="float32",
     wire_dtypes=("float32", "bfloat16"),
     limits=LIMITS,
     groups=GROUPS,
-    parameters=(ParameterInfo("norm.weight", (8,), "float32"),),
+    parameters=(ParameterInfo("norm.weight", (8,), "float32", "00" * 32),),
     unavailable=(),
     files=(),
 )
+MANIFEST = msgspec.structs.replace(MANIFEST, digest=digest_of(MANIFEST))
 RING_MANIFEST = msgspec.structs.replace(
     MANIFEST,
     numerics=RING,
@@ -417,35 +419,60 @@ def _group(inputs: int, *outputs: int) -> GroupInfo:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"groups": (_group(8),)},
-        {"groups": (_group(8, *[1] * 65),)},
-        {"groups": (_group(0, 1),)},
-        {"groups": (_group(-1, 1),)},
-        {"groups": (_group(8, 0),)},
-        {"groups": (_group(8, 1 << 31),)},
-        {"groups": (_group(1 << 31, 8),)},
-        {"parameters": (ParameterInfo("a", (0,), "float32"),)},
-        {"parameters": (ParameterInfo("a", (-1, 8), "float32"),)},
-        {"parameters": (ParameterInfo("a", (1 << 31,), "float32"),)},
-        {"parameters": (ParameterInfo("a", (8,), "complex64"),)},
-        {"parameters": (ParameterInfo("a", (8,), "load"),)},
-        {"limits": Limits(max_message_bytes=(1 << 16) - 1, max_rows=1)},
-        {"limits": Limits(max_message_bytes=1 << 16, max_rows=0)},
-        {"wire_dtypes": ("float32", "object")},
+        ({"groups": (_group(8),)}, "shape"),
+        ({"groups": (_group(8, *[1] * 65),)}, "shape"),
+        ({"groups": (_group(0, 1),)}, "shape"),
+        ({"groups": (_group(-1, 1),)}, "shape"),
+        ({"groups": (_group(8, 0),)}, "shape"),
+        ({"groups": (_group(8, 1 << 31),)}, "shape"),
+        ({"groups": (_group(1 << 31, 8),)}, "shape"),
+        ({"parameters": (ParameterInfo("a", (0,), "float32", ""),)}, "type"),
+        ({"parameters": (ParameterInfo("a", (-1, 8), "float32", ""),)}, "type"),
+        ({"parameters": (ParameterInfo("a", (1 << 31,), "float32", ""),)}, "type"),
+        ({"parameters": (ParameterInfo("a", (8,), "complex64", ""),)}, "type"),
+        ({"parameters": (ParameterInfo("a", (8,), "load", ""),)}, "type"),
+        ({"limits": Limits(max_message_bytes=(1 << 16) - 1, max_rows=1)}, "limits"),
+        ({"limits": Limits(max_message_bytes=1 << 16, max_rows=0)}, "limits"),
+        ({"wire_dtypes": ("float32", "object")}, "dtypes"),
+        ({"files": (FileInfo("config.json", (1 << 20) + 1, ""),)}, "announces a file"),
+        ({"files": (FileInfo("config.json", -1, ""),)}, "announces a file"),
+        ({"files": (FileInfo("../config.json", 2, ""),)}, "announces a file"),
+        ({"model": "\x1b]0;owned\x07"}, "no name"),
+        ({"server": "x" * 257}, "no name"),
+        ({"unavailable": ("a\nb",)}, "no name"),
+        ({"groups": (GroupInfo(8, (Member("\x00", 1, "t"),)),)}, "no name"),
+        ({"files": 2 * (FileInfo("config.json", 2, ""),)}, "a file twice"),
+        ({"parameters": 2 * (ParameterInfo("a", (8,), "float32", ""),)}, "a parameter twice"),
     ],
 )
-def test_a_manifest_that_could_do_harm_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(WireError) as caught:
-        validate_manifest(msgspec.structs.replace(MANIFEST, **change))
+def test_a_manifest_that_could_do_harm_is_refused(change: dict[str, Any], message: str) -> None:
+    changed = msgspec.structs.replace(MANIFEST, **change)
+    with pytest.raises(WireError, match=message) as caught:
+        validate_manifest(msgspec.structs.replace(changed, digest=digest_of(changed)))
     assert caught.value.code == "manifest"
+
+
+def test_a_digest_is_of_what_the_manifest_lists() -> None:
+    """So that whoever pins it pins every file and parameter, whatever an executor claims."""
+    for change in (
+        {"weights": "1" * 64},
+        {"architecture": "GPT2LMHeadModel"},
+        {"base_prefix": ""},
+        {"groups": GROUPS[:-1]},
+        {"parameters": ()},
+        {"parameters": (ParameterInfo("norm.weight", (8,), "float32", "11" * 32),)},
+        {"files": (FileInfo("config.json", 2, "00" * 32),)},
+    ):
+        with pytest.raises(WireError, match="digest"):
+            validate_manifest(msgspec.structs.replace(MANIFEST, **change))
+    assert digest_of(RING_MANIFEST) == MANIFEST.digest  # numerics are not in it
 
 
 def test_every_dtype_has_a_name_that_manifests_may_use() -> None:
     names = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
-    validate_manifest(
-        msgspec.structs.replace(
-            MANIFEST, parameters=tuple(ParameterInfo(name, (), name) for name in names), wire_dtypes=names
-        )
+    changed = msgspec.structs.replace(
+        MANIFEST, parameters=tuple(ParameterInfo(name, (), name, "") for name in names), wire_dtypes=names
     )
+    validate_manifest(msgspec.structs.replace(changed, digest=digest_of(changed)))

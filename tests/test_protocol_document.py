@@ -125,7 +125,7 @@ def test_names_and_numbers() -> None:
     assert f"# The wire protocol, version {PROTOCOL_VERSION}\n" in TEXT
     files = re.search(r"(?s)MUST refuse other names than these: (.*?)\. A tenant", TEXT)
     assert files is not None
-    assert tuple(re.findall(r"`([\w.]+)`", files[1])) == TENANT_FILES
+    assert tuple(re.findall(r"`([\w.]+)`", files[1])) == tuple(TENANT_FILES)
     limits = {row[0]: row[1] for row in table(section("Limits"))}
     assert limits["payload of HELLO, FETCH and ERROR"] == f"{MAX_REQUEST_CONTROL_BYTES:,} bytes"
     assert limits["payload of WELCOME"] == f"{MAX_ANSWER_CONTROL_BYTES >> 20} MiB"

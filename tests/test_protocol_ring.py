@@ -25,7 +25,7 @@ from test_protocol import (
 
 from shared.errors import WireError
 from shared.header import DTYPE_CODES, SEED_BYTES, Direction, Header, Operation
-from shared.messages import Limits, Manifest
+from shared.messages import Limits, Manifest, digest_of
 from shared.protocol import RING, ExecutorProtocol, GroupShape, TenantProtocol, validate_manifest
 from shared.websocket import MessageReader, Opcode, frame_header
 
@@ -167,7 +167,8 @@ def test_a_ring_without_possible_bounds_is_refused(bounds: tuple[int, int] | Non
 
     def manifest(bounds: tuple[int, int] | None) -> Manifest:
         group = msgspec.structs.replace(_group(8, 2, 3), bounds=bounds)
-        return msgspec.structs.replace(RING_MANIFEST, groups=(group,))
+        changed = msgspec.structs.replace(RING_MANIFEST, groups=(group,))
+        return msgspec.structs.replace(changed, digest=digest_of(changed))
 
     for good in ((0, 0), (1, 1), (8 << 14, 5 << 14)):
         validate_manifest(manifest(good))

@@ -30,7 +30,7 @@ def test_the_example_runs(tmp_path: Path, serve_process: Callable[..., Executor]
         "SYMBIOSIS_URL": executor.url,
         "SYMBIOSIS_CA": str(executor.ca),
         "SYMBIOSIS_TOKEN": executor.token,
-        # A second executor would be the same operator's, which the example refuses.
+        # A second executor would be on the same machine, which the example refuses.
         "SYMBIOSIS_MASK_SOURCE": f"local:{ROOT / 'examples' / 'base_model'}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",

@@ -50,7 +50,8 @@ def test_one_time_is_the_default_and_names_the_choices(trio: Callable[[str], Tri
         ({"timeout": 0.0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"wire_dtype": "int32"}, "float32 or bfloat16"),
-        ({"fingerprints": "file"}, "is encrypted: give fingerprint_key"),
+        ({"fingerprints": "file"}, "give the mask source's own token"),
+        ({"fingerprints": "file", "allow_same_operator": True}, "is encrypted: give fingerprint_key"),
         ({"fingerprint_key": "x"}, "fingerprints="),
     ],
 )

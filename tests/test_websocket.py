@@ -212,7 +212,7 @@ FATAL: dict[str, tuple[bytes, str]] = {
         frame(HEAD, fin=False) + frame(b"", CONTINUATION, fin=False, length=(1 << 20) + 1),
         "too_large",
     ),
-    "another version": (frame(b"\x02" + HEAD[1:]), "protocol_version"),
+    "another version": (frame(b"\x01" + HEAD[1:]), "protocol_version"),
     "parts longer than the header says": (
         frame(HEAD, fin=False) + frame(bytes(97), CONTINUATION),
         "payload_length",

@@ -13,8 +13,8 @@ import struct
 import sys
 from pathlib import Path
 
-VERSION = 1
-SUBPROTOCOL = "symbiosis.v1"
+VERSION = 2
+SUBPROTOCOL = "symbiosis.v2"
 HEADER = struct.Struct("<BBBBIIIIHHQ")
 NAMES = (
     "operation",
@@ -412,6 +412,30 @@ def check_outcome(vector: dict, vectors: dict) -> None:
     expect(got == (vector["code"], vector["fatal"], vector["request_id"]), f"gives {got}")
 
 
+def digest(manifest: dict) -> str:
+    """Of all that a tenant downloads, and of the weights."""
+    members = [
+        [
+            member["name"],
+            member["tensor"],
+            member.get("transposed", False),
+            group["inputs"],
+            member["outputs"],
+        ]
+        for group in manifest["groups"]
+        if not group.get("head", False)
+        for member in group["members"]
+    ]
+    what = [
+        *(manifest[name] for name in ("weights", "architecture", "base_prefix")),
+        sorted(members),
+        sorted([p["name"], p["dtype"], p["shape"], p["sha256"]] for p in manifest["parameters"]),
+        sorted([f["name"], f["size"], f["sha256"]] for f in manifest["files"]),
+    ]
+    text = json.dumps(what, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 CHECKS = {
     "messages": check_message,
     "frames": check_frame,
@@ -428,6 +452,9 @@ def check(vectors: dict) -> tuple[int, list[str]]:
     wrong, count = [], 0
     if (vectors["protocol_version"], vectors["subprotocol"]) != (VERSION, SUBPROTOCOL):
         wrong.append("another version")
+    for name, manifest in vectors["manifests"].items():
+        if manifest["digest"] != digest(manifest):
+            wrong.append(f"manifest {name}: another digest")
     for kind, check_one in CHECKS.items():
         expect(vectors[kind], f"no {kind}")
         for number, vector in enumerate(vectors[kind]):

@@ -39,6 +39,7 @@ from shared.messages import (
     Member,
     Message,
     ParameterInfo,
+    digest_of,
     encode,
 )
 from shared.protocol import RING, ExecutorProtocol, GroupShape, TenantProtocol
@@ -62,7 +63,8 @@ MANIFEST = Manifest(
     model="tiny",
     architecture="LlamaForCausalLM",
     base_prefix="model",
-    digest="5e" * 32,
+    weights="5e" * 32,
+    digest="",
     numerics="float32",
     wire_dtypes=("float32", "bfloat16"),
     limits=Limits(max_message_bytes=65_536, max_rows=10),
@@ -73,11 +75,12 @@ MANIFEST = Manifest(
         GroupInfo(3, (Member("layers.0.down", 4, "model.layers.0.down.weight"),)),
         GroupInfo(2, (Member("wide", 10_000, "model.wide.weight"),), head=True),
     ),
-    parameters=(ParameterInfo("model.embed_tokens.weight", (5, 4), "float32"),),
+    parameters=(ParameterInfo("model.embed_tokens.weight", (5, 4), "float32", "cd" * 32),),
     unavailable=(),
     files=(FileInfo("config.json", 120, "ab" * 32),),
 )
 
+MANIFEST = msgspec.structs.replace(MANIFEST, digest=digest_of(MANIFEST))
 MANIFESTS = {
     "float32": MANIFEST,
     RING: msgspec.structs.replace(

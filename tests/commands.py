@@ -1,0 +1,62 @@
+"""The command lines as processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import Executor
+
+ROOT = Path(__file__).parents[1]
+BASE_MODEL = ROOT / "examples" / "base_model"
+TRAIN, HELD_OUT = (ROOT / "examples" / "data" / f"clinic_notes_{name}.txt" for name in ("train", "heldout"))
+# Short processes on a machine with few cores: a second thread costs more than it brings.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+SECONDS = 300
+
+
+def start(
+    module: str,
+    *arguments: object,
+    token: str | None = None,
+    secrets: dict[str, str] | None = None,
+    **options: object,
+) -> subprocess.Popen[str]:
+    environment = {**ENVIRONMENT, **(secrets or {})} | ({} if token is None else {"TENANT_TOKEN": token})
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def ok(process: subprocess.Popen[str]) -> tuple[str, str]:
+    status, out, err = finish(process)
+    assert status == 0, f"{process.args}\n{out}\n{err}"
+    return out, err
+
+
+def tenant(command: str, executor: Executor, *more: object, **options: object) -> subprocess.Popen[str]:
+    where = ("--provider", executor.url, "--ca", executor.ca, "--token-env", "TENANT_TOKEN")
+    return start(
+        "tenant_sdk.cli",
+        command,
+        *where,
+        *more,
+        **({"token": executor.token} | options),  # type: ignore[arg-type]
+    )

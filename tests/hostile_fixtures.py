@@ -1,0 +1,66 @@
+"""Fixtures of the tests of hostile files: a real executor whose provider lies in what it supplies.
+
+A test module takes them with ``pytest_plugins = ("hostile_fixtures",)``.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import Executor
+from hostile_files import SECRET, TOKENIZER
+
+from provider.executor import BaseExecutor
+from provider.server import Server, server_context
+from provider.session import Service
+from provider.tokens import TokenFile
+from shared.messages import digest_of
+
+
+@pytest.fixture
+def hostile(
+    checkpoint: Callable[[str], Path], tls_dir: Path, token_file: tuple[Path, str], tmp_path: Path
+) -> Iterator[Callable[..., Executor]]:
+    """An executor that multiplies rightly and serves other files: ``hostile({"config.json": b"{}"})``.
+
+    None in place of a file leaves it out. The provider itself loads the honest checkpoint first, so what it
+    serves afterwards need not make sense; its manifest lists it truly, since a lie is found at once.
+    """
+    servers: list[Server] = []
+
+    def start(
+        files: dict[str, bytes | None], architecture: str = "llama", numerics: str = "ring"
+    ) -> Executor:
+        folder = tmp_path / f"hostile{len(servers)}"
+        shutil.copytree(checkpoint(architecture), folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TOKENIZER / name, folder)
+        base = BaseExecutor(folder, numerics=numerics)
+        for name, data in files.items():
+            (folder / name).unlink(missing_ok=True)
+            if data is not None:
+                (folder / name).write_bytes(data)
+        manifest = msgspec.structs.replace(base.manifest, files=base.checkpoint.tenant_files())
+        base.manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
+        base._files = {info.name: info for info in base.manifest.files}
+        server = Server(
+            Service.of(base), context=server_context(tls_dir), tokens=TokenFile(token_file[0]), port=0
+        )
+        servers.append(server)
+        return Executor(server.url, token_file[1], tls_dir / "ca.pem", server=server)
+
+    yield start
+    for server in servers:
+        server.drain(1.0)
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of the tenant's, which could be read as a word list."""
+    path = tmp_path / "environ"
+    path.write_text(f"{SECRET}\n[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\n")
+    return path

@@ -1,0 +1,141 @@
+"""``symbiosis-tenant doctor`` as its users run it."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import finish, ok, start
+from conftest import Executor
+from typer.testing import CliRunner
+
+from tenant_sdk.cli import app
+
+WAIVED = ("--allow-same", "token", "--allow-same", "authority")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def examined(
+    serve: Callable[..., Executor],
+    checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[int, str, str]]:
+    """What doctor says in several situations; the processes run side by side."""
+    executor = serve(checkpoint("llama"))
+    other_ca = tmp_path_factory.mktemp("other")
+    ok(start("provider.cli", "certs", other_ca))
+
+    def doctor(url: str = executor.url, ca: Path = executor.ca, token: str = executor.token) -> object:
+        options = ("--provider", url, "--ca", ca, "--token-env", "TENANT_TOKEN", "--timeout", 20)
+        return start("tenant_sdk.cli", "doctor", *options, token=token)
+
+    running = {
+        "well": doctor(),
+        "port": doctor(url=f"wss://127.0.0.1:{free_port()}"),
+        "authority": doctor(ca=other_ca / "ca.pem"),
+        "token": doctor(token="x" * 43),
+        "host": doctor(url="wss://no-such-host.invalid:8765"),
+        "variable": doctor(token=""),
+    }
+    return {name: finish(process) for name, process in running.items()}  # type: ignore[arg-type]
+
+
+def test_doctor_finds_nothing(examined: dict[str, tuple[int, str, str]]) -> None:
+    status, out, err = examined["well"]
+    assert status == 0, out + err
+    assert "✗" not in out
+    steps = ("url", "dns", "tcp", "tls", "certificate", "token", "protocol", "manifest", "digest")
+    for step in (*steps, "round trip", "upload", "download"):
+        assert f"✓ {step}" in out
+    assert "TLSv1.3" in out
+    assert "LlamaForCausalLM" in out
+
+
+@pytest.mark.parametrize(
+    ("situation", "step", "wrong", "cure"),
+    [
+        ("port", "tcp", "Connection refused", "compare --provider with the URL that `serve` printed"),
+        ("authority", "tls", "authority is not trusted", "ask the provider for the ca.pem"),
+        ("token", "token", "refused the token", "symbiosis-provider token add"),
+        ("host", "dns", "cannot resolve the host name 'no-such-host.invalid'", "typing error"),
+        ("variable", "token", "TENANT_TOKEN is not set", "export TENANT_TOKEN="),
+    ],
+)
+def test_doctor_says_what_is_wrong_and_what_to_do(
+    examined: dict[str, tuple[int, str, str]], situation: str, step: str, wrong: str, cure: str
+) -> None:
+    status, out, err = examined[situation]
+    assert status == 1, out + err
+    assert "Traceback" not in err
+    finding, arrow = out.splitlines()[-2:]
+    assert finding.startswith(f"✗ {step}")
+    assert wrong in finding
+    assert arrow.strip().startswith("→")
+    assert cure in arrow
+    assert out.count("✗") == 1
+
+
+@pytest.fixture(scope="module")
+def ring(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Executor:
+    return serve(checkpoint("llama"), numerics="ring")
+
+
+def doctor_says(status: int, *arguments: object) -> str:
+    result = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_doctor_examines_mask_sources_too(
+    llama: Executor, ring: Executor, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENANT_TOKEN", ring.token)
+    monkeypatch.setenv("SOURCE_TOKEN", "x" * 43)
+    where = ("--provider", ring.url, "--ca", ring.ca, "--token-env", "TENANT_TOKEN")
+    other = ring.url.replace("127.0.0.1", "localhost")
+    source = ("--mask-source", other, "--mask-source", f"local:{checkpoint('llama')}")
+
+    said = doctor_says(0, *where)
+    assert "✓ numerics    ring" in said
+    assert "! mask source none given; one-time masks, the default, need one" in said
+    assert "✗ authorities give the mask source's own authority" in doctor_says(1, *where, *source)
+    said = doctor_says(0, *where, *source, "--allow-same-operator")
+    assert said.count("✓ download") == 2
+    assert f"{other} lists what the provider lists" in said
+    assert f"local:{checkpoint('llama')} holds what the provider claims" in said
+    assert "have the same address, certificate key, machine" in said
+    assert "operators that do not collude" in said
+
+    token = ("--mask-source-token-env", "SOURCE_TOKEN")
+    waived = (*WAIVED, "--mask-source-ca", ring.ca)
+    said = doctor_says(1, *where, *source, *token, *waived)
+    assert said.count("✓ manifest") == said.count("✗ token") == 1
+    said = doctor_says(0, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *token, *waived)
+    assert "✗" not in said  # one for each
+    said = doctor_says(1, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *waived[2:])
+    assert "✗ tokens      provider and mask sources have the same token" in said
+    result = CliRunner().invoke(app, [*map(str, ("doctor", *where, *source)), *token * 3])
+    assert "--mask-source-token-env: give one for all mask sources, or one for each" in str(result.exception)
+
+
+def test_doctor_says_that_one_time_masks_will_not_work(
+    llama: Executor, ring: Executor, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENANT_TOKEN", ring.token)
+    common = ("--ca", ring.ca, "--token-env", "TENANT_TOKEN", *WAIVED, "--mask-source")
+    said = doctor_says(1, "--provider", llama.url, *common, ring.url)
+    assert "! numerics    float32: no one-time masks, nothing to verify" in said
+    assert "serve --numerics ring" in said
+    assert "✗ weights" in said
+    assert "do not serve the same: another numerics" in said
+    for folder, message in (("nowhere", "not a checkpoint folder"), (checkpoint("gpt2"), "does not hold")):
+        said = doctor_says(1, "--provider", ring.url, *common, f"local:{folder}")
+        assert re.search(f"✗ weights .*{message}", said)
