@@ -21,10 +21,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from shared.errors import ConfigurationError
 
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
+DEFAULT_DAYS = 90  # what is renewed this often is renewed by a script, and a lost key is soon worth nothing
 
 
 def write_certificates(
-    folder: str | Path, hosts: Sequence[str] = DEFAULT_HOSTS, *, now: datetime.datetime, days: int = 365
+    folder: str | Path,
+    hosts: Sequence[str] = DEFAULT_HOSTS,
+    *,
+    now: datetime.datetime,
+    days: int = DEFAULT_DAYS,
 ) -> None:
     """Write ``ca.pem``, ``server.pem``, ``server.key``, ``client.pem`` and ``client.key``.
 

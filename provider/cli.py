@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -25,7 +24,8 @@ import typer
 from rich.markup import escape
 from tqdm import tqdm
 
-from provider.certificates import DEFAULT_HOSTS, write_certificates
+from provider.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
+from provider.descriptors import allow, needed
 from provider.log import console as _errors
 from provider.log import log_to_console
 from provider.tokens import TokenFile
@@ -49,6 +49,7 @@ def certs(
         Optional[list[str]],  # noqa: UP045 - typer reads it at run time
         typer.Option(help="Name or address of the executor; repeat for more. Default: this machine."),
     ] = None,
+    days: Annotated[int, typer.Option(min=1, max=825, help="How long they are valid.")] = DEFAULT_DAYS,
     force: Annotated[bool, typer.Option("--force", help="Replace certificates that are there.")] = False,
 ) -> None:
     """Make a development CA with a server and a client certificate."""
@@ -57,8 +58,12 @@ def certs(
             f"{directory} holds certificates, and tenants who trust them would not trust new ones; choose "
             "another folder, or replace them with --force"
         )
-    write_certificates(directory, host or DEFAULT_HOSTS, now=datetime.datetime.now(datetime.UTC))
-    print(f"wrote ca.pem (give it to tenants), server.pem/.key and client.pem/.key in {directory}")
+    now = datetime.datetime.now(datetime.UTC)
+    write_certificates(directory, host or DEFAULT_HOSTS, now=now, days=days)
+    print(
+        f"wrote ca.pem (give it to tenants), server.pem/.key and client.pem/.key in {directory}, "
+        f"valid until {now + datetime.timedelta(days=days):%Y-%m-%d}"
+    )
 
 
 @token_app.command("add")
@@ -171,6 +176,7 @@ def serve(
     keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
+    allow(needed(max_connections, local=bool(front_doors or local_dir)))
     context = server_context(tls_dir, client_ca)
     tokens = TokenFile(token_file)
     tenants = tokens.check_readable()
@@ -218,8 +224,6 @@ def serve(
     if front_doors and local_dir is None:
         private = tempfile.TemporaryDirectory(prefix="symbiosis-")
     directory = Path(private.name) if private else local_dir
-    if directory:
-        _allow_open_files(12 * max_connections + 256)  # sockets, pipes and memory of each local session
     local = directory and ColocatedServer(
         server.service,
         tokens=tokens,
@@ -285,14 +289,6 @@ def serve(
     if private:
         private.cleanup()
     _errors.print("stopped" if clean else "stopped; some requests were cut off")
-
-
-def _allow_open_files(wanted: int) -> None:
-    """Raise this process's limit, which is 1024 on many systems, as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def run(application: Callable[[], Any]) -> None:

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 import zmq
 
+from provider.connection import NO_ROOM
+from provider.descriptors import explained, none_left
 from provider.server import Sessions
 from provider.session import Service, TenantSession
 from provider.tokens import TokenFile
@@ -362,9 +364,8 @@ class ColocatedServer:
                 who, *parts = self._door.recv_multipart(zmq.NOBLOCK)
                 try:
                     answer = self._answer(parts)
-                except Exception:
-                    log.exception("no session for a tenant of this machine")
-                    answer = self._refuse("internal", "the executor failed to open a session; report it")
+                except Exception as error:
+                    answer = self._failed(error)
                 self._door.send_multipart([who, *answer], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 log.info("a tenant of this machine left early: %s", error)
@@ -407,6 +408,13 @@ class ColocatedServer:
             self._service.metrics.handshake_failed(code)
         log.info("no session: %s", code)
         return [REFUSED, encode(ErrorInfo(code, message, retry_after))]
+
+    def _failed(self, error: Exception) -> list[bytes]:
+        if none_left(error):
+            log.error("no session for a tenant of this machine: %s", explained(error))
+            return self._refuse("overloaded", NO_ROOM, _RETRY_SECONDS)
+        log.error("no session for a tenant of this machine", exc_info=error)
+        return self._refuse("internal", "the executor failed to open a session; report it")
 
     def _serve(self, session: ColocatedConnection) -> None:
         with self._sessions.open(session):

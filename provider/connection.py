@@ -7,12 +7,15 @@ half of what it takes through an event loop (``docs/performance.md``).
 
 from __future__ import annotations
 
+import io
 import logging
+import math
 import select
 import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -21,8 +24,9 @@ from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
 from provider.answering import Send, Session
+from provider.descriptors import explained, none_left
 from provider.tokens import TokenFile
-from shared.errors import WireError
+from shared.errors import ConfigurationError, WireError
 from shared.header import SUBPROTOCOL, Header
 from shared.messages import ErrorInfo, encode
 from shared.websocket import Incoming, MessageReader, Opcode, encode_control, encode_message
@@ -32,6 +36,10 @@ _quiet = logging.getLogger("symbiosis.websockets")
 _quiet.setLevel(logging.ERROR)
 
 HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_BYTES = 16 * 1024  # of HTTP
+LINGER_SECONDS = 1.0  # for a refused peer to read why
+RETRY_SECONDS = 5.0  # after which there may be room
+NO_ROOM = "the executor has no room for another session; try again later"
 STALL_SECONDS = 60.0  # without a byte in the middle of a message, or unable to write one
 
 
@@ -68,6 +76,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     raw.settimeout(HANDSHAKE_SECONDS)
+    raw.getpeername()  # fails if the peer has gone; ssl would take that for a socket yet to be connected
     sock = context.wrap_socket(raw, server_side=True)
     try:
         return sock, _upgrade(sock, tokens, deadline)
@@ -79,34 +88,74 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
 def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
+    room = HANDSHAKE_BYTES
     while request is None:
-        left = deadline - time.monotonic()
-        if left <= 0:  # bytes that come one by one must not stretch it
-            raise TimeoutError
-        sock.settimeout(left)
-        data = sock.recv(4096)
-        if not data:
+        _until(deadline, sock)
+        received = sock.recv(4096)
+        room -= len(received)
+        if not received:
             raise Refused("closed")
-        protocol.receive_data(data)
-        events = protocol.events_received()
-        request = next((e for e in events if isinstance(e, Request)), None)
-        if protocol.handshake_exc is not None:
+        if room < 0:  # the library would hold a megabyte for anyone
             raise Refused("http")
-    bearer, response, reason = _admit(protocol, request, tokens)
+        data = io.BytesIO(received)
+        for line in data:  # the library would take what follows the request's last line for frames
+            protocol.receive_data(line)
+            events = protocol.events_received()
+            request = next((e for e in events if isinstance(e, Request)), None)
+            if protocol.handshake_exc is not None:
+                raise Refused("http")
+            if request is not None:
+                break
+    early = bool(data.read()) or _readable(sock)
+    _until(deadline, sock)
+    bearer, response, reason = _admit(protocol, request, tokens, early)
     protocol.send_response(response)
     for piece in protocol.data_to_send():
         if piece:
             sock.sendall(piece)
     if bearer is None:
+        _linger(sock, deadline)
         raise Refused(reason)
     return bearer
 
 
+def _until(deadline: float, sock: ssl.SSLSocket) -> None:
+    """Let the socket wait that long: bytes that come one by one must not stretch it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
+
+
+def _readable(sock: ssl.SSLSocket) -> bool:
+    """Whether a byte has arrived, which it takes."""
+    sock.setblocking(False)
+    try:
+        return bool(sock.recv(1))
+    except ssl.SSLWantReadError:
+        return False
+
+
+def _linger(sock: ssl.SSLSocket, deadline: float = math.inf) -> None:
+    """Wait a little for the peer to end: closing a socket with unread bytes would destroy the answer."""
+    deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
+    try:
+        sock.shutdown(socket.SHUT_WR)
+        while True:
+            _until(deadline, sock)
+            if not sock.recv(1 << 16):
+                return
+    except OSError:
+        pass  # it stays, or has gone
+
+
 def _admit(
-    protocol: ServerProtocol, request: Request, tokens: TokenFile
+    protocol: ServerProtocol, request: Request, tokens: TokenFile, early: bool
 ) -> tuple[Bearer | None, Response, str]:
-    def refuse(status: int, code: str, message: str) -> tuple[None, Response, str]:
-        return None, protocol.reject(status, encode(ErrorInfo(code, message)).decode()), code
+    def refuse(
+        status: int, code: str, message: str, retry_after: float | None = None
+    ) -> tuple[None, Response, str]:
+        return None, protocol.reject(status, encode(ErrorInfo(code, message, retry_after)).decode()), code
 
     offered = request.headers.get_all("Sec-WebSocket-Protocol")
     if SUBPROTOCOL not in [name.strip() for value in offered for name in value.split(",")]:
@@ -116,11 +165,19 @@ def _admit(
     credentials = request.headers.get_all("Authorization")
     scheme, _, token = (credentials[0] if len(credentials) == 1 else "").partition(" ")
     token = token.strip()
-    tenant = tokens.tenant_of(token) if scheme.lower() == "bearer" else None
+    try:
+        tenant = tokens.tenant_of(token) if scheme.lower() == "bearer" else None
+    except ConfigurationError as error:
+        log.error("cannot check tokens: %s", explained(error))
+        if none_left(error):
+            return refuse(503, "overloaded", NO_ROOM, RETRY_SECONDS)
+        return refuse(503, "internal", "the executor cannot check tokens; report it to the provider")
     if tenant is None:
         return refuse(
             401, "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
         )
+    if early:
+        return refuse(400, "unexpected", "bytes behind the request; wait for its answer before you send more")
     response = protocol.accept(request)
     if response.status_code != 101:
         return None, response, "http"
@@ -138,7 +195,7 @@ class Connection:
         max_message_bytes: of a payload.
 
     Raises:
-        TurnedAway: ``open_session`` did; the tenant has been told.
+        TurnedAway, OSError: ``open_session`` did, or something is short; the tenant has been told.
     """
 
     def __init__(
@@ -146,26 +203,21 @@ class Connection:
     ) -> None:
         self._sock = sock
         self.tenant = bearer.tenant
-        # To wake the thread when it waits for its tenant. Shutting the socket would wake it too, but
-        # TLS takes an end without notice for an attack, and nothing more could be sent. First: where there
-        # are no more descriptors, no session is opened.
         try:
-            self._wake, self._woken = socket.socketpair()
-        except OSError:
-            sock.close()
-            raise
-        try:
-            self._session = open_session(bearer, self._send, self._something_to_do)
-        except TurnedAway as error:
+            with ExitStack() as made:
+                # To wake the thread when it waits for its tenant. Shutting the socket would wake it too, but
+                # TLS takes an end without notice for an attack, and nothing more could be sent.
+                self._wake, self._woken = map(made.enter_context, socket.socketpair())
+                self._session = open_session(bearer, self._send, self._something_to_do)
+                made.pop_all()
+        except (TurnedAway, OSError) as error:
             with sock:
                 sock.settimeout(1.0)
-                self._close(1013, str(error))  # try again later
-            self._wake.close()
-            self._woken.close()
+                self._close(1013, str(error) if isinstance(error, TurnedAway) else NO_ROOM)  # try again later
+                _linger(sock)
             raise
         except BaseException:
-            for each in (sock, self._wake, self._woken):
-                each.close()
+            sock.close()
             raise
         self._reader = MessageReader(
             self._session.accept,

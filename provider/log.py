@@ -17,3 +17,5 @@ def log_to_console() -> None:
         format="%(message)s",
         handlers=[RichHandler(console=console, show_path=False, rich_tracebacks=False)],
     )
+    with console.capture():  # the first line imports modules; a later one may say that no file can be opened
+        logging.getLogger(__name__).info("")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import socket
 import ssl
@@ -29,6 +30,7 @@ from provider.connection import (
     TurnedAway,
     handshake,
 )
+from provider.descriptors import Spare, explained, none_left
 from provider.tokens import TokenFile
 from shared.errors import ConfigurationError
 
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
     from provider.session import Service
 
 log = logging.getLogger(__name__)
+
+REMIND_SECONDS = 60.0  # between lines of the log that say the same
+
+
+def key_exchange_groups(openssl: tuple[int, ...]) -> str:
+    """Those of Mozilla's "modern" profile: post-quantum first, where a version of OpenSSL may have it."""
+    return ("?X25519MLKEM768:" if openssl >= (3, 5) else "") + "X25519:P-256:P-384"
 
 
 def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:
@@ -50,6 +59,8 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if hasattr(context, "set_groups"):  # Python 3.15; before that, there is no way to name more than one
+        context.set_groups(key_exchange_groups(ssl.OPENSSL_VERSION_INFO))
     folder = Path(tls_dir)
     if client_ca is not None:
         try:
@@ -186,20 +197,28 @@ class Entrance:
     ) -> None:
         self._listener, self._context, self._tokens, self._sessions = listener, context, tokens, sessions
         self._open_session, self._max_message_bytes = open_session, max_message_bytes
+        self._spare = Spare()
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
+        told = -math.inf
         while not self._sessions.draining:
             try:
                 raw, _ = self._listener.accept()
             except OSError as error:
                 if self._sessions.draining or error.errno == errno.EINVAL:  # nobody listens any more
-                    return
-                log.exception("cannot accept connections")
-                threading.Event().wait(0.1)  # out of file descriptors: give some time to close
+                    break
+                if time.monotonic() - told > REMIND_SECONDS:
+                    log.error("cannot accept connections: %s", explained(error))
+                    told = time.monotonic()
+                if not (none_left(error) and self._spare.give_up()):
+                    threading.Event().wait(0.1)  # give some time to close
+                    self._spare.take()
                 continue
             if not self._sessions.start(partial(self._serve, raw)):
                 raw.close()
+            self._spare.take()
+        self._spare.give_up()
 
     def _serve(self, raw: socket.socket) -> None:
         with raw:
@@ -216,12 +235,23 @@ class Entrance:
                 log.info("no session: %s (%s)", reason, type(error).__name__)
                 return
             try:
-                session = Connection(sock, bearer, self._open_session, self._max_message_bytes)
+                session = Connection(sock, bearer, self._open, self._max_message_bytes)
             except TurnedAway as error:
                 log.info("tenant %s was turned away: %s", bearer.tenant, error)
                 return
+            except OSError as error:
+                self._sessions.counts.handshake_failed("full")
+                log.error("tenant %s was turned away: %s", bearer.tenant, explained(error))
+                return
             with self._sessions.open(session):
                 session.serve()
+
+    def _open(self, bearer: Bearer, send: Send, waiting: Callable[[], bool]) -> Session:
+        session = self._open_session(bearer, send, waiting)
+        if not self._spare.take():  # a session with the last one would leave none to refuse others with
+            session.close()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return session
 
 
 class Server:

@@ -8,12 +8,14 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from shared.errors import ConfigurationError
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class TokenFile:
@@ -28,13 +30,15 @@ class TokenFile:
 
     def _read(self) -> dict[str, str]:
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, str])
+            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, _Hash])
         except FileNotFoundError:
             raise ConfigurationError(
                 f"{self.path} does not exist; make it with "
                 f"`symbiosis-provider token add TENANT --token-file {self.path}`"
             ) from None
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {self.path}: {error.strerror}") from error
+        except msgspec.DecodeError as error:
             raise ConfigurationError(f"{self.path} is not a token file: {error}") from error
 
     def check_readable(self) -> int:

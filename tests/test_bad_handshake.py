@@ -7,14 +7,17 @@ import dataclasses
 import datetime
 import importlib
 import json
+import logging
+import random
 import socket
 import ssl
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Executor
-from raw_peers import SECONDS, Refused, counted, open_raw, scripted_executor, tls
+from raw_peers import SECONDS, Refused, counted, open_raw, scripted_executor, tls, upgrade_request
 
 import provider.connection
 import tenant_sdk
@@ -169,6 +172,127 @@ def test_a_websocket_request_with_a_part_missing(llama: Executor) -> None:
         assert sock.recv(4096).startswith(b"HTTP/1.1 426 ")
 
 
+SURPLUS = {
+    "no frame": b"\xff\xff",
+    "a second request": upgrade_request("Sec-WebSocket-Protocol: symbiosis.v1"),
+    "a ping": b"\x89\x80abcd",
+    "a close": b"\x88\x80abcd",
+    "half a frame": b"\x82\xff\0",
+    "more than a record": bytes(40_000),
+}
+
+
+@pytest.mark.parametrize("name", SURPLUS)
+@pytest.mark.parametrize(
+    ("protocol", "token", "status", "code"),
+    [
+        ("symbiosis.v1", "wrong", 401, "unauthorized"),
+        ("symbiosis.v9", "wrong", 400, "protocol_version"),
+        ("symbiosis.v1", None, 400, "unexpected"),
+    ],
+)
+def test_bytes_behind_the_request_are_refused(
+    llama: Executor,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    protocol: str,
+    token: str | None,
+    status: int,
+    code: str,
+) -> None:
+    """A tenant waits for the answer. Who has no token learns no more than that."""
+    request = upgrade_request(
+        f"Sec-WebSocket-Protocol: {protocol}", f"Authorization: Bearer {token or llama.token}"
+    )
+    with (
+        caplog.at_level(logging.INFO),
+        counted(llama, "symbiosis_handshakes_failed_total", reason=code),
+        tls(llama) as sock,
+    ):
+        sock.sendall(request + SURPLUS[name])
+        answer = b""
+        while data := sock.recv(4096):
+            answer += data
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(body)["code"] == code
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_request_of_many_headers_is_dropped_early(llama: Executor) -> None:
+    """What anybody may have the executor hold is little, however many connections there are."""
+    with (
+        counted(llama, "symbiosis_handshakes_failed_total", reason="http"),
+        tls(llama) as sock,
+        contextlib.suppress(OSError),
+    ):
+        sock.sendall(b"GET / HTTP/1.1\r\n")
+        for _ in range(20):
+            sock.sendall(b"A: " + b"a" * 1000 + b"\r\n")
+        assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_in_a_request_is_worth_a_traceback(
+    llama: Executor, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    """Requests with lines left out, doubled, swapped, cut and damaged; also by who has a good token."""
+    draw = random.Random(seed)
+    for _ in range(60):
+        lines = upgrade_request(
+            "Sec-WebSocket-Protocol: symbiosis.v1",
+            f"Authorization: Bearer {draw.choice([llama.token, 'x'])}",
+            draw.choice(["Origin: a", "Sec-WebSocket-Extensions: permessage-deflate", "Content-Length: 5"]),
+        ).split(b"\r\n")[:-2]
+        for _ in range(draw.randrange(4)):
+            at = draw.randrange(len(lines))
+            lines[at : at + 1] = draw.choice(
+                [
+                    [],
+                    [lines[at], lines[at]],
+                    [lines[at][: draw.randrange(len(lines[at]) + 1)]],
+                    [lines[at] + draw.randbytes(3).replace(b"\n", b"n")],
+                    [draw.choice(lines), lines[at]],
+                ]
+            )
+            lines = lines or [b""]
+        with tls(llama) as sock, contextlib.suppress(OSError):
+            sock.sendall(b"\r\n".join([*lines, b"", b""]) + draw.choice([b"", b"", b"\xff"]))
+            sock.shutdown(socket.SHUT_WR)
+    with llama.connect():
+        pass  # it serves others
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_who_resets_the_connection_at_once_is_no_failure(
+    llama: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = llama.url.removeprefix("wss://").split(":")
+    for _ in range(100):
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with llama.connect():
+        pass
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_who_is_refused_and_stays_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider.connection, "LINGER_SECONDS", 0.1)
+    with tls(llama) as sock, counted(llama, "symbiosis_handshakes_failed_total", reason="unauthorized"):
+        sock.sendall(upgrade_request("Sec-WebSocket-Protocol: symbiosis.v1"))
+        assert sock.recv(4096).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_a_request_may_come_in_pieces(llama: Executor, size: int) -> None:
+    """Also when a piece ends in the middle of a line's end."""
+    request = upgrade_request("Sec-WebSocket-Protocol: symbiosis.v1", f"Authorization: Bearer {llama.token}")
+    with tls(llama) as sock:
+        for at in range(0, len(request), size):
+            sock.sendall(request[at : at + size])
+        assert sock.recv(4096).startswith(b"HTTP/1.1 101 ")
+
+
 @pytest.mark.parametrize("offered", ["symbiosis.v2", "symbiosis", "chat", ""])
 def test_another_version_in_the_handshake(llama: Executor, offered: str) -> None:
     with (
@@ -223,6 +347,7 @@ def test_a_server_of_something_else(tls_dir: Path, response: bytes) -> None:
 @pytest.mark.parametrize("stage", ["tcp", "tls", "bytes"])
 def test_a_slow_handshake_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     monkeypatch.setattr(provider.connection, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(provider.connection, "HANDSHAKE_BYTES", 1 << 20)
     host, port = llama.url.removeprefix("wss://").split(":")
     with counted(llama, "symbiosis_handshakes_failed_total", reason="slow"):
         if stage == "tcp":

@@ -151,6 +151,29 @@ def test_python_takes_them_when_it_is_strict(llama: Executor) -> None:
         assert sock.version() == "TLSv1.3"
 
 
+@pytest.mark.parametrize(
+    ("openssl", "groups"),
+    [
+        ((3, 0, 0, 19, 0), "X25519:P-256:P-384"),
+        ((3, 4, 0, 2, 0), "X25519:P-256:P-384"),
+        ((3, 5, 0, 0, 0), "?X25519MLKEM768:X25519:P-256:P-384"),
+        ((4, 0, 0, 0, 0), "?X25519MLKEM768:X25519:P-256:P-384"),
+    ],
+)
+def test_groups_are_named_where_python_can(
+    tls_dir: Path, monkeypatch: pytest.MonkeyPatch, openssl: tuple[int, ...], groups: str
+) -> None:
+    named: list[str] = []
+
+    def set_groups(_: ssl.SSLContext, groups: str) -> None:
+        named.append(groups)
+
+    monkeypatch.setattr(ssl.SSLContext, "set_groups", set_groups, raising=False)
+    monkeypatch.setattr(ssl, "OPENSSL_VERSION_INFO", openssl)
+    server_context(tls_dir)
+    assert named == [groups]
+
+
 def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -177,6 +200,22 @@ def test_the_command_writes_them_for_this_machine(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "tls").iterdir()} == FILES
     names = load(tmp_path / "tls", "server").extensions.get_extension_for_class(x509.SubjectAlternativeName)
     assert {str(name.value) for name in names.value} == set(DEFAULT_HOSTS)
+
+
+@pytest.mark.parametrize(("options", "days"), [([], 90), (["--days", "7"], 7)])
+def test_the_command_makes_them_for_a_while(tmp_path: Path, options: list[str], days: int) -> None:
+    result = CliRunner().invoke(app, ["certs", str(tmp_path), *options])
+    assert result.exit_code == 0
+    certificate = load(tmp_path, "server")
+    valid = certificate.not_valid_after_utc - certificate.not_valid_before_utc
+    assert valid == datetime.timedelta(days=days, hours=1)
+    assert f"{certificate.not_valid_after_utc:%Y-%m-%d}" in result.stdout
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "x", "100000"])
+def test_a_time_that_is_none(tmp_path: Path, days: str) -> None:
+    assert CliRunner().invoke(app, ["certs", str(tmp_path / "tls"), "--days", days]).exit_code == 2
+    assert not (tmp_path / "tls").exists()
 
 
 def test_the_command_replaces_nothing_unless_told_to(tmp_path: Path) -> None:

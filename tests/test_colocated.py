@@ -95,7 +95,7 @@ def test_headers_that_lie(one: Everywhere, all_well: None, head: bytes, code: st
     [
         (b"\1", "header"),
         (b"\1" * 47, "header"),
-        (b"\2" * 48, "protocol_version"),
+        (b"\1" * 48, "protocol_version"),
         (b"\0", "header"),
         (b"\0" * 10, "header"),
         (product_header(1, 64) + bytes(16), "unexpected"),
@@ -211,13 +211,13 @@ def test_a_tenant_that_is_killed_with_memory_mapped(one: Everywhere, all_well: N
 
 def test_a_tenant_that_never_comes_in(one: Everywhere, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("provider.colocated.FIRST_MESSAGE_MILLISECONDS", 20)
-    assert knock(one.directory, b"symbiosis.v1", one.token.encode())[0] == b"opened"
+    assert knock(one.directory, b"symbiosis.v2", one.token.encode())[0] == b"opened"
     eventually(lambda: os.listdir(one.directory) == ["door"])
 
 
 def test_a_tenant_that_leaves_out_the_pipe(one: Everywhere, all_well: None) -> None:
     """Whose death nobody would notice."""
-    opened = knock(one.directory, b"symbiosis.v1", one.token.encode())[1]
+    opened = knock(one.directory, b"symbiosis.v2", one.token.encode())[1]
     with zmq.Context.instance().socket(zmq.PAIR) as socket:
         socket.linger = 0
         socket.connect(f"ipc://{one.directory}/{opened['session']}")

@@ -98,7 +98,10 @@ def test_names_that_are_none(tokens: TokenFile, name: str) -> None:
     assert not tokens.path.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"alice": 1}', '{"alice": {"hash": "x"}}', "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"alice": 1}', '{"alice": "é"}', '{"alice": "ab"}', '{"alice": {"hash": "x"}}', "\xff"],
+)
 def test_a_damaged_file_lets_nobody_in(tokens: TokenFile, text: str) -> None:
     tokens.path.write_text(text)
     for use in (tokens.check_readable, lambda: tokens.tenant_of("x"), lambda: tokens.add("bob")):

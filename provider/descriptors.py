@@ -1,0 +1,80 @@
+"""File descriptors: how many an executor needs, and what it says when there are none left."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import threading
+
+log = logging.getLogger(__name__)
+
+ADVICE = "raise the limit of open files (ulimit -n; LimitNOFILE= of systemd) or lower --max-connections"
+OWN = 64  # of the executor itself: libraries, checkpoint, ports, files that are read for a moment
+OF_A_CONNECTION = 3  # its socket, and two to wake its thread
+OF_A_LOCAL_SESSION = 12  # sockets, pipes and memory, at a front door as well
+
+
+def none_left(error: BaseException | None) -> bool:
+    """Whether this failed, or what caused it, for want of descriptors."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__
+    return False
+
+
+def explained(error: Exception) -> str:
+    """For the provider's log: the error, and what to do about it if it is that."""
+    return f"out of file descriptors; {ADVICE}" if none_left(error) else str(error)
+
+
+def needed(max_connections: int, *, local: bool) -> int:
+    """How many a process may come to need; ``local``: sessions may be of this machine, or of front doors."""
+    return OWN + max_connections * (OF_A_LOCAL_SESSION if local else OF_A_CONNECTION)
+
+
+def allow(wanted: int) -> int:
+    """Raise this process's limit, which is 1024 on many systems, as far as it may; how many there are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "%d file descriptors are allowed, and as many connections as are allowed may need %d; %s",
+            allowed,
+            wanted,
+            ADVICE,
+        )
+    return allowed
+
+
+class Spare:
+    """A descriptor kept for when there are no others: given up, it lets one more peer in, to be told so."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._lock = threading.Lock()
+        self.take()
+
+    def take(self) -> bool:
+        """Have it, again if need be; whether there was one."""
+        with self._lock:
+            if self._descriptor is None:
+                try:
+                    self._descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError:
+                    return False
+            return True
+
+    def give_up(self) -> bool:
+        """Whether there was one to give up."""
+        with self._lock:
+            if self._descriptor is None:
+                return False
+            os.close(self._descriptor)
+            self._descriptor = None
+            return True
