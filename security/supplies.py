@@ -165,7 +165,13 @@ class Supplies:
         """Send prompts; how many requests for the first group there had been before each, and after all."""
         truth = Truth()
         ends = [0] * (len(prompts) + 1)
-        with suppress(ModelMismatch), self.parties.connect(mode, "filler", provider=host.url) as session:
+        try:
+            session = self.parties.connect(mode, "filler", provider=host.url)
+        except ModelMismatch as error:
+            if "tokenizer.json" not in str(error):  # else this tried something else
+                raise
+            return ends
+        with session:
             model: Any = session.load_model(progress=False)
             tokenizer = session.load_tokenizer()
             watch(session, truth)
@@ -254,6 +260,8 @@ class Supplies:
                 *((hostile_files.load_as_transformers, "", folder) for folder in fewer.values()),
             ]
             loads = _loaded([(load, url, token, floats.ca, folder) for load, url, folder in jobs])
+        if loads[0].error:
+            raise AuditError(f"an honest executor's files could not be loaded: {loads[0].error}")
         ours, theirs = loads[1 : 1 + len(hosts)], loads[1 + len(hosts) :]
         grown = max(load.grown_mib for load in ours)
         refused = sum(load.typed and bool(load.error) for load in ours)
