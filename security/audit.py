@@ -33,6 +33,7 @@ from security.passive import Evidence, PassiveAttacks
 from security.plan import PROVIDER, SOURCE, Plan, Result, Stage
 from security.public_model import PublicModel
 from security.statistics import rate
+from security.supplies import Supplies
 from security.views import mask_source_view, operations_of, products_of, requests_of
 from security.workload import Truth, blocks_of, generate, tune, watch
 from shared.errors import ConnectionLost
@@ -79,6 +80,7 @@ class Audit:
                 self.active(parties)
                 hostile = HostileProvider(parties, folder, self.plan, self.text, self.rng, self.confidence)
                 hostile.run(self.result, self.stage)
+                Supplies(hostile).run(self.result, self.stage)
             texts = self.texts(parties)
         evidence = self.collect(parties)
         passive = PassiveAttacks(evidence, self.plan, self.result, self.rng, self.confidence, self.stage)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -34,7 +36,7 @@ from security.views import check_aligned, products_of, provider_view, requests_o
 from security.workload import Truth, blocks_of, tune, watch
 from shared.errors import VerificationError
 from shared.header import Direction
-from shared.messages import Limits, Manifest
+from shared.messages import Limits, Manifest, digest_of
 from tenant_sdk.session import Session
 
 TOLERANCE = 1.0  # of the control's tenant, far above what rounding does to the oracle's rows
@@ -46,15 +48,20 @@ CLAUSE = re.compile(r"[.:;,!?\n]\s*")
 
 @dataclass(frozen=True)
 class Hosted:
-    """An executor in this process that lies when told to; ``requests`` are a tenant's, once it ended."""
+    """An executor in this process that lies when told to; what it recorded is read once it ended."""
 
     url: str
     liar: LyingProvider
     manifest: Manifest
     recording: Path
+    folder: Path  # of what it serves
+
+    def sessions(self, tenant: str) -> int:
+        """How many one tenant opened with it."""
+        return list(read_transcript(self.recording).tenants.values()).count(tenant)
 
     def requests(self, tenant: str) -> list[Request]:
-        """What it recorded of one."""
+        """What one tenant asked for."""
         return requests_of([read_transcript(self.recording)], tenant)
 
 
@@ -81,39 +88,65 @@ class HostileProvider:
 
     def run(self, result: Result, stage: Stage) -> None:
         """Add what was found; to add an attack, add its method here."""
-        attacks: dict[str, Callable[[], list[Hostile]]] = {
-            "lies to watch who stops": self.abort_oracle,
-            "parameters made to give tokens away": self.imprints,
-            "numbers of rows with and without speculation": self.speculation,
-        }
+        self.perform(
+            {
+                "lies to watch who stops": self.abort_oracle,
+                "parameters made to give tokens away": self.imprints,
+                "numbers of rows with and without speculation": self.speculation,
+            },
+            result,
+            stage,
+        )
+        with stage("topics from traffic"):
+            result.findings += self.topics()
+
+    @staticmethod
+    def perform(attacks: dict[str, Callable[[], list[Hostile]]], result: Result, stage: Stage) -> None:
+        """Run attacks, each under its stage's name, and add what they found."""
         for what, attack in attacks.items():
             with stage(what):
                 for found in attack():
                     result.hostile.append(found)
                     result.findings += [found.defended, found.control]
-        with stage("topics from traffic"):
-            result.findings += self.topics()
 
     @contextmanager
-    def _hosted(self, like: Executor, model: Path | None = None) -> Iterator[Hosted]:
-        """Another executor with the certificates and tokens of one of the parties."""
+    def hosted(
+        self,
+        like: Executor,
+        model: Path | None = None,
+        files: Mapping[str, bytes | None] | None = None,
+        tls: Path | None = None,
+    ) -> Iterator[Hosted]:
+        """Another executor with the certificates and tokens of one of the parties.
+
+        Args:
+            like: that party.
+            model: checkpoint folder; default: the parties' own.
+            files: what it serves in place of the checkpoint's files, by name; None leaves one out.
+            tls: folder of other certificates.
+        """
+        self._hosts += 1
+        folder = model or self.parties.model
+        if files is not None:
+            folder = Path(shutil.copytree(folder, self.folder / f"served-{self._hosts}"))
         base = BaseExecutor(
-            model or self.parties.model,
+            folder,
             numerics=like.numerics,
             recorded=True,
             limits=Limits(64 << 20, 65536),
         )
-        self._hosts += 1
+        if files is not None:
+            _serve_instead(base, files)
         recording = Transcript(self.folder / f"hostile-{self._hosts}", base.manifest)
         liar = LyingProvider(base)
         server = Server(
             Service(base, liar, Metrics(), transcript=recording),
-            context=server_context(like.folder / "tls"),
+            context=server_context(tls or like.folder / "tls"),
             tokens=TokenFile(like.folder / "tokens.json"),
             port=0,
         )
         try:
-            yield Hosted(server.url, liar, base.manifest, recording.path)
+            yield Hosted(server.url, liar, base.manifest, recording.path, folder)
         finally:
             server.drain(1.0)
             recording.close()
@@ -122,7 +155,7 @@ class HostileProvider:
 
     def abort_oracle(self) -> list[Hostile]:
         """Lies about chosen rows, to a tenant that checks all, and to one that tolerates small errors."""
-        with self._hosted(self.parties.ring) as host:
+        with self.hosted(self.parties.ring) as host:
             public = PublicModel(self.parties.model, host.manifest)
             widths = [info.inputs + sum(m.outputs for m in info.members) for info in host.manifest.groups]
             group = widths.index(min(widths))
@@ -173,9 +206,9 @@ class HostileProvider:
         half = len(secrets) // 2
         guesses = oracle.attack((observed, secrets[:half]), self.rng)
         mode = f"{ONE_TIME}, verify={verify}" + (", checked with a tolerance" if verify == "off" else "")
-        return self._told_apart(AbortOracle, mode, guesses, secrets), [after for _, after in observed]
+        return self.told_apart(AbortOracle, mode, guesses, secrets), [after for _, after in observed]
 
-    def _told_apart(
+    def told_apart(
         self, attack: Any, mode: str, guesses: torch.Tensor, secrets: list[int], sees: str = MALICIOUS
     ) -> Finding:
         """Of guesses at the last secrets, of which there are two and as many of each."""
@@ -189,7 +222,7 @@ class HostileProvider:
     def imprints(self) -> list[Hostile]:
         """Embeddings and head that carry tokens, read from rows under masks and in the clear."""
         crafted = self.folder / "crafted"
-        with self._hosted(self.parties.ring) as host:
+        with self.hosted(self.parties.ring) as host:
             honest = PublicModel(self.parties.model, host.manifest)
         code = craft(honest, self.parties.model, crafted, self.rng)
         found = {mode: self._imprinted(mode, crafted, code) for mode in (ONE_TIME, PLAIN)}
@@ -216,7 +249,7 @@ class HostileProvider:
         truth, tenant = Truth(), f"imprinted-{mode}"
         # The mask source serves the crafted checkpoint as well: parameters that differ may be refused.
         provider = self.parties.ring if mode == ONE_TIME else self.parties.floats
-        with self._hosted(provider, crafted) as host, self._hosted(self.parties.source, crafted) as source:
+        with self.hosted(provider, crafted) as host, self.hosted(self.parties.source, crafted) as source:
             options: dict[str, Any] = {"provider": host.url}
             if mode == ONE_TIME:
                 options["mask_sources"] = [source.url]
@@ -274,13 +307,7 @@ class HostileProvider:
         }
 
         def prompts(session: Session) -> list[list[int]]:
-            stream = self._stream(session)
-            chosen = []
-            for i, secret in enumerate(secrets):
-                rest = stream[i * PROMPT :]
-                own = list(dict.fromkeys(rest))[: PROMPT - 1]  # each once
-                chosen.append([0, *(own if not secret else (own[:PHRASE] * PROMPT)[: PROMPT - 1])])
-            return chosen
+            return self.repeating(session, secrets)
 
         found = []
         for mode, how in settings.items():
@@ -288,7 +315,7 @@ class HostileProvider:
             streams = self._streams(prompts, limits | how)
             view: ToldStreams = (streams, secrets[: len(secrets) // 2])
             guesses = SpeculationWatch().attack(view, self.rng)
-            finding = self._told_apart(SpeculationWatch, mode, guesses, secrets, PROVIDER)
+            finding = self.told_apart(SpeculationWatch, mode, guesses, secrets, PROVIDER)
             found.append((finding, {stream.rows for stream in streams}))
         (defended, seen), (control, seen_control) = found
         return [
@@ -296,14 +323,22 @@ class HostileProvider:
                 SpeculationWatch.name,
                 "one row a step, unless the tenant asks for more",
                 f"{len(secrets)} prompts of {PROMPT} tokens, half of which repeat a phrase: with the "
-                f"defaults {_sequences(seen)} of numbers of rows, whatever the prompt; with prompt lookup, "
-                f"which a tenant has to ask for, {_sequences(seen_control)}, by which {control.hits} of "
+                f"defaults {sequences(seen)} of numbers of rows, whatever the prompt; with prompt lookup, "
+                f"which a tenant has to ask for, {sequences(seen_control)}, by which {control.hits} of "
                 f"{control.success.trials} were told apart.",
                 defended,
                 control,
                 same=len(seen) == 1,
             )
         ]
+
+    def repeating(self, session: Session, secrets: list[int]) -> list[list[int]]:
+        """Prompts of PROMPT tokens of the tenant's text, which repeat a phrase where the secret is 1."""
+        stream, chosen = self._stream(session), []
+        for i, secret in enumerate(secrets):
+            own = list(dict.fromkeys(stream[i * PROMPT :]))[: PROMPT - 1]  # each once
+            chosen.append([0, *(own if not secret else (own[:PHRASE] * PROMPT)[: PROMPT - 1])])
+        return chosen
 
     def topics(self) -> list[Finding]:
         """Clauses of the tenant's text and of the public model's own: told apart by rows and times."""
@@ -334,7 +369,7 @@ class HostileProvider:
             mode = f"{ONE_TIME}, {name}"
             streams = self._streams(prompts, {"max_new_tokens": ANSWER}, **options)
             guesses = TopicFromTraffic().attack((streams, secrets[: len(secrets) // 2]), self.rng)
-            found.append(self._told_apart(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
+            found.append(self.told_apart(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
         return found
 
     def _streams(
@@ -368,6 +403,18 @@ class HostileProvider:
         return [t for line in self.text for t in tokenizer(line, add_special_tokens=False)["input_ids"]]
 
 
+def _serve_instead(base: BaseExecutor, files: Mapping[str, bytes | None]) -> None:
+    """Have an executor serve other files than it loaded; its manifest lists them truly."""
+    for name, data in files.items():
+        path = base.checkpoint.folder / name
+        path.unlink(missing_ok=True)
+        if data is not None:
+            path.write_bytes(data)
+    listed = msgspec.structs.replace(base.manifest, files=base.checkpoint.tenant_files())
+    base.manifest = msgspec.structs.replace(listed, digest=digest_of(listed))
+    base._files = {info.name: info for info in listed.files}
+
+
 def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) -> None:
     """Make a session check after rounding, and accept what is nearly right."""
     privacy: Any = session._privacy
@@ -382,5 +429,6 @@ def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) ->
     privacy.product = checked
 
 
-def _sequences(seen: set[tuple[int, ...]]) -> str:
+def sequences(seen: set[tuple[int, ...]]) -> str:
+    """How many there are, in words."""
     return f"{len(seen)} different sequences" if len(seen) > 1 else "one and the same sequence"

@@ -85,6 +85,18 @@ def same_for_all(attack: str) -> Callable[[Result], tuple[bool, str]]:
     return judge
 
 
+def none_succeed(attack: str) -> Callable[[Result], tuple[bool, str]]:
+    """A hostile provider did not succeed once."""
+
+    def judge(result: Result) -> tuple[bool, str]:
+        found = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
+        if found is None or not found.defended.success.trials:
+            return False, "not measured"
+        return found.defended.success.value == 0, _figure(found.defended)
+
+    return judge
+
+
 def controlled(least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
     """With its defence off, each of these attacks by a hostile provider succeeds at least so well."""
 

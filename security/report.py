@@ -59,9 +59,19 @@ COUNTED = (
         _FREQUENCIES,
     ),
     (
-        "abort oracle, speculation, topic from traffic",
+        "abort oracle, speculation, topic from traffic, filler, speculation that the provider asks for",
         "sessions or prompts to guess, as many of each kind",
         "half of the guesses",
+    ),
+    (
+        "a file of the tenant's as vocabulary, sizes without bounds",
+        "ways to write such a file",
+        "none: nothing is guessed",
+    ),
+    (
+        "substituted mask source, a forked child's masks",
+        "tokens that the tenant has to send; rows of the parent beside which its child asks",
+        "none: one success is too many",
     ),
     ("distinguishing game", "rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),
 )

@@ -3,6 +3,8 @@
 from security.attacks.active import CanaryRows, CoTenantTiming, Poison, WeightExtraction
 from security.attacks.extraction import AdapterExtraction
 from security.attacks.gradients import LabelRecovery, SpanCheck
+from security.attacks.hostile_files import Filler, MemoryBomb, ServedSpeculation, VocabularyPath
+from security.attacks.hostile_parties import MaskServedTwice, SubstitutedSource
 from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead
 from security.attacks.logs import LogScan
 from security.attacks.masking import DistinguishingGame, Uniformity
@@ -41,6 +43,12 @@ ATTACKS = (
     ImprintedEmbeddings,
     ImprintedHead,
     SpeculationWatch,
+    VocabularyPath,
+    Filler,
+    ServedSpeculation,
+    MemoryBomb,
+    SubstitutedSource,
+    MaskServedTwice,
     WeightExtraction,
     CanaryRows,
     CoTenantTiming,
