@@ -240,8 +240,8 @@ class Entrance:
                 log.info("tenant %s was turned away: %s", bearer.tenant, error)
                 return
             except OSError as error:
-                self._sessions.counts.handshake_failed("full")
                 log.error("tenant %s was turned away: %s", bearer.tenant, explained(error))
+                self._sessions.counts.handshake_failed("full")
                 return
             with self._sessions.open(session):
                 session.serve()

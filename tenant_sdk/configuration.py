@@ -121,7 +121,7 @@ class _Limits:
 
     def of(self, key: str) -> int:
         """Of the number under a key: what is counted, or as wide as a layer, is all in the manifest."""
-        if "layer" in key.lower():
+        if "layer" in key.lower() or key == "num_labels":
             return self.many
         return _LARGEST if _PLACES.search(key) else max(self.widest, _FEW)
 
@@ -152,6 +152,11 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
     if isinstance(value, list):
         if len(value) > limits.many:
             raise ModelMismatch(f"the executor's configuration: {key[:80]} lists {len(value)} things")
+        if (
+            lists
+            and sum(each for each in value if isinstance(each, int)) * len(str(value)) > 64 * limits.many
+        ):
+            raise ModelMismatch(f"the executor's configuration: {key[:80]} repeats too much")
         return [_clean(each, limits, key, depth + 1, lists + 1) for each in value if _harmless(each)]
     # In lists of lists numbers say how often the rest is repeated.
     if isinstance(value, int) and abs(value) > (most := limits.many if lists > 1 else limits.of(key)):

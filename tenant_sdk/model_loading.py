@@ -80,11 +80,11 @@ def load_model(
         )
     if "trust_remote_code" in config_overrides:
         raise ConfigurationError("trust_remote_code: code from an executor is never run")
+    _check_memory(manifest, dtype)
     files = download_files(remote, ("config.json", "generation_config.json"))
     config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
     generation = generation_configuration(files.get("generation_config.json"), config)
     config.dtype = dtype
-    _check_memory(manifest, dtype)
     _check_shapes(manifest, config, model_class, groups, offload_head=offload_head)
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
     model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
@@ -127,9 +127,17 @@ def _check_shapes(
             computes tables of more than ``MOST_BUFFERS``.
     """
     model = _build(manifest, config, model_class, torch.device("meta"))
-    plan_layers(model, groups, offload_head=offload_head)
-    for _ in _named(manifest, model.state_dict(keep_vars=True), model):
-        pass  # it compares
+    plan = plan_layers(model, groups, offload_head=offload_head)
+    state = model.state_dict(keep_vars=True)
+    listed = {name for _, name in _named(manifest, state, model)}
+    served = {id(layer.weight) for _, _, layer in plan}
+    fresh = [each for name, each in state.items() if name not in listed and id(each) not in served]
+    made = sum(each.numel() * each.element_size() for each in fresh)
+    if made > MOST_BUFFERS:
+        raise ModelMismatch(
+            f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit of what is made "
+            f"here is {MOST_BUFFERS / 2**30:.0f} GiB"
+        )
     computed = sum(each.numel() * each.element_size() for _, each in model.named_buffers())
     if computed > MOST_BUFFERS:
         raise ModelMismatch(

@@ -33,7 +33,7 @@ class _Token(msgspec.Struct, frozen=True):
 
 
 class _Template(msgspec.Struct, frozen=True):
-    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]  # a file's, when it is saved
+    name: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]  # a file's, when it is saved
     template: str
 
 

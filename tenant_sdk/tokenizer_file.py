@@ -280,8 +280,27 @@ def _check_vocabulary(file: _File) -> None:
         raise _refused(f"a token of {longest} characters; {MOST_TOKEN} is the limit")
     if any(not 0 <= each < 1 << 31 for each in (*identities, *(token.id for token in file.added_tokens))):
         raise _refused("a token's id is no number from 0 to 2^31 - 1")
+    _check_merges(file.model)
+    for rule in _list(file.decoder, "decoders"):
+        if type(rule).__struct_config__.tag == "Strip" and not 0 <= (rule.start or 0) + (rule.stop or 0) <= 1:
+            raise _refused("its decoder cuts more off a token than it may have")
     if getattr(file.model, "dropout", None) not in (None, UNSET, 0.0):
         raise _refused("its dropout makes tokens random")
+
+
+def _check_merges(model: Any) -> None:
+    """The library cuts a prefix off the second half of a merge unchecked, also through a letter.
+
+    Raises:
+        ModelMismatch: a half that does not begin with it.
+    """
+    prefix = getattr(model, "continuing_subword_prefix", None)
+    if not isinstance(prefix, str) or not prefix:
+        return
+    for merge in getattr(model, "merges", None) or ():
+        second = merge[1] if isinstance(merge, tuple) else merge.partition(" ")[2]
+        if not second.startswith(prefix):
+            raise _refused("a merge whose second half does not begin with the prefix of such")
 
 
 def _list(rule: Any, field: str) -> list[Any]:
@@ -317,6 +336,8 @@ def _growth(rules: list[Any]) -> float:
             growth *= _growth_of_replace(rule)
         elif kind == "BPEDecoder":
             growth *= 1 if rule.suffix else 2
+        elif kind == "WordPiece":
+            growth *= 2
         elif kind == "CTC":
             growth *= 1 if rule.word_delimiter_token and rule.pad_token else 2
     return growth
@@ -325,10 +346,12 @@ def _growth(rules: list[Any]) -> float:
 def _growth_of_replace(rule: Any) -> float:
     pattern, content = rule.pattern or _Pattern(), rule.content or ""
     if pattern.String is not UNSET:
-        return max(1.0, len(content) / max(1, len(pattern.String)) if pattern.String else 1.0 + len(content))
+        return max(
+            1.0, len(content) / max(1, len(pattern.String)) if pattern.String else 1.0 + 2 * len(content)
+        )
     if pattern.Regex in _NEVER_LONGER and len(content) <= 1:
         return 1.0
-    return 1.0 + len(content)  # it may match between any two characters
+    return 1.0 + 2 * len(content)  # it may match before and behind each character
 
 
 def _longest_of_charsmap(encoded: Any) -> int:
@@ -349,7 +372,7 @@ def _longest_of_charsmap(encoded: Any) -> int:
     at, units = np.flatnonzero(trie < 1 << 31), trie[trie < 1 << 31]
     bases = at ^ (units >> 10 << ((units & 1 << 9) >> 6))
     ends = bases[units >> 8 & 1 == 1]
-    if not len(trie) or (bases | 255).max(initial=0) >= len(trie):
+    if not len(trie) or trie[0] >= 1 << 31 or (bases | 255).max(initial=0) >= len(trie):
         raise _refused("its table of characters leads out of itself")
     starts = np.array([*np.flatnonzero(np.frombuffer(strings, np.uint8) & 0xC0 != 0x80), len(strings)])
     if not np.isin(trie[ends] & (1 << 31) - 1, starts).all():

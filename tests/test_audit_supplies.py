@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -164,18 +166,15 @@ def test_which_loads_count(load: Load, succeeds: bool) -> None:
     assert MemoryBomb().attack([load], RNG) == [succeeds]
 
 
+def _takes() -> None:
+    kept = torch.ones(48 << 18)
+    raise KeyError(len(kept))
+
+
 def test_a_load_is_measured() -> None:
-    """Here without a limit that matters: its error, and what it took."""
-    kept: list[torch.Tensor] = []
-
-    def takes() -> None:
-        kept.append(torch.ones(48 << 18))
-        raise KeyError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hostile_files.resource, "setrlimit", lambda *_: None)
-        patch.setattr(hostile_files.logging, "disable", lambda: None)
-        load = hostile_files.measured(takes)
+    """Its error, and what it took; in a process that has not freed any memory before."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+        load = processes.submit(hostile_files.measured, _takes).result()
     assert (load.error, load.typed) == ("KeyError", False)
     assert 40 < load.grown_mib < 80
 
