@@ -135,8 +135,8 @@ def _check_shapes(
     made = sum(each.numel() * each.element_size() for each in fresh)
     if made > MOST_BUFFERS:
         raise ModelMismatch(
-            f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit of what is made "
-            f"here is {MOST_BUFFERS / 2**30:.0f} GiB"
+            f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit for what is "
+            f"made here is {MOST_BUFFERS / 2**30:.0f} GiB"
         )
     computed = sum(each.numel() * each.element_size() for _, each in model.named_buffers())
     if computed > MOST_BUFFERS:
