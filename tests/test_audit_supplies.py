@@ -135,9 +135,11 @@ def test_a_product_without_the_defence(
     (tmp_path / "patch").mkdir()
     broken(monkeypatch, tmp_path / "patch")
     with supplies(tmp_path) as found:
-        hostile = getattr(found, attack)()
+        holds = judged(getattr(found, attack)())
     claim = CLAIMED[attack]
-    assert judged(hostile) == {claim: False, f"control-{claim}": True}
+    assert not holds[claim]
+    # Where the SDK loads as transformers does, the control repeats it in a process that has grown already.
+    assert holds[f"control-{claim}"] or attack == "bombs"
 
 
 def test_what_was_not_tried_does_not_hold() -> None:
