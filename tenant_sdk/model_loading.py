@@ -124,15 +124,16 @@ def _check_shapes(
 
     Raises:
         ModelMismatch: it has more modules than any model of so many layers, parameters of other shapes, or
-            computes tables of more than ``MOST_BUFFERS``.
+            more than ``MOST_BUFFERS`` of tables that it computes, or of parameters that nobody supplies.
     """
     model = _build(manifest, config, model_class, torch.device("meta"))
     plan = plan_layers(model, groups, offload_head=offload_head)
     state = model.state_dict(keep_vars=True)
-    listed = {name for _, name in _named(manifest, state, model)}
-    served = {id(layer.weight) for _, _, layer in plan}
-    fresh = [each for name, each in state.items() if name not in listed and id(each) not in served]
-    made = sum(each.numel() * each.element_size() for each in fresh)
+    # By tensor, not by name: tied parameters are one, of which one name is listed.
+    supplied = {id(state[name]) for _, name in _named(manifest, state, model) if name is not None}
+    supplied |= {id(layer.weight) for _, _, layer in plan}
+    fresh = {id(each): each for each in state.values() if id(each) not in supplied}
+    made = sum(each.numel() * each.element_size() for each in fresh.values())
     if made > MOST_BUFFERS:
         raise ModelMismatch(
             f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit for what is "

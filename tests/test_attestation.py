@@ -98,9 +98,6 @@ def test_a_parameter_that_nobody_else_has_is_refused(
         tensors[norms[0]] += 1
         tensors[norms[0]], tensors[norms[1]] = tensors[norms[1]], tensors[norms[0]]
 
-    def flattened(tensors: dict[str, torch.Tensor]) -> None:
-        """The same bytes under another type: no executor could serve it, and another manifest may say it."""
-
     for number, change in enumerate((one_bit, exchanged)):
         other = tmp_path / f"other{number}"
         make_model("llama").save_pretrained(other)

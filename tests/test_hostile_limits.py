@@ -267,3 +267,26 @@ def test_a_download_that_is_put_off_goes_on(
         assert session.stats.refusals > 0
     expected = make_model("llama").state_dict()["model.embed_tokens.weight"]
     assert torch.equal(model.state_dict()["model.embed_tokens.weight"], expected)
+
+
+# -- parameters that nobody supplies ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_what_nobody_supplies_counts_as_made_here(
+    tied: bool, hostile: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tied head is its embedding, of whatever size; an embedding that is left out is not."""
+    monkeypatch.setattr("tenant_sdk.model_loading.MOST_BUFFERS", 1 << 14)  # the embedding has twice as many
+    with hostile({}).connect() as session:
+        remote = session._remote
+        raw, manifest = config_of(hostile({}))
+        config = json.dumps(raw | {"tie_word_embeddings": tied}).encode()
+        kept = tuple(each for each in manifest.parameters if each.name != "lm_head.weight")
+        remote.manifest = msgspec.structs.replace(manifest, parameters=kept)
+        remote.file = lambda info: config if info.name == "config.json" else b"{}"  # type: ignore[method-assign]
+        if tied:
+            session.load_model(progress=False)
+        else:
+            with pytest.raises(ModelMismatch, match="lists no values for parameters"):
+                session.load_model(progress=False)
