@@ -290,3 +290,44 @@ def test_only_what_nobody_supplies_counts_as_made_here(
         else:
             with pytest.raises(ModelMismatch, match="lists no values for parameters"):
                 session.load_model(progress=False)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {
+            "model": {
+                "type": "BPE",
+                "vocab": {"a": 0, "é": 1},
+                "merges": [["a", "é"]],
+                "continuing_subword_prefix": "#",
+            }
+        },
+        {
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [{"type": "WordPiece", "prefix": "z", "cleanup": False}] * 11,
+            }
+        },
+        {"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}},
+        {"normalizer": replace("", "x" * 1023, "Regex")},
+        {"normalizer": replace("", "x" * 1023)},
+    ],
+)
+def test_what_ends_the_process_or_was_counted_too_low(parts: dict[str, Any]) -> None:
+    with pytest.raises(ModelMismatch, match=r"tokenizer\.json is refused"):
+        build_tokenizer({"tokenizer.json": changed(**parts)})
+
+
+def test_labels_are_counted_like_layers(llama: Executor) -> None:
+    raw, manifest = config_of(llama)
+    wide = msgspec.structs.replace(manifest.parameters[0], name="junk", shape=(1 << 30,))
+    lied = msgspec.structs.replace(manifest, parameters=(*manifest.parameters, wide))
+    with pytest.raises(ModelMismatch, match="num_labels"):
+        model_configuration(json.dumps(raw | {"num_labels": 1 << 30}).encode(), lied, {})
+
+
+def test_a_template_name_ends_where_it_ends() -> None:
+    options = json.dumps({"chat_template": [{"name": "evil\n", "template": "x"}]}).encode()
+    with pytest.raises(ModelMismatch, match="refused"):
+        build_tokenizer({"tokenizer.json": RULES, "tokenizer_config.json": options})
