@@ -25,11 +25,33 @@ HEADERS = [
 ]
 
 
+CONNECTIONS = 16
+
+
 class _AdminWSGIServer(ThreadingMixIn, WSGIServer):
-    """A thread for each scrape, so that a client that says nothing holds up neither others nor the end."""
+    """A thread for each scrape, so that a client that says nothing holds up neither others nor the end.
+
+    More than ``CONNECTIONS`` are closed at once.
+    """
 
     daemon_threads = True
     block_on_close = False
+
+    def server_activate(self) -> None:
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
+        super().server_activate()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 class _QuietHandler(WSGIRequestHandler):

@@ -89,7 +89,7 @@ class Executor:
         ready, deadline = self.folder / "ready.json", time.monotonic() + START_SECONDS
         while not ready.exists():
             if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
-                raise AuditError(f"an executor did not start:\n{self.log.read_text()[-2000:]}")
+                raise AuditError(f"an executor did not start: {self.log.read_text()[-2000:]}")
             time.sleep(0.05)
         told = json.loads(ready.read_text())
         self.url, self.admin_url = told["url"], told["admin_url"]

@@ -34,8 +34,8 @@ class SymbiosisError(Exception):
     code: str = "error"
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        # It may quote what a peer wrote, and is shown on terminals.
-        message = "".join(c if c.isprintable() or c == "\n" else "?" for c in message)
+        # One line that a terminal can show: it may quote what a peer wrote, and lines of a log are entries.
+        message = peer_text(message.replace("\n", " "), len(message))
         super().__init__(message)
         self.message = message
         self.retry_after = retry_after
@@ -83,7 +83,7 @@ class _CodedError(SymbiosisError):
         self.code = code
 
     def __str__(self) -> str:
-        return f"[{self.code}] {self.message}"
+        return f"[{peer_text(self.code, 80)}] {self.message}"
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.code, self.message), self.__dict__)

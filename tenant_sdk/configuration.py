@@ -33,6 +33,8 @@ _LABELS = ("id2label", "label2id")
 _PLACES = re.compile(
     r"position|window|context|n_ctx|max_seq|theta|_id$|_ids$|chunk|local_attention", re.IGNORECASE
 )
+# Built, these load compiled code from a public hub.
+_FETCHING = ("mra", "rwkv", "yoso")
 # Of configuration classes themselves: they would give one key's value to another.
 _OF_CLASSES = ("attribute_map", "sub_configs", "model_type_map")
 _DEEPEST, _LARGEST = 6, 1 << 24
@@ -149,6 +151,8 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
             and (key in _LABELS or _WORD.fullmatch(name))
             and (not _LOADS.search(name) or (isinstance(each, int | float) and not isinstance(each, bool)))
         }
+    if key == "model_type" and value in _FETCHING:
+        raise ModelMismatch(f"{value} models fetch code when they are built; they are not built for a peer")
     if isinstance(value, list):
         if len(value) > limits.many:
             raise ModelMismatch(f"the executor's configuration: {key[:80]} lists {len(value)} things")

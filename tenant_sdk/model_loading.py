@@ -130,7 +130,14 @@ def _check_shapes(
     plan = plan_layers(model, groups, offload_head=offload_head)
     state = model.state_dict(keep_vars=True)
     # By tensor, not by name: tied parameters are one, of which one name is listed.
-    supplied = {id(state[name]) for _, name in _named(manifest, state, model) if name is not None}
+    supplied = set()
+    for info, name in _named(manifest, state, model):
+        if name is not None:
+            supplied.add(id(state[name]))
+        elif model_class is None:  # or the configuration could have numbers as large as it
+            raise ModelMismatch(
+                f"the executor lists {info.name}, which a {manifest.architecture} does not have"
+            )
     supplied |= {id(layer.weight) for _, _, layer in plan}
     fresh = {id(each): each for each in state.values() if id(each) not in supplied}
     made = sum(each.numel() * each.element_size() for each in fresh.values())

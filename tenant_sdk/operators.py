@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import ssl
 import threading
+import warnings
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,16 +167,34 @@ def _keys_of(file: str | Path | None) -> set[bytes]:
 
     Certificates, and of a file their public keys too: one key may have several certificates.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if file is None:
-        context.load_default_certs()
-        return set(context.get_ca_certs(binary_form=True))
+        return _keys_of_the_system()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(file)
         found = set(context.get_ca_certs(binary_form=True))
         keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigurationError(f"cannot use the authority's certificate file {file}: {error}") from error
+    return found | keys
+
+
+def _keys_of_the_system() -> set[bytes]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_default_certs()
+    # OpenSSL reads its directories' files only when it looks for one of them.
+    paths = ssl.get_default_verify_paths()
+    folders = os.environ.get(paths.openssl_capath_env, paths.openssl_capath)
+    for folder in folders.split(os.pathsep):
+        for path in sorted(Path(folder).glob("*.[0-9]*")):  # named by a hash, as OpenSSL finds them
+            with suppress(OSError):  # ssl.SSLError, too: others than certificates
+                context.load_verify_locations(path)
+    found = set(context.get_ca_certs(binary_form=True))
+    keys = set()
+    for each in found:
+        # Some certificates are older than the rules, of which this would warn, or fail.
+        with suppress(ValueError), warnings.catch_warnings(action="ignore"):
+            keys.add(_public_key(x509.load_der_x509_certificate(each)))
     return found | keys
 
 

@@ -11,7 +11,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -220,6 +220,9 @@ class OneTimePad:
         self._home = Home()
         self._mask: torch.Tensor | None = mask
         self._parts = parts  # rows, where they begin in the effects, and the effects
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a copy of a one-time pad would hand its mask over again")
 
     def request(self) -> torch.Tensor:
         """See Pad.

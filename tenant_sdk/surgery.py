@@ -103,8 +103,11 @@ def plan_layers(
     head = getattr(base_model(model), "get_output_embeddings", lambda: None)()
     for group, index, layer in plan:
         name = group.info.members[index].name
-        if (layer is head and not offload_head) or ".lora_" in name or ".modules_to_save" in name:
+        if ".lora_" in name or ".modules_to_save" in name:
             raise ModelMismatch(f"the executor claims {name}, which tenants keep for themselves")
+        if (layer is head) != group.info.head:  # digests cover all weights but the head's
+            known = "not the output head, which it" if layer is head else "the output head, which it not"
+            raise ModelMismatch(f"the executor says that {name} is {known} is here")
     return plan
 
 

@@ -18,7 +18,7 @@ from provider.executor import BaseExecutor
 from provider.server import Server, server_context
 from provider.session import Service
 from provider.tokens import TokenFile
-from shared.messages import digest_of
+from shared.messages import Manifest, digest_of
 
 
 @pytest.fixture
@@ -27,24 +27,32 @@ def hostile(
 ) -> Iterator[Callable[..., Executor]]:
     """An executor that multiplies rightly and serves other files: ``hostile({"config.json": b"{}"})``.
 
-    None in place of a file leaves it out. The provider itself loads the honest checkpoint first, so what it
-    serves afterwards need not make sense; its manifest lists it truly, since a lie is found at once.
+    None in place of a file leaves it out; ``lie`` changes what the manifest lists. The provider itself
+    loads the honest checkpoint first, so what it serves afterwards need not make sense; its manifest
+    lists it truly, since a lie is found at once.
     """
     servers: list[Server] = []
 
     def start(
-        files: dict[str, bytes | None], architecture: str = "llama", numerics: str = "ring"
+        files: dict[str, bytes | None],
+        architecture: str = "llama",
+        numerics: str = "ring",
+        *,
+        serve_head: bool = False,
+        lie: Callable[[Manifest], Manifest] = lambda manifest: manifest,
     ) -> Executor:
         folder = tmp_path / f"hostile{len(servers)}"
         shutil.copytree(checkpoint(architecture), folder)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TOKENIZER / name, folder)
-        base = BaseExecutor(folder, numerics=numerics)
+        base = BaseExecutor(folder, numerics=numerics, serve_head=serve_head)
         for name, data in files.items():
             (folder / name).unlink(missing_ok=True)
             if data is not None:
                 (folder / name).write_bytes(data)
-        manifest = msgspec.structs.replace(base.manifest, files=base.checkpoint.tenant_files())
+        manifest = lie(msgspec.structs.replace(base.manifest, files=base.checkpoint.tenant_files()))
+        weights = base.checkpoint.weights_digest(manifest.groups)
+        manifest = msgspec.structs.replace(manifest, weights=weights)
         base.manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
         base._files = {info.name: info for info in base.manifest.files}
         server = Server(

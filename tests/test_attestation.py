@@ -19,7 +19,8 @@ from ring_sessions import Trio, one_time
 from safetensors.torch import load_file, save_file
 
 from shared.checkpoint import Checkpoint
-from shared.errors import ModelMismatch, WireError
+from shared.errors import ConfigurationError, ModelMismatch, WireError
+from shared.messages import Manifest
 from tenant_sdk.attestation import Trusted, check_agreement
 from tenant_sdk.fingerprints import write_fingerprints
 
@@ -187,6 +188,51 @@ def test_sources_agree_on_everything_that_is_downloaded(trio: Callable[[str], Tr
             check_agreement("wss://a", manifest, msgspec.structs.replace(manifest, **change))
     for change in ({"server": "x"}, {"model": "x"}, {"recorded": True}):  # which are nobody's business
         check_agreement("wss://a", manifest, msgspec.structs.replace(manifest, **change))
+
+
+def _head_as_a_layer(manifest: Manifest) -> Manifest:
+    """The embedding is the head's, too: with the head as a layer like others, nobody would supply it."""
+    groups = tuple(msgspec.structs.replace(group, head=False) for group in manifest.groups)
+    parameters = tuple(each for each in manifest.parameters if "wte" not in each.name)
+    assert len(parameters) < len(manifest.parameters)
+    return msgspec.structs.replace(manifest, groups=groups, parameters=parameters)
+
+
+def _layer_as_the_head(manifest: Manifest) -> Manifest:
+    """What is the head neither ``weights`` nor ``digest`` cover."""
+    first = msgspec.structs.replace(manifest.groups[0], head=True)
+    return msgspec.structs.replace(manifest, groups=(first, *manifest.groups[1:]))
+
+
+@pytest.mark.parametrize("lie", [_head_as_a_layer, _layer_as_the_head])
+@pytest.mark.parametrize("attested", ["nobody", "local", "fingerprints"])
+def test_the_head_is_the_head(
+    attested: str,
+    lie: Callable[[Manifest], Manifest],
+    hostile: Callable[..., Executor],
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """A provider that lists an output head that is none, or none that is one."""
+    folder = checkpoint("gpt2")
+    # The very files that the fixture serves, which has a tokenizer besides.
+    provider = hostile({}, "gpt2", serve_head=True, lie=lie)
+    for file in (*folder.iterdir(), *TOKENIZER.glob("tokenizer*.json")):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    if attested == "nobody":
+        with (
+            provider.connect(privacy="plain") as session,
+            pytest.raises(ConfigurationError, match="the output head"),
+        ):
+            session.load_model(progress=False, offload_head=True)
+        return
+    options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [f"local:{tmp_path}"]}
+    if attested == "fingerprints":
+        key = write_fingerprints(tmp_path, tmp_path / "prints")
+        options = {"privacy": "plain", "fingerprints": tmp_path / "prints", "fingerprint_key": key}
+    hostile({}, "gpt2", serve_head=True).connect(**options).close()  # the honest one
+    with pytest.raises(ModelMismatch, match="leaves out the parameter"):
+        provider.connect(**options)
 
 
 def test_the_same_text_has_as_many_rows_as_with_the_trusted_tokenizer(

@@ -15,7 +15,7 @@ from hostile_files import config_of, nothing_opens
 from transformers import GenerationConfig
 
 from shared.errors import ModelMismatch
-from shared.messages import digest_of
+from shared.messages import Manifest, ParameterInfo, digest_of
 from tenant_sdk.configuration import LENGTHS, TOKENS, generation_configuration, model_configuration
 from tenant_sdk.model_loading import _model_class
 
@@ -80,6 +80,20 @@ def test_more_parameters_than_this_machine_has_memory_for(hostile: Hostile) -> N
             session.load_model(progress=False)
 
 
+def test_parameters_that_the_model_does_not_have(hostile: Hostile) -> None:
+    """They would say how large the configuration's numbers may be."""
+
+    def lie(manifest: Manifest) -> Manifest:
+        extra = ParameterInfo("model.extra", (1 << 18, 1), "float32", "0" * 64)
+        return msgspec.structs.replace(manifest, parameters=(*manifest.parameters, extra))
+
+    with (
+        hostile({}, lie=lie).connect() as session,
+        pytest.raises(ModelMismatch, match=r"model\.extra, which"),
+    ):
+        session.load_model(progress=False)
+
+
 @pytest.mark.parametrize("value", ["PATH", "gpt2", True, {"name": "gpt2"}, ["gpt2"]])
 def test_nothing_in_a_configuration_is_loaded(value: Any, llama: Executor, secret: Path) -> None:
     """Paths, names of models to fetch, kernels, code: under every key by which anything is loaded."""
@@ -115,6 +129,15 @@ def test_nothing_in_a_configuration_is_loaded(value: Any, llama: Executor, secre
         assert str(secret) not in str(config.to_dict())
         if key not in ("custom_pipelines", "transformers_weights"):
             assert getattr(config, key, None) in (None, "", "sdpa", False), key
+
+
+@pytest.mark.parametrize("model_type", ["mra", "rwkv", "yoso"])
+def test_model_types_that_fetch_code(model_type: str, llama: Executor) -> None:
+    """They load compiled kernels from a public hub as soon as they are built."""
+    raw, manifest = config_of(llama)
+    for change in ({"model_type": model_type}, {"text_config": {"model_type": model_type}}):
+        with pytest.raises(ModelMismatch, match=f"{model_type} .*fetch"):
+            model_configuration(json.dumps(raw | change).encode(), manifest, {})
 
 
 @pytest.mark.parametrize("model_type", ["detr", "timm_wrapper", "of-tomorrow", "../llama", None, 3])

@@ -19,7 +19,7 @@ from provider.executor import BaseExecutor
 from provider.quota import Limit, Quotas
 from provider.session import Service, TenantSession
 from shared.checkpoint import Checkpoint
-from shared.errors import ModelMismatch, SymbiosisError, WireError
+from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, WireError
 from shared.header import Header, Operation
 from shared.messages import Fetch, encode
 from shared.websocket import Incoming
@@ -166,6 +166,8 @@ def test_options_that_are_long_or_name_files(options: dict[str, Any]) -> None:
     [
         {"model_type": "gpt_neo", "attention_types": [[["global"], 1 << 24]], "num_layers": 2},
         {"model_type": "gpt_neo", "attention_types": [[["global"], 9]] * 5000, "num_layers": 2},
+        # Each list and each number is small; only their product is large.
+        {"model_type": "gpt_neo", "attention_types": [[["global"] * 500, 900]] * 20, "num_layers": 2},
         {"model_type": "llama", "first_k_dense_replace": 1 << 40},
         {"model_type": "llama", "max_position_embeddings": 1 << 30},
     ],
@@ -207,7 +209,9 @@ def test_no_message_holds_control_characters(llama: Executor) -> None:
             make()
         assert not {"\x1b", "\x9b", "\x07"} & set(str(caught.value) + caught.value.message)
     assert str(SymbiosisError(f"a peer wrote {ESCAPE}")) == "a peer wrote ?[2J?[H?31mowned?"
-    assert str(SymbiosisError("one\ntwo")) == "one\ntwo"
+    # Nor a second line, which a log would take for an entry of its own.
+    assert str(SymbiosisError("one\ntwo")) == "one two"
+    assert str(RequestRefused("x\ny\x1b", "z\r\n")) == "[x?y?] z? "
     assert Finding("tls", False, f"CN={ESCAPE}").detail == "CN=?[2J?[H?31mowned?"
 
 

@@ -251,6 +251,7 @@ def unit(label: int = 0, offset: int = 0, *, leaf: bool = False) -> int:
         ),  # behind them
         ({0: unit(offset=1), 96: unit(97, 1 << 12)}, b"x\0", True),  # out of the trie
         ({0: unit(offset=256)}, b"x\0", True),
+        ({0: 1 << 31 | unit(offset=1)}, b"x\0", True),  # a root that says it is the end of a word
         ({}, b"\xff\0", True),
     ],
 )

@@ -5,13 +5,15 @@ The sources are in memory, and honest unless a test says otherwise.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
+import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -60,7 +62,12 @@ def effect_of(pad: Pad, kind: Kind, rows: int) -> torch.Tensor:
 
 def in_store(pads: OneTimePads, kinds: list[Kind], rows: int) -> None:
     """Wait until effects of so many rows of each kind are there."""
-    eventually(lambda: pads._under_way == 0 and all(pads._stock.get(kind, 0) >= rows for kind in kinds))
+
+    def there() -> bool:
+        with pads._changed:
+            return pads._under_way == 0 and all(pads._stock.get(kind, 0) >= rows for kind in kinds)
+
+    eventually(there)
 
 
 def at_rest(pads: OneTimePads) -> None:
@@ -85,6 +92,15 @@ def test_a_pad_hands_over_its_mask_once() -> None:
         pad.request()
         with pytest.raises(RuntimeError, match="twice"):
             pad.request()
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pad_cannot_be_copied(again: Callable[[Any], Any]) -> None:
+    """Or a copy would hand over the mask that the pad has handed over."""
+    with one_time_pads(MemorySource()) as pads:
+        pad = pads.take(KINDS[0], 3)
+        with pytest.raises(TypeError, match="mask over again"):
+            again(pad)
 
 
 def test_a_mask_exists_nowhere_once_rows_were_added() -> None:

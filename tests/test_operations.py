@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import Executor
 
-from provider.admin import AdminServer
+from provider.admin import CONNECTIONS, AdminServer
 from provider.metrics import Metrics
 
 
@@ -36,6 +37,28 @@ def test_a_silent_client_holds_up_neither_scrapes_nor_the_end() -> None:
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
+
+
+def test_clients_that_say_nothing_take_no_more_than_some_threads() -> None:
+    admin = AdminServer(Metrics(), 0, healthy=lambda: True)
+    before, silent = threading.active_count(), []
+    try:
+        for _ in range(4 * CONNECTIONS):
+            silent.append(socket.create_connection(("127.0.0.1", admin.port), timeout=10))
+        assert silent[-1].recv(1) == b""  # closed: all before it have been taken or closed, too
+        assert threading.active_count() - before <= CONNECTIONS
+        for each in silent:
+            each.close()
+        url = f"http://127.0.0.1:{admin.port}/healthz"
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                assert urllib.request.urlopen(url, timeout=10).read() == b"ok\n"
+                break
+            except OSError:  # the threads have not seen yet that their clients are gone
+                assert time.monotonic() < deadline
+    finally:
+        admin.close()
 
 
 def test_a_thread_that_cannot_be_had_costs_one_connection(

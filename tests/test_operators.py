@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from conftest import Executor
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from parity import fixed_result, load_local, token_ids
 from ring_sessions import Trio
@@ -23,7 +25,7 @@ from provider.server import Server, server_context
 from provider.session import Service
 from provider.tokens import TokenFile
 from shared.errors import ConfigurationError
-from tenant_sdk.operators import SIGNS, Operators
+from tenant_sdk.operators import SIGNS, Operators, own_authorities
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -277,6 +279,36 @@ def test_nothing_is_shared_by_default(
     with pytest.raises(tenant_sdk.TlsError):  # known to the operating system this authority is not
         connect(provider, elsewhere.server.url, **own | {"mask_source_ca": "system"})
     connect(provider, elsewhere.server.url, **own).close()
+
+
+@pytest.mark.parametrize("where", ["SSL_CERT_FILE", "SSL_CERT_DIR"])
+@pytest.mark.parametrize("again", [False, True])
+def test_an_authority_that_the_operating_system_trusts_too(
+    again: bool, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the same certificate or another one of the same key, in OpenSSL's file or in its directories."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    (tmp_path / "certs").mkdir()
+    mine, known, unrelated = (tmp_path / name for name in ("ca.pem", "certs/0123abcd.0", "certs/README"))
+    mine.write_bytes(_signed_by_itself(key))
+    known.write_bytes(_signed_by_itself(key) if again else mine.read_bytes())
+    unrelated.write_text("no certificate")
+    for variable in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / "none"))
+    assert own_authorities(mine, ["system"], ()) == [None]
+    monkeypatch.setenv(where, str(known) if where == "SSL_CERT_FILE" else f"{tmp_path}/none:{known.parent}")
+    with pytest.raises(ConfigurationError, match="the same certificate authority"):
+        own_authorities(mine, ["system"], ())
+
+
+def _signed_by_itself(key: ec.EllipticCurvePrivateKey) -> bytes:
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "An authority")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(1))
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
 @pytest.mark.parametrize("spelling", ["{}", "{}/", "wss://localhost:{port}"])
