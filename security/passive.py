@@ -274,7 +274,7 @@ class PassiveAttacks:
                 captured.provider,
             )
             check_aligned(view, captured.truth, name)
-            messages = sum(len(seen.rows) > 1 for seen in view.of(0))
+            messages = sum(seen.count > 1 for seen in view.of(0))
             points = []
             for count in [n for n in self.plan.curve_messages if n <= messages]:
                 guess = MaskReuse(count, CURVE_ROWS).attack(view, self.rng)
@@ -342,10 +342,9 @@ class PassiveAttacks:
         """Search everything that was written for what was secret, and for what was planted there."""
         with self.stage("searching logs, metrics and printed objects"):
             truth = self.evidence.captured[ONE_TIME].truth
-            varied = [b for sent in truth.sent for b in sent.blocks or [] if len(b[0].unique()) > 3]
             requests = self.evidence.captured[ONE_TIME].provider
             secrets = Secrets(
-                tensors=varied[:200]
+                tensors=truth.samples
                 + [r.rows for r in products_of(requests)[:200]]
                 + list(truth.adapter.values()),
                 seeds=mask_source_view(self.evidence.captured[ONE_TIME].source).seeds,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import mmap
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -23,15 +24,22 @@ class TranscriptError(SymbiosisError):
 class Request:
     """One request as the executor saw it.
 
-    ``payload`` is what was sent; times are in seconds: ``arrived`` since the epoch, ``seconds`` until the
-    answer was computed, or nan: it failed, or the executor died.
+    What was sent lies ``at`` a place of the file ``path``. Times are in seconds: ``arrived`` since the epoch,
+    ``seconds`` until the answer was computed, or nan: it failed, or the executor died.
     """
 
     session: int
     arrived: float
     header: Header
-    payload: memoryview | bytes
+    path: Path
+    at: int
     seconds: float = math.nan
+
+    @property
+    def payload(self) -> bytes:
+        """What was sent, read anew each time: all requests together may be larger than the memory."""
+        with self.path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), self.header.payload_bytes, self.at)
 
     @property
     def kind(self) -> tuple[int, int, int]:
@@ -42,7 +50,7 @@ class Request:
     def rows(self) -> torch.Tensor:
         """What was sent, [T, C] float32, bfloat16 or int32; of a seed its bytes [1, 32]. A copy."""
         shape, dtype = self.header.payload_shape, self.header.payload_dtype
-        if not len(self.payload):
+        if not self.header.payload_bytes:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(self.payload), dtype=dtype).view(shape)
 
@@ -69,7 +77,7 @@ def newest(folder: str | Path) -> Path:
 
 
 def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = False) -> Transcript:
-    """A transcript from a file; rows are mapped, and read when they are used.
+    """A transcript from a file; rows are read when they are used.
 
     Args:
         path: the file, or a folder, of which the newest is taken.
@@ -82,15 +90,20 @@ def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = 
     path = newest(path) if Path(path).is_dir() else Path(path)
     try:
         with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
+            return _read(path, file, digest, cut=cut)
+    except OSError as error:
         raise TranscriptError(f"cannot read {path}: {error}") from error
-    if data[: len(MAGIC)] != MAGIC:
-        version = bytes(data[: len(MAGIC)])
+
+
+def _read(path: Path, file: BinaryIO, digest: str | None, *, cut: bool) -> Transcript:
+    version = file.read(len(MAGIC))
+    if not version:
+        raise TranscriptError(f"cannot read {path}: it is empty")
+    if version != MAGIC:
         if version.startswith(MAGIC[:-2]):
             raise TranscriptError(f"{path} was written by another version: {version!r} instead of {MAGIC!r}")
         raise TranscriptError(f"{path} is no transcript of an executor")
-    cursor = _Cursor(data, len(MAGIC))
+    cursor = _Cursor(path, file)
     transcript: Transcript | None = None
     try:
         manifest = decode(cursor.sized(), Manifest)
@@ -116,18 +129,27 @@ def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = 
 
 
 class _Cursor:
-    def __init__(self, data: mmap.mmap, at: int) -> None:
-        self._data, self.at = data, at
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self._file, self.at = path, file, file.tell()
+        self._size = os.fstat(file.fileno()).st_size
 
-    def take(self, size: int) -> memoryview:
-        if self.at + size > len(self._data):
+    def pass_over(self, size: int) -> int:
+        """Where what is passed over begins."""
+        if self.at + size > self._size:
             raise EOFError
         self.at += size
-        return memoryview(self._data)[self.at - size : self.at]
+        self._file.seek(size, os.SEEK_CUR)
+        return self.at - size
+
+    def take(self, size: int) -> bytes:
+        if self.at + size > self._size:
+            raise EOFError
+        self.at += size
+        return self._file.read(size)
 
     def sized(self) -> bytes:
         (length,) = LENGTH.unpack(self.take(LENGTH.size))
-        return bytes(self.take(length))
+        return self.take(length)
 
 
 def _record(cursor: _Cursor, into: Transcript, last: dict[int, Request]) -> bool:
@@ -137,7 +159,8 @@ def _record(cursor: _Cursor, into: Transcript, last: dict[int, Request]) -> bool
         into.tenants[session] = cursor.sized().decode()
     elif kind == Record.REQUEST:
         header = parse_header(cursor.take(HEADER_BYTES))
-        last[session] = Request(session, at, header, cursor.take(header.payload_bytes))
+        where = cursor.pass_over(header.payload_bytes)
+        last[session] = Request(session, at, header, cursor.path, where)
         into.requests.append(last[session])
     elif kind == Record.ANSWERED:
         (seconds,) = SECONDS.unpack(cursor.take(SECONDS.size))

@@ -21,14 +21,19 @@ from shared.protocol import GroupShape
 
 @dataclass(frozen=True)
 class Seen:
-    """One request for a product; ``raw`` [T, C] are its rows bit by bit: int32, float32 or bfloat16."""
+    """One request for a product; ``sent`` are its rows, or the request in a transcript that has them."""
 
     group: int
     direction: int
     members: int
     session: int
     arrived: float
-    raw: torch.Tensor
+    sent: torch.Tensor | Request
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """The rows [T, C] bit by bit: int32, float32 or bfloat16."""
+        return self.sent if isinstance(self.sent, torch.Tensor) else self.sent.rows
 
     @property
     def rows(self) -> torch.Tensor:
@@ -38,7 +43,7 @@ class Seen:
     @property
     def count(self) -> int:
         """How many rows."""
-        return len(self.raw)
+        return len(self.sent) if isinstance(self.sent, torch.Tensor) else self.sent.header.rows
 
     @property
     def forward(self) -> bool:
@@ -66,8 +71,9 @@ class View:
         """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's."""
 
         def drawn(seen: Seen) -> Seen:
-            numbers = np.frombuffer(rng.bytes(4 * seen.raw.numel()), np.int32).reshape(seen.raw.shape)
-            return replace(seen, raw=torch.from_numpy(numbers.copy()))
+            shape = seen.raw.shape
+            numbers = np.frombuffer(rng.bytes(4 * shape.numel()), np.int32).reshape(shape)
+            return replace(seen, sent=torch.from_numpy(numbers.copy()))
 
         return View(self.public, [drawn(seen) for seen in self.requests if seen.group in groups])
 
@@ -107,9 +113,11 @@ class CollusionView(View):
     sees = "provider and mask source"
 
 
-def _seen(request: Request, raw: torch.Tensor) -> Seen:
+def _seen(request: Request, rows: torch.Tensor | None = None) -> Seen:
+    """A request, or other rows in its place."""
     header = request.header
-    return Seen(header.group, header.direction, header.members, request.session, request.arrived, raw)
+    sent = request if rows is None else rows
+    return Seen(header.group, header.direction, header.members, request.session, request.arrived, sent)
 
 
 def requests_of(transcripts: list[Transcript], tenant: str) -> list[Request]:
@@ -130,7 +138,7 @@ def provider_view(public: PublicModel, requests: list[Request]) -> ProviderView:
             masks.setdefault(request.kind, []).append(_expanded(public, request))
     return ProviderView(
         public,
-        [_seen(request, request.rows) for request in products_of(requests)],
+        [_seen(request) for request in products_of(requests)],
         {kind: torch.cat(found) for kind, found in masks.items()},
     )
 
@@ -142,7 +150,7 @@ def products_of(requests: list[Request]) -> list[Request]:
 
 def mask_source_view(requests: list[Request]) -> MaskSourceView:
     """Seeds as they came."""
-    seeds = [bytes(r.payload) for r in requests if r.header.operation == Operation.SEED_EFFECT]
+    seeds = [r.payload for r in requests if r.header.operation == Operation.SEED_EFFECT]
     return MaskSourceView(seeds, len(requests) - len(seeds))
 
 
@@ -184,20 +192,22 @@ def collusion_view(public: PublicModel, provider: list[Request], source: list[Re
     Masks that the tenant fetched and did not use are passed over: under the right mask a row's
     numbers are small.
     """
-    streams: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-    for request in source:
-        streams.setdefault(request.kind, []).append(_expanded(public, request))
-    masks = {kind: torch.cat(found) for kind, found in streams.items()}
-    at = dict.fromkeys(masks, 0)
-    seen = []
-    for request in products_of(provider):
-        rows = request.rows
-        left = masks.get(request.kind, rows[:0])
-        start = _aligned(rows, left, at.get(request.kind, 0))
-        under = left[start : start + len(rows)]
-        at[request.kind] = start + len(rows)
-        seen.append(_seen(request, rows - under if len(under) == len(rows) else rows))
-    return CollusionView(public, seen)
+    products = products_of(provider)
+    seen: dict[int, Seen] = {}
+    for kind in {request.kind for request in products}:  # the masks of all at once would fill the memory
+        found = [_expanded(public, request) for request in source if request.kind == kind]
+        at = 0
+        for number, request in enumerate(products):
+            if request.kind != kind:
+                continue
+            rows = request.rows
+            masks = torch.cat(found) if found else rows[:0]
+            found = [masks]
+            start = _aligned(rows, masks, at)
+            under = masks[start : start + len(rows)]
+            at = start + len(rows)
+            seen[number] = _seen(request, rows - under if len(under) == len(rows) else rows)
+    return CollusionView(public, [seen[number] for number in range(len(products))])
 
 
 def _aligned(rows: torch.Tensor, masks: torch.Tensor, start: int) -> int:
@@ -216,4 +226,4 @@ def _expanded(public: PublicModel, request: Request) -> torch.Tensor:
         return request.rows
     shape = GroupShape.of(public.manifest.groups[header.group], public.manifest.numerics)
     plan = shape.plan(Direction(header.direction), header.members)
-    return MaskStream(bytes(request.payload)).draw(header.rows, plan.request_columns)
+    return MaskStream(request.payload).draw(header.rows, plan.request_columns)

@@ -33,20 +33,20 @@ FULL = Size(prompts=40, new_tokens=2, repeated=5, repeats=9, steps=16, tokens=20
 QUICK = Size(prompts=60, new_tokens=0, repeated=1, repeats=10, steps=2, tokens=1024)
 REPEATED_TOKENS = 250
 ADAPTER_TOKENS = 128
+SAMPLES = 200
 
 
 @dataclass
 class Sent:
     """One product request of the tenant.
 
-    ``blocks`` are the rows before they were hidden, None for the rows that fingerprints are made with;
-    ``tokens`` [T] what the rows stand for, ``labels`` [T] what the model was to predict (-1: nothing).
+    ``tokens`` [T] are what the rows stand for, None for those that fingerprints are made with, ``labels`` [T]
+    what the model was to predict (-1: nothing).
     """
 
     group: int
     direction: int
     rows: int
-    blocks: list[torch.Tensor] | None = None
     phase: str = ""
     tokens: torch.Tensor | None = None
     labels: torch.Tensor | None = None
@@ -59,9 +59,13 @@ class Sent:
 
 @dataclass
 class Truth:
-    """What no adversary gets: products in the order in which they were sent, and the adapter."""
+    """What no adversary gets: products in the order in which they were sent, and the adapter.
+
+    ``samples`` are the first ``SAMPLES`` blocks of rows that vary, as they were before they were hidden.
+    """
 
     sent: list[Sent] = field(default_factory=list)
+    samples: list[torch.Tensor] = field(default_factory=list)
     phase: str = ""
     tokens: torch.Tensor | None = None
     labels: torch.Tensor | None = None
@@ -97,11 +101,12 @@ def watch(session: Session, truth: Truth) -> None:
     ask, send = privacy.product, remote.product
 
     def product(group: int, direction: Direction, members: int, blocks: list[torch.Tensor]) -> Any:
-        kept = [block.detach().clone() for block in blocks]
+        if len(truth.samples) < SAMPLES:
+            truth.samples += [block.detach().clone() for block in blocks if len(block[0].unique()) > 3]
         out = ask(group, direction, members, blocks)
         # Fingerprints of a group are made before its first request, so that one is the last.
         last = truth.sent[-1]
-        last.blocks, last.phase, last.tokens, last.labels = kept, truth.phase, truth.tokens, truth.labels
+        last.phase, last.tokens, last.labels = truth.phase, truth.tokens, truth.labels
         return out
 
     def sending(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from scipy import stats
 
 from security.executors import AuditError
-from security.views import Seen, View
+from security.views import View
 
 BLOCK_BYTES = 16  # of the cipher that masks come from
 RUN = 8  # numbers whose top bytes are looked for
@@ -111,19 +111,26 @@ class Uniformity:
         """
         if not view.requests:
             raise AuditError("there are no bytes to test: the executor was sent no rows")
-        data = as_bytes(torch.cat([seen.raw.reshape(-1) for seen in view.requests])[:, None])
+        # Request by request, for all of them together may be larger than the memory.
+        counted: Any = 0
+        first, blocks, tops = [], [], []
+        missing = CORRELATED
+        for seen in view.requests:
+            data = as_bytes(seen.raw.reshape(-1, 1))
+            counted += np.stack([np.bincount(column, minlength=256) for column in data.T])
+            first.append(data[:missing].copy())  # a view would keep it all
+            missing -= len(first[-1])
+            blocks.append(_blocks(data))
+            tops.append(_tops(data))
         tests: dict[str, float] = {}
-        histogram = np.zeros(256, np.int64)
-        for position in range(data.shape[1]):
-            counts = np.bincount(data[:, position], minlength=256)
-            histogram += counts
+        numbers = int(counted[0].sum())
+        for position, counts in enumerate(counted):
             tests[f"byte {position}, chi-square"] = float(stats.chisquare(counts).pvalue)
             for bit in range(8):
                 ones = int(counts[np.arange(256) >> bit & 1 == 1].sum())
-                deviation = (2 * ones - len(data)) / np.sqrt(len(data))
+                deviation = (2 * ones - numbers) / np.sqrt(numbers)
                 tests[f"bit {8 * position + bit}, bias"] = float(2 * stats.norm.sf(abs(deviation)))
-        for position in range(data.shape[1]):
-            column = data[:CORRELATED, position].astype(np.float32)
+        for position, column in enumerate(np.concatenate(first).T.astype(np.float32)):
             column -= column.mean()
             for lag in (1, 2, 4):
                 together = float(column[lag:] @ column[:-lag] / max(float(column @ column), 1e-30))
@@ -135,28 +142,29 @@ class Uniformity:
             min(1.0, tests[worst] * len(tests)),
             worst,
             len(tests),
-            _repeated([_blocks(seen) for seen in view.requests]),
-            _repeated([_tops(seen) for seen in view.requests]),
-            int(data.size),
-            histogram,
+            _repeated(blocks),
+            _repeated(tops),
+            int(counted.sum()),
+            counted.sum(0),
         )
 
 
-def _blocks(seen: Seen) -> np.ndarray:
+def _blocks(numbers: np.ndarray) -> np.ndarray:
     """A number for each block of 16 bytes, made of both halves: two blocks share it once in 2^64 pairs."""
-    data = as_bytes(seen.raw).reshape(-1)
+    data = numbers.reshape(-1)
     halves = data[: len(data) // BLOCK_BYTES * BLOCK_BYTES].view(np.uint64).reshape(-1, 2)
     return np.asarray(halves[:, 0] * np.uint64(0x9E3779B97F4A7C15) ^ halves[:, 1])
 
 
-def _tops(seen: Seen) -> np.ndarray:
+def _tops(numbers: np.ndarray) -> np.ndarray:
     """The top bytes of each run of eight numbers, together one number of 64 bits."""
-    tops = as_bytes(seen.raw.reshape(-1, 1))[:, -1]
+    tops = numbers[:, -1]
     return np.ascontiguousarray(tops[: len(tops) // RUN * RUN]).view(np.uint64)
 
 
 def _repeated(numbers: list[np.ndarray]) -> int:
     """How many occurred before, anywhere in what was sent."""
     everything = np.concatenate(numbers)
+    numbers.clear()
     everything.sort()
     return int((everything[1:] == everything[:-1]).sum())

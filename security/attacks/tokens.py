@@ -112,8 +112,8 @@ class MaskReuse:
     def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
         """See Attack."""
         requests = view.of(0)
-        first_row = np.cumsum([0, *(len(seen.raw) for seen in requests)])[:-1]
-        several = [i for i, seen in enumerate(requests) if len(seen.raw) > 1]
+        first_row = np.cumsum([0, *(seen.count for seen in requests)])[:-1]
+        several = [i for i, seen in enumerate(requests) if seen.count > 1]
         begins = torch.from_numpy(first_row[several]).long()
         known = view.public.first_inputs[_first_token(view.public)]
         learned = begins[: self.messages]
@@ -230,10 +230,10 @@ class Averaging:
     def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
         """See Attack."""
         requests = view.of(0)
-        starts = [0, *np.cumsum([len(seen.raw) for seen in requests])]
+        starts = [0, *np.cumsum([seen.count for seen in requests])]
         rows, means = [torch.empty(0, dtype=torch.int64)], [view.first[:0]]
         for run in self.repeats if self.repeats is not None else _runs(requests):
-            if max(run) >= len(requests) or len({len(requests[i].raw) for i in run}) > 1:
+            if max(run) >= len(requests) or len({requests[i].count for i in run}) > 1:
                 continue
             means.append(torch.stack([unit(requests[i].rows) for i in run]).mean(0))
             rows.append(torch.arange(starts[run[0]], starts[run[0] + 1]))
@@ -245,11 +245,11 @@ def _runs(requests: list[Seen], least: int = 4) -> list[list[int]]:
     """Requests of several rows that follow each other with the same number of rows."""
     runs: list[list[int]] = []
     for i, seen in enumerate(requests):
-        if runs and len(requests[runs[-1][-1]].raw) == len(seen.raw):
+        if runs and requests[runs[-1][-1]].count == seen.count:
             runs[-1].append(i)
         else:
             runs.append([i])
-    return [run for run in runs if len(run) >= least and len(requests[run[0]].raw) > 1]
+    return [run for run in runs if len(run) >= least and requests[run[0]].count > 1]
 
 
 class NoiseAware:
@@ -318,7 +318,7 @@ class DeepMatching:
         wanted: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)]
         same: dict[tuple[int, ...], list[int]] = {}
         for index, prompt in self.prompts.items():
-            if index < len(requests) and len(requests[index].raw) == len(prompt):
+            if index < len(requests) and requests[index].count == len(prompt):
                 same.setdefault(tuple(prompt.tolist()), []).append(index)
         for tokens, indices in same.items():
             for place in range(1, min(len(tokens), self.places + 1)):
