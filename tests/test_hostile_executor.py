@@ -160,7 +160,7 @@ def test_the_head_stays_with_the_tenant_whatever_the_manifest_says(
     with serve(checkpoint("llama"), serve_head=True).connect() as session:
         for group in session._groups:
             group.info = msgspec.structs.replace(group.info, head=False)
-        with pytest.raises(tenant_sdk.ModelMismatch, match="lm_head, which tenants keep"):
+        with pytest.raises(tenant_sdk.ModelMismatch, match="lm_head is not the output head"):
             session.load_model(progress=False)
 
 
