@@ -14,7 +14,6 @@ from shared.header import member_indices
 # Guesses for a shape that was never measured, of an ordinary processor.
 GUESSED_BYTES_PER_SECOND = 1e10
 GUESSED_PRODUCTS_PER_SECOND = 2.5e10
-TILE = 16  # rows that kernels multiply at once
 LEARNING = 0.1  # weight of the newest product
 OUTLIER = 4.0  # a product interrupted by something else counts as no more than this times the forecast
 
@@ -38,11 +37,6 @@ class Shape:
     def size(self) -> int:
         """Elements of the weight."""
         return self.inputs * sum(self.outputs)
-
-
-def tile_of(rows: int) -> int:
-    """Products of so many rows had better have a multiple of this."""
-    return TILE if rows <= 16 * TILE else 4 * TILE
 
 
 class LatencyModel:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from provider.fairness import LEAD, Counters
-from provider.latency import TILE, LatencyModel, tile_of
+from provider.latency import LatencyModel
+from provider.tiles import TILE, tile_of
 from shared.header import Direction, RequestClass
 
 DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it calls itself

@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from provider.latency import TILE, tile_of
+from provider.tiles import TILE, tile_of
 from shared.checkpoint import Checkpoint
-from shared.header import Direction, member_indices
+from shared.header import PLANES, Direction, member_indices
 from shared.messages import GroupInfo
 from shared.protocol import RING
-from shared.ring import PLANES, bounds
+from shared.ring import bounds
 from shared.ring_product import PlaneProducts, group_planes
 
 _READ_AHEAD_STEP = 1 << 16  # elements: about 20 microseconds of memory bandwidth

@@ -30,6 +30,7 @@ PROTOCOL_VERSION = 2
 SUBPROTOCOL = "symbiosis.v2"
 HEADER_BYTES = 32
 SEED_BYTES = 32
+PLANES = 2  # of a weight on the ring (``shared.ring``), whose answers lie side by side
 MAX_MEMBERS = 64
 
 _STRUCT = struct.Struct("<BBBBIIIIHHQ")

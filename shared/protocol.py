@@ -20,6 +20,7 @@ from shared.header import (
     DTYPE_NAMES,
     DTYPES,
     MAX_MEMBERS,
+    PLANES,
     PRODUCTS,
     Direction,
     Header,
@@ -28,7 +29,6 @@ from shared.header import (
     member_indices,
 )
 from shared.messages import TENANT_FILES, GroupInfo, Manifest, digest_of
-from shared.ring import PLANES
 
 MAX_REQUEST_CONTROL_BYTES = 64 * 1024
 MAX_ANSWER_CONTROL_BYTES = 8 * 1024 * 1024

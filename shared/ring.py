@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-PLANES = 2
+from shared.header import PLANES
+
 LIMIT = 2**31 - 1
 # A float32 has 24 bits: more would only be zeros, and up to here float32 holds every integer.
 MAX_NORM = 2.0**24

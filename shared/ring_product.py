@@ -23,9 +23,9 @@ import torch
 from shared import ring_native
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
-from shared.header import Direction, member_indices
+from shared.header import PLANES, Direction, member_indices
 from shared.messages import GroupInfo
-from shared.ring import PLANES, Planes, quantize_weight
+from shared.ring import Planes, quantize_weight
 
 log = logging.getLogger(__name__)
 

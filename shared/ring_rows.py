@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from shared import ring_native
-from shared.ring import MARGIN, PLANES, dequantize, exponents, quantize_rows
+from shared.header import PLANES
+from shared.ring import MARGIN, dequantize, exponents, quantize_rows
 
 CHUNK_ELEMENTS = 1 << 17  # at once, which then stay in the processor's cache
 

@@ -8,15 +8,17 @@ tenant's own holds, or what an executor of another operator lists, stands for al
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import transformers
-from torch import device
+from torch import device, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ModelMismatch
-from shared.messages import Manifest
+from shared.messages import Manifest, Member
 
 # What executors that do not collude must agree on.
 ATTESTED = (
@@ -102,6 +104,49 @@ class Trusted(msgspec.Struct, frozen=True):
                 raise ModelMismatch(f"the executor leaves out the parameter {min(names)}, which {what} has")
 
 
+def open_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
+    """The tenant's copy of what the executor serves.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+        ModelMismatch: it holds other weights than the executor serves.
+    """
+    checkpoint = Checkpoint(folder)
+    if not checkpoint.holds(manifest):
+        raise ModelMismatch(
+            f"the checkpoint {folder} does not hold the weights that the executor serves "
+            f"({manifest.model}, weights {manifest.weights[:16]})"
+        )
+    for member in (member for group in manifest.groups for member in group.members):
+        _check_tensor(checkpoint, member)
+    return checkpoint
+
+
+def trusted_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
+    """The tenant's copy of what the executor serves, which is also right about all else that it lists.
+
+    Raises:
+        CheckpointError, ModelMismatch: as ``open_checkpoint``; other parameters or files.
+    """
+    checkpoint = open_checkpoint(folder, manifest)
+    Trusted.of(checkpoint).check(manifest, f"the checkpoint {folder}")
+    return checkpoint
+
+
+def _check_tensor(checkpoint: Checkpoint, member: Member) -> None:
+    """Refuse a layer that is said to have another layer's weight, of which the digest shows nothing."""
+
+    def belongs(tensor: str) -> bool:
+        return f".{tensor}".endswith(f".{member.name}.weight")
+
+    # A tied weight may be stored under another name, but then its own is not there.
+    if not belongs(member.tensor) and any(belongs(name) for name in checkpoint.names()):
+        raise ModelMismatch(
+            f"the executor says that {member.name} has the weight {member.tensor}, which is another layer's "
+            f"in {checkpoint.folder}"
+        )
+
+
 def check_agreement(url: str, source: Manifest, provider: Manifest) -> None:
     """Whether a mask source lists what the provider lists.
 
@@ -134,6 +179,27 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
         # Every architecture fails in a way of its own on a configuration that makes no sense.
         raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error!r}") from error
     return model
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model below a PEFT wrapper, or the model itself."""
+    get = getattr(model, "get_base_model", None)
+    return get() if callable(get) else model
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of a model by their name below the base model, as manifests name them.
+
+    A layer that PEFT has wrapped goes by the name that it had before.
+    """
+    inner = base_model(model)
+    prefix = getattr(inner, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and hasattr(inner, prefix) else ""
+    return {
+        name.removeprefix(prefix).removesuffix(".base_layer"): module
+        for name, module in inner.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
 
 
 def names_of_tensors(model: PreTrainedModel) -> list[list[str]]:

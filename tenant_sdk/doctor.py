@@ -27,13 +27,12 @@ from shared.errors import (
 from shared.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
 from shared.messages import Manifest
 from shared.protocol import RING
-from tenant_sdk.attestation import check_agreement
+from tenant_sdk.attestation import check_agreement, trusted_checkpoint
 from tenant_sdk.channel import Channel
 from tenant_sdk.cli_options import Reach, one_or_each
 from tenant_sdk.colocated import open_colocated
 from tenant_sdk.connect import check_environment, client_context, open_tcp, split_url, start_tls, upgrade
 from tenant_sdk.key_exchange import agreed, hybrid
-from tenant_sdk.mask_sources import trusted_checkpoint
 from tenant_sdk.opening import LOCAL, for_each
 from tenant_sdk.operators import SIGNS, SYSTEM, Operators, allowed_signs, own_authorities, own_tokens
 from tenant_sdk.remote import RemoteExecutor

@@ -27,10 +27,9 @@ from shared.header import Direction, member_indices
 from shared.messages import GroupInfo, Manifest, Member
 from shared.ring import Bounds, bounds, column_squares, quantize_weight
 from shared.ring_product import PlaneProducts
-from tenant_sdk.attestation import Trusted, names_of_tensors, prefix_of, skeleton
+from tenant_sdk.attestation import Trusted, linear_layers, names_of_tensors, prefix_of, skeleton
 from tenant_sdk.forecast import Kind
 from tenant_sdk.storage import disk_errors
-from tenant_sdk.surgery import linear_layers
 from tenant_sdk.verification import (
     Fingerprint,
     IntegerProduct,

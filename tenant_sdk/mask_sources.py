@@ -8,15 +8,14 @@ from typing import Protocol
 
 import torch
 
-from shared.checkpoint import Checkpoint
 from shared.errors import ModelMismatch
 from shared.header import DTYPE_NAMES, Direction, Operation, member_indices
 from shared.masks import MaskStream
-from shared.messages import Manifest, Member
+from shared.messages import Manifest
 from shared.protocol import RING, GroupShape
 from shared.ring import bounds
 from shared.ring_product import PlaneProducts, group_planes
-from tenant_sdk.attestation import Trusted
+from tenant_sdk.attestation import trusted_checkpoint
 from tenant_sdk.remote import RemoteExecutor
 
 
@@ -84,49 +83,6 @@ class ExecutorSource:
         """See MaskSource."""
         if self._owned:
             self._remote.close()
-
-
-def open_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
-    """The tenant's copy of what the executor serves.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-        ModelMismatch: it holds other weights than the executor serves.
-    """
-    checkpoint = Checkpoint(folder)
-    if not checkpoint.holds(manifest):
-        raise ModelMismatch(
-            f"the checkpoint {folder} does not hold the weights that the executor serves "
-            f"({manifest.model}, weights {manifest.weights[:16]})"
-        )
-    for member in (member for group in manifest.groups for member in group.members):
-        _check_tensor(checkpoint, member)
-    return checkpoint
-
-
-def trusted_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
-    """The tenant's copy of what the executor serves, which is also right about all else that it lists.
-
-    Raises:
-        CheckpointError, ModelMismatch: as ``open_checkpoint``; other parameters or files.
-    """
-    checkpoint = open_checkpoint(folder, manifest)
-    Trusted.of(checkpoint).check(manifest, f"the checkpoint {folder}")
-    return checkpoint
-
-
-def _check_tensor(checkpoint: Checkpoint, member: Member) -> None:
-    """Refuse a layer that is said to have another layer's weight, of which the digest shows nothing."""
-
-    def belongs(tensor: str) -> bool:
-        return f".{tensor}".endswith(f".{member.name}.weight")
-
-    # A tied weight may be stored under another name, but then its own is not there.
-    if not belongs(member.tensor) and any(belongs(name) for name in checkpoint.names()):
-        raise ModelMismatch(
-            f"the executor says that {member.name} has the weight {member.tensor}, which is another layer's "
-            f"in {checkpoint.folder}"
-        )
 
 
 class LocalSource:

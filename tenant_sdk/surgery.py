@@ -14,34 +14,13 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.header import Direction
 from shared.messages import Manifest, Member
-from tenant_sdk.mask_sources import open_checkpoint
+from tenant_sdk.attestation import base_model, linear_layers, open_checkpoint
 from tenant_sdk.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
 
 log = logging.getLogger(__name__)
 
 # A wrong model is off by the size of the answer itself; bfloat16 weights by a hundredth of it.
 PROBE_TOLERANCE = 0.05
-
-
-def base_model(model: nn.Module) -> nn.Module:
-    """The transformers model below a PEFT wrapper, or the model itself."""
-    get = getattr(model, "get_base_model", None)
-    return get() if callable(get) else model
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers of a model by their name below the base model, as manifests name them.
-
-    A layer that PEFT has wrapped goes by the name that it had before.
-    """
-    inner = base_model(model)
-    prefix = getattr(inner, "base_model_prefix", "")
-    prefix = f"{prefix}." if prefix and hasattr(inner, prefix) else ""
-    return {
-        name.removeprefix(prefix).removesuffix(".base_layer"): module
-        for name, module in inner.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-    }
 
 
 def attach_layers(

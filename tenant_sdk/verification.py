@@ -16,11 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shared.errors import VerificationError
-from shared.header import SEED_BYTES, Direction, member_indices
+from shared.header import PLANES, SEED_BYTES, Direction, member_indices
 from shared.masks import MaskStream
 from shared.messages import GroupInfo
 from shared.protocol import GroupShape
-from shared.ring import PLANES
 from tenant_sdk.channel import Entropy
 from tenant_sdk.forecast import Kind
 

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 import tenant_sdk
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
-from tenant_sdk.surgery import linear_layers
+from tenant_sdk.attestation import linear_layers
 
 
 @pytest.fixture(scope="module")
