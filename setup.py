@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "shared._ring_native",
-            ["shared/ring_native.c"],
+            "shared.ring._native",
+            ["shared/ring/native.c"],
             # The rounding mode and floating-point traps are nobody's business here, which lets
             # rounding be done by vectors.
             extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"],

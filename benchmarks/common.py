@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from provider.tokens import TokenFile
+from provider.serve.tokens import TokenFile
 
 # The model of the design's figures: per token and layer 4,352 inputs and 7,936 outputs go over the wire.
 LAYERS, WIDTH, FEED_FORWARD, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000

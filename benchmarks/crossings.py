@@ -28,8 +28,8 @@ from tqdm import tqdm
 import tenant_sdk
 from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost
-from shared.header import Direction, Operation
-from shared.ring_product import group_planes
+from shared.ring.product import group_planes
+from shared.wire.header import Direction, Operation
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
 GROUPS = 4  # as many groups as are asked for, so that requests meet

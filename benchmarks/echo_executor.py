@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from provider.batching import Done
-from provider.colocated import ColocatedServer
-from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.server import Server, server_context
-from provider.session import Service
-from provider.tokens import TokenFile
-from shared.header import Header, RequestClass
+from provider.engine.batching import Done
+from provider.executor.base import BaseExecutor
+from provider.observe.metrics import Metrics
+from provider.serve.colocated import ColocatedServer
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
 from shared.memory import keep_freed_memory
+from shared.wire.header import Header, RequestClass
 
 
 class Echo:

@@ -22,8 +22,8 @@ import torch
 
 import tenant_sdk
 from shared.errors import SymbiosisError
-from shared.header import Direction, Operation
-from tenant_sdk.urgency import nobody_waits
+from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.urgency import nobody_waits
 
 
 class Tenant(threading.Thread):

@@ -36,10 +36,10 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import tenant_sdk
-from shared.header import Direction
 from shared.memory import keep_freed_memory
-from shared.ring_product import PlaneProducts
-from shared.ring_rows import hide, reveal
+from shared.ring.product import PlaneProducts
+from shared.ring.rows import hide, reveal
+from shared.wire.header import Direction
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

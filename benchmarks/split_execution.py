@@ -38,9 +38,9 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from websockets.sync.client import connect as websocket_connect
 
 import tenant_sdk
-from provider.tokens import TokenFile
-from shared.header import Direction, Operation
+from provider.serve.tokens import TokenFile
 from shared.memory import keep_freed_memory
+from shared.wire.header import Direction, Operation
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

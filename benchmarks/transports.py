@@ -32,11 +32,11 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tenant_sdk
-from provider.certificates import write_certificates
 from provider.inprocess import InprocessExecutor
-from provider.tokens import TokenFile
-from shared.header import Direction, Operation
+from provider.serve.certificates import write_certificates
+from provider.serve.tokens import TokenFile
 from shared.memory import keep_freed_memory
+from shared.wire.header import Direction, Operation
 
 WIDTH, GROUP = 768, 1  # 3 KiB a row; a square layer, so that rows can be answers
 SIZES = {"3 KiB": (1, 200, 0.60), "3 MiB": (1024, 10, 0.35)}  # rows, round trips a round, aim

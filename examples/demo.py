@@ -40,8 +40,8 @@ from demo_report import Display, draw_losses, print_table
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 import tenant_sdk
-from shared.header import SEED_BYTES
-from tenant_sdk.finetuning import Blocks, pack, perplexity, read_tokens
+from shared.wire.header import SEED_BYTES
+from tenant_sdk.tuning.finetuning import Blocks, pack, perplexity, read_tokens
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data"

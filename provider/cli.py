@@ -17,18 +17,18 @@ from typing import Annotated, Any, Optional
 # Threads that spin for long between products take the processor from TLS, and from tenants on the
 # same machine. Must be set before torch loads its runtime; docs/performance.md has the effect.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# Half a megabyte of code each; a thousand otherwise (see provider.weights).
+# Half a megabyte of code each; a thousand otherwise (see provider.executor.weights).
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 import typer
 from rich.markup import escape
 from tqdm import tqdm
 
-from provider.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
-from provider.descriptors import allow, needed
-from provider.log import console as _errors
-from provider.log import log_to_console
-from provider.tokens import TokenFile
+from provider.observe.log import console as _errors
+from provider.observe.log import log_to_console
+from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
+from provider.serve.descriptors import allow, needed
+from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import keep_freed_memory
 
@@ -157,19 +157,19 @@ def serve(
     log_to_console()
     import torch
 
-    from provider.admin import AdminServer
-    from provider.batching import Batcher, profile
-    from provider.colocated import ColocatedServer
-    from provider.executor import BaseExecutor
-    from provider.front_door import Plan
-    from provider.front_doors import FrontDoors
-    from provider.metrics import Metrics
-    from provider.quota import Limit, Quotas
-    from provider.scheduler import POLICIES, Objective, Opportunistic, make_policy
-    from provider.server import Server, server_context
-    from provider.session import Service
-    from provider.status import Status
-    from provider.transcript import Transcript
+    from provider.engine.batching import Batcher, profile
+    from provider.engine.scheduler import POLICIES, Objective, Opportunistic, make_policy
+    from provider.executor.base import BaseExecutor
+    from provider.observe.admin import AdminServer
+    from provider.observe.metrics import Metrics
+    from provider.observe.status import Status
+    from provider.observe.transcript import Transcript
+    from provider.serve.colocated import ColocatedServer
+    from provider.serve.front_door import Plan
+    from provider.serve.front_doors import FrontDoors
+    from provider.serve.server import Server, server_context
+    from provider.session.quota import Limit, Quotas
+    from provider.session.tenant import Service
 
     if batching not in POLICIES:
         raise ConfigurationError(f"unknown --batching {batching!r}; choose from {', '.join(POLICIES)}")

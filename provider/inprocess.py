@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from provider.executor import BaseExecutor
-from provider.session import Service, TenantSession
-from provider.tokens import TokenFile
-from shared.endpoint import Answer
+from provider.executor.base import BaseExecutor
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service, TenantSession
 from shared.errors import AuthenticationError, ConnectError, WireError
-from shared.header import Header, parse_header, request_id_of
-from shared.websocket import Incoming
+from shared.transport.endpoint import Answer
+from shared.wire.header import Header, parse_header, request_id_of
+from shared.wire.websocket import Incoming
 
 
 class InprocessExecutor:
-    """A ``shared.endpoint.Endpoint``.
+    """A ``shared.transport.endpoint.Endpoint``.
 
     Args:
         service: of the executor.
@@ -42,7 +42,7 @@ class InprocessExecutor:
         self.closed = False
 
     def open(self, token: str, answer: Answer) -> InprocessSession:
-        """See ``shared.endpoint.Endpoint``."""
+        """See ``shared.transport.endpoint.Endpoint``."""
         if self.closed:
             raise ConnectError(f"cannot connect to {self.url}: it is closed")
         tenant = self._tokens.tenant_of(token) if self._tokens is not None else "inprocess"
@@ -62,7 +62,7 @@ class InprocessExecutor:
 
 
 class InprocessSession:
-    """A ``shared.endpoint.EndpointSession``."""
+    """A ``shared.transport.endpoint.EndpointSession``."""
 
     def __init__(self, executor: InprocessExecutor, tenant: str, answer: Answer) -> None:
         self._executor, self._answer = executor, answer
@@ -71,7 +71,7 @@ class InprocessSession:
         executor.service.metrics.connections.inc()
 
     def request(self, header: bytes, payload: torch.Tensor) -> None:
-        """See ``shared.endpoint.EndpointSession``."""
+        """See ``shared.transport.endpoint.EndpointSession``."""
         if self._executor.closed or not self._open:
             raise BrokenPipeError(f"{self._executor.url} is closed")
         parsed: Header | None = None
@@ -90,7 +90,7 @@ class InprocessSession:
         self._session.answer(message)
 
     def close(self) -> None:
-        """See ``shared.endpoint.EndpointSession``."""
+        """See ``shared.transport.endpoint.EndpointSession``."""
         if self._open:
             self._open = False
             self._executor.service.metrics.connections.dec()

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 import tenant_sdk
-from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.server import Server, server_context
-from provider.session import Service
-from provider.tokens import TokenFile
+from provider.executor.base import BaseExecutor
+from provider.observe.metrics import Metrics
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
 from security import capture, surroundings
 from security.attacks.active import CoTenantTiming, LyingProvider, Poison, WeightExtraction, canaries
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Parties
@@ -37,10 +37,10 @@ from security.supplies import Supplies
 from security.views import mask_source_view, operations_of, products_of, requests_of
 from security.workload import Truth, blocks_of, generate, tune, watch
 from shared.errors import ConnectionLost
-from shared.header import Direction, Operation
-from shared.messages import Limits
+from shared.wire.header import Direction, Operation
+from shared.wire.messages import Limits
 from tenant_sdk import NoiseBankOptions
-from tenant_sdk.forecast import Kind
+from tenant_sdk.products.forecast import Kind
 
 
 class Audit:

@@ -17,8 +17,8 @@ import tenant_sdk
 from security.executors import Executor
 from security.transcript import Request
 from security.workload import Size, Truth, run_workload
-from shared.header import Direction
-from shared.messages import ErrorInfo
+from shared.wire.header import Direction
+from shared.wire.messages import ErrorInfo
 from tenant_sdk import NoiseBankOptions
 
 PLAIN, SAME, ELSEWHERE, RING_BANK, ONE_TIME = (

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from provider.certificates import write_certificates
-from provider.tokens import TokenFile
+from provider.serve.certificates import write_certificates
+from provider.serve.tokens import TokenFile
 from security.transcript import Transcript, read_transcript
 from shared.errors import SymbiosisError
 

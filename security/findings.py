@@ -14,7 +14,7 @@ from security.attacks.extraction import AdapterExtraction, StolenAdapter
 from security.attacks.masking import DistinguishingGame
 from security.statistics import Estimate, blind_hits, detectable, missing, power_at, rate, visible
 from security.workload import Truth
-from shared.header import Direction
+from shared.wire.header import Direction
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import torch
 
-from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.server import Server, server_context
-from provider.session import Service
-from provider.tokens import TokenFile
-from provider.transcript import Transcript
+from provider.executor.base import BaseExecutor
+from provider.observe.metrics import Metrics
+from provider.observe.transcript import Transcript
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
 from security import findings
 from security.attacks.active import LyingProvider
 from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead, craft
@@ -35,8 +35,8 @@ from security.transcript import Request, read_transcript
 from security.views import check_aligned, products_of, provider_view, requests_of
 from security.workload import Truth, blocks_of, tune, watch
 from shared.errors import VerificationError
-from shared.header import Direction
-from shared.messages import Limits, Manifest, digest_of
+from shared.wire.header import Direction
+from shared.wire.messages import Limits, Manifest, digest_of
 from tenant_sdk.session import Session
 
 TOLERANCE = 1.0  # of the control's tenant, far above what rounding does to the oracle's rows

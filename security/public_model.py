@@ -14,8 +14,8 @@ from torch import nn
 
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
-from shared.messages import Manifest
-from shared.ring import quantize_weight
+from shared.ring.fixed_point import quantize_weight
+from shared.wire.messages import Manifest
 
 
 class PublicModel:

@@ -41,10 +41,10 @@ from security.transcript import Request
 from security.views import products_of, requests_of
 from security.workload import Truth, watch
 from shared.errors import ConfigurationError, ConnectionLost, ModelMismatch
-from shared.header import Direction
-from shared.messages import Manifest
-from shared.ring import capacity
-from shared.ring_rows import hide
+from shared.ring.fixed_point import capacity
+from shared.ring.rows import hide
+from shared.wire.header import Direction
+from shared.wire.messages import Manifest
 from tenant_sdk.session import Session
 
 WORD, OTHER = "diabetes", "arthritis"  # what the provider wants to know of, and what may stand there instead

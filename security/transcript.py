@@ -1,4 +1,4 @@
-"""Read the transcript that an executor recorded (``provider.transcript``)."""
+"""Read the transcript that an executor recorded (``provider.observe.transcript``)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 import torch
 
-from provider.transcript import LENGTH, MAGIC, RECORD, SECONDS, Record
+from provider.observe.transcript import LENGTH, MAGIC, RECORD, SECONDS, Record
 from shared.errors import SymbiosisError, WireError
-from shared.header import HEADER_BYTES, Header, parse_header
-from shared.messages import Manifest, decode
+from shared.wire.header import HEADER_BYTES, Header, parse_header
+from shared.wire.messages import Manifest, decode
 
 
 class TranscriptError(SymbiosisError):

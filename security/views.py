@@ -14,9 +14,9 @@ from security.executors import AuditError
 from security.public_model import PublicModel
 from security.transcript import Request, Transcript
 from security.workload import Truth
-from shared.header import PRODUCTS, Direction, Operation
-from shared.masks import MaskStream
-from shared.protocol import GroupShape
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import PRODUCTS, Direction, Operation
+from shared.wire.protocol import GroupShape
 
 
 @dataclass(frozen=True)

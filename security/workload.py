@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import torch
 
-from shared.header import Direction, Operation
+from shared.wire.header import Direction, Operation
 from tenant_sdk.session import Session
 
 ADAPTED = ("up_proj",)

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
-from shared.header import DTYPE_CODES
-from shared.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
+from shared.wire.header import DTYPE_CODES
+from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -24,10 +24,10 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
-from tenant_sdk.fingerprints import write_fingerprints
-from tenant_sdk.noise_bank import NoiseBankOptions
+from tenant_sdk.connection.remote import Stats
 from tenant_sdk.opening import connect
-from tenant_sdk.remote import Stats
+from tenant_sdk.products.fingerprints import write_fingerprints
+from tenant_sdk.products.noise_bank import NoiseBankOptions
 from tenant_sdk.session import Session
 
 __all__ = [

@@ -118,10 +118,10 @@ def finetune(
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Train an adapter on a text file; the text, the adapter and its gradients stay on this machine."""
-    from tenant_sdk.adapters import find_method
-    from tenant_sdk.finetuning import Training
-    from tenant_sdk.finetuning import finetune as train
     from tenant_sdk.storage import check_new_folder
+    from tenant_sdk.tuning.adapters import find_method
+    from tenant_sdk.tuning.finetuning import Training
+    from tenant_sdk.tuning.finetuning import finetune as train
 
     find_method(method)
     check_new_folder(output)
@@ -203,8 +203,8 @@ def generate(
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Continue a prompt, with or without an adapter; the text and the adapter stay on this machine."""
-    from tenant_sdk.adapters import load_adapter
-    from tenant_sdk.generation import Sampling, stream
+    from tenant_sdk.tuning.adapters import load_adapter
+    from tenant_sdk.tuning.generation import Sampling, stream
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     with connection.open() as session:
@@ -231,7 +231,7 @@ def fingerprint(
 
     A new key is printed once: with it answers can be forged, so keep it apart from the file.
     """
-    from tenant_sdk.fingerprints import write_fingerprints
+    from tenant_sdk.products.fingerprints import write_fingerprints
 
     def progress(layers: Any, what: str) -> Any:
         return track(layers, what, console=_status, transient=True)

@@ -15,8 +15,8 @@ import typer
 
 from shared.errors import ConfigurationError
 from tenant_sdk.opening import PRIVACY_MODES, VERIFY_MODES, connect
-from tenant_sdk.operators import SIGNS
 from tenant_sdk.session import Session
+from tenant_sdk.trust.operators import SIGNS
 
 T = TypeVar("T")
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from cryptography import x509
 
-from shared.colocated import directory_of
 from shared.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -24,20 +23,28 @@ from shared.errors import (
     SymbiosisError,
     peer_text,
 )
-from shared.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
-from shared.messages import Manifest
-from shared.protocol import RING
-from tenant_sdk.attestation import check_agreement, trusted_checkpoint
-from tenant_sdk.channel import Channel
+from shared.transport.colocated import directory_of
+from shared.wire.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
+from shared.wire.messages import Manifest
+from shared.wire.protocol import RING
 from tenant_sdk.cli_options import Reach, one_or_each
-from tenant_sdk.colocated import open_colocated
-from tenant_sdk.connect import check_environment, client_context, open_tcp, split_url, start_tls, upgrade
-from tenant_sdk.key_exchange import agreed, hybrid
+from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.colocated import open_colocated
+from tenant_sdk.connection.handshake import (
+    check_environment,
+    client_context,
+    open_tcp,
+    split_url,
+    start_tls,
+    upgrade,
+)
+from tenant_sdk.connection.key_exchange import agreed, hybrid
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.transports import over_tls
+from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.opening import LOCAL, for_each
-from tenant_sdk.operators import SIGNS, SYSTEM, Operators, allowed_signs, own_authorities, own_tokens
-from tenant_sdk.remote import RemoteExecutor
-from tenant_sdk.transports import over_tls
-from tenant_sdk.websocket_channel import WebsocketChannel
+from tenant_sdk.trust.attestation import check_agreement, trusted_checkpoint
+from tenant_sdk.trust.operators import SIGNS, SYSTEM, Operators, allowed_signs, own_authorities, own_tokens
 
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
 LARGE_BYTES = 4 << 20

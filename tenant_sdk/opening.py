@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 
-from shared.endpoint import Endpoint
 from shared.errors import ConfigurationError, ConnectError, ModelMismatch
-from shared.messages import Manifest
-from shared.protocol import GroupShape
-from tenant_sdk.attestation import check_agreement
-from tenant_sdk.channel import Channel
-from tenant_sdk.connect import client_context
-from tenant_sdk.fingerprints import StoredFingerprints
-from tenant_sdk.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
-from tenant_sdk.noise_bank import NoiseBank, NoiseBankOptions
-from tenant_sdk.operators import SIGNS, Operators, allowed_signs, own_authorities, own_tokens
-from tenant_sdk.pads import BankPads, NoPads, OneTimePads, Pads
-from tenant_sdk.privacy import Plain, Privacy, padded
-from tenant_sdk.remote import RemoteExecutor, Stats
-from tenant_sdk.ring_mode import RingMode
+from shared.transport.endpoint import Endpoint
+from shared.wire.messages import Manifest
+from shared.wire.protocol import GroupShape
+from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.handshake import client_context
+from tenant_sdk.connection.remote import RemoteExecutor, Stats
+from tenant_sdk.connection.transports import open_channel, over_tls, url_of
+from tenant_sdk.products.fingerprints import StoredFingerprints
+from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
+from tenant_sdk.products.noise_bank import NoiseBank, NoiseBankOptions
+from tenant_sdk.products.pads import BankPads, NoPads, OneTimePads, Pads
+from tenant_sdk.products.privacy import Plain, Privacy, padded
+from tenant_sdk.products.ring_mode import RingMode
+from tenant_sdk.products.verification import Fingerprints, LiveFingerprints, Verifier
 from tenant_sdk.session import Session
-from tenant_sdk.transports import open_channel, over_tls, url_of
-from tenant_sdk.verification import Fingerprints, LiveFingerprints, Verifier
+from tenant_sdk.trust.attestation import check_agreement
+from tenant_sdk.trust.operators import SIGNS, Operators, allowed_signs, own_authorities, own_tokens
 
 log = logging.getLogger(__name__)
 

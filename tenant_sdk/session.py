@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from shared.errors import ConfigurationError
 from shared.forks import Home
-from shared.header import Direction
-from shared.messages import Manifest
-from tenant_sdk import model_loading
-from tenant_sdk.privacy import Privacy
-from tenant_sdk.remote import RemoteExecutor, Stats
-from tenant_sdk.surgery import attach_layers, detach_layers
-from tenant_sdk.virtual import Group
+from shared.wire.header import Direction
+from shared.wire.messages import Manifest
+from tenant_sdk.connection.remote import RemoteExecutor, Stats
+from tenant_sdk.model import loading as model_loading
+from tenant_sdk.model.surgery import attach_layers, detach_layers
+from tenant_sdk.model.virtual import Group
+from tenant_sdk.products.privacy import Privacy
 
 
 class _AtHome:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from provider.batching import Batcher, Done
-from provider.executor import BaseExecutor
-from provider.metrics import Metrics
-from provider.server import Server, server_context
-from provider.session import Service
-from provider.tokens import TokenFile
-from provider.transcript import Transcript
+from provider.engine.batching import Batcher, Done
+from provider.executor.base import BaseExecutor
+from provider.observe.metrics import Metrics
+from provider.observe.transcript import Transcript
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
 from security import capture
 from security.audit import Audit
 from security.capture import ONE_TIME, Parties
@@ -25,7 +25,7 @@ from security.executors import Executor
 from security.passive import Evidence, PassiveAttacks
 from security.plan import QUICK_PLAN, Result
 from security.workload import Size
-from shared.header import Header
+from shared.wire.header import Header
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODEL = EXAMPLES / "base_model"

@@ -19,12 +19,12 @@ from raw_peers import (
     scripted_executor,
 )
 
-from shared.header import Direction, Operation
-from shared.protocol import GroupShape
-from shared.websocket import Incoming
-from tenant_sdk.channel import Channel, Pending
-from tenant_sdk.connect import client_context, open_connection
-from tenant_sdk.websocket_channel import WebsocketChannel
+from shared.wire.header import Direction, Operation
+from shared.wire.protocol import GroupShape
+from shared.wire.websocket import Incoming
+from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.handshake import client_context, open_connection
+from tenant_sdk.connection.websocket_channel import WebsocketChannel
 
 SHAPE = GroupShape(4, (4,))
 

@@ -22,12 +22,12 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 
 import tenant_sdk
-from provider.certificates import write_certificates
-from provider.executor import BaseExecutor
-from provider.server import Server, server_context
-from provider.session import Service
-from provider.tokens import TokenFile
-from shared.messages import Limits
+from provider.executor.base import BaseExecutor
+from provider.serve.certificates import write_certificates
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
+from shared.wire.messages import Limits
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some tests press.
 signal.signal(signal.SIGINT, signal.default_int_handler)

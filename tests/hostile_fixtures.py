@@ -14,11 +14,11 @@ import pytest
 from conftest import Executor
 from hostile_files import SECRET, TOKENIZER
 
-from provider.executor import BaseExecutor
-from provider.server import Server, server_context
-from provider.session import Service
-from provider.tokens import TokenFile
-from shared.messages import Manifest, digest_of
+from provider.executor.base import BaseExecutor
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
+from shared.wire.messages import Manifest, digest_of
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from shared.errors import ConnectionLost
-from shared.header import Direction
-from shared.masks import MaskStream
-from shared.protocol import GroupShape
-from shared.ring_product import PlaneProducts
-from tenant_sdk.forecast import Kind
+from shared.ring.mask_stream import MaskStream
+from shared.ring.product import PlaneProducts
+from shared.wire.header import Direction
+from shared.wire.protocol import GroupShape
+from tenant_sdk.products.forecast import Kind
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 SHAPES = [GroupShape(8, (4,), ring=True), GroupShape(6, (8, 5), ring=True)]

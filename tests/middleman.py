@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import ServerConnection, serve
 
-from shared.messages import Manifest, decode, digest_of, encode
+from shared.wire.messages import Manifest, decode, digest_of, encode
 
 SEED_EFFECT = 8
 PRODUCTS = (PRODUCT, SEED_EFFECT)

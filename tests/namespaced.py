@@ -13,9 +13,9 @@ import sys
 import torch
 
 import tenant_sdk
-from shared.header import Direction
-from tenant_sdk.connect import client_context
-from tenant_sdk.forecast import Kind
+from shared.wire.header import Direction
+from tenant_sdk.connection.handshake import client_context
+from tenant_sdk.products.forecast import Kind
 
 CLONE_NEWPID = 0x20000000
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tenant_sdk.remote_weight import RemoteWeight
-from tenant_sdk.virtual import VirtConv1D, VirtLinear
+from tenant_sdk.model.remote_weight import RemoteWeight
+from tenant_sdk.model.virtual import VirtConv1D, VirtLinear
 
 VOCABULARY = 128  # of the tiny models
 

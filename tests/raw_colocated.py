@@ -19,7 +19,7 @@ import zmq
 from raw_peers import ERROR, HELLO, SECONDS, WELCOME, Fields, header
 
 import tenant_sdk
-from shared.header import Direction, Operation
+from shared.wire.header import Direction, Operation
 
 MILLISECONDS = int(SECONDS * 1000)
 

@@ -12,10 +12,10 @@ import torch
 from conftest import Executor, make_model
 
 import tenant_sdk
-from shared.header import Operation
-from shared.websocket import tensor_bytes
-from tenant_sdk.attestation import linear_layers
-from tenant_sdk.channel import Channel, Pending
+from shared.wire.header import Operation
+from shared.wire.websocket import tensor_bytes
+from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.trust.attestation import linear_layers
 
 Trio = tuple[Executor, Executor, Executor]  # a provider and two mask sources of the same weights
 WAYS = ("plain", "noise-bank", "one source", "two sources", "local")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from provider.latency import LatencyModel, Shape
-from provider.scheduler import Batch, Kind, Policy, Work, rows_of
-from shared.header import Direction, RequestClass
+from provider.engine.latency import LatencyModel, Shape
+from provider.engine.scheduler import Batch, Kind, Policy, Work, rows_of
+from shared.wire.header import Direction, RequestClass
 
 GROUPS = 8
 SHAPES = [Shape(1000, (500, 500))] * GROUPS

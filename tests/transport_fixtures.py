@@ -17,13 +17,13 @@ from raw_colocated import memories, ones_product
 from raw_peers import eventually
 from transports import Everywhere, Start
 
-from provider.colocated import ColocatedServer
-from provider.executor import BaseExecutor
+from provider.executor.base import BaseExecutor
 from provider.inprocess import InprocessExecutor
-from provider.server import Server, server_context
-from provider.session import Service
-from provider.tokens import TokenFile
-from shared.messages import Limits
+from provider.serve.colocated import ColocatedServer
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
+from shared.wire.messages import Limits
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import tenant_sdk
-from provider.colocated import ColocatedServer
-from provider.front_door import Plan
-from provider.front_doors import FrontDoors
 from provider.inprocess import InprocessExecutor
-from provider.server import Server
-from provider.session import Service
-from shared.endpoint import Endpoint
+from provider.serve.colocated import ColocatedServer
+from provider.serve.front_door import Plan
+from provider.serve.front_doors import FrontDoors
+from provider.serve.server import Server
+from provider.session.tenant import Service
+from shared.transport.endpoint import Endpoint
 
 TRANSPORTS = ("tls", "front door", "colocated", "inprocess")
 

@@ -16,7 +16,7 @@ from raw_peers import Peer, eventually, metric, open_raw
 
 import tenant_sdk
 from shared.checkpoint import Checkpoint
-from shared.header import Direction, Operation
+from shared.wire.header import Direction, Operation
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from provider.batching import Batcher, Done, shapes_of
-from provider.executor import BaseExecutor
-from provider.latency import LatencyModel
-from provider.scheduler import Opportunistic
+from provider.engine.batching import Batcher, Done, shapes_of
+from provider.engine.latency import LatencyModel
+from provider.engine.scheduler import Opportunistic
+from provider.executor.base import BaseExecutor
 from security.executors import AuditError
 from security.public_model import PublicModel
 from shared.errors import VerificationError
-from shared.header import DTYPE_CODES, Direction, Header, Operation
-from shared.ring import quantize_weight
+from shared.ring.fixed_point import quantize_weight
+from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from tenant_sdk.session import Session
 
 POISONED_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers
@@ -45,7 +45,7 @@ class LyingProvider(Batcher):
         self.told = 0
 
     def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
-        """See ``provider.session.Scheduler``."""
+        """See ``provider.session.tenant.Scheduler``."""
         done = super().run(tenant, header, blocks)
         if header.operation != self.operation:
             return done

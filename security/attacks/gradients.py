@@ -10,7 +10,7 @@ import torch
 from security.attacks.base import unit
 from security.public_model import PublicModel
 from security.views import Seen, View
-from shared.header import Direction
+from shared.wire.header import Direction
 
 
 def _unscaled(seen: Seen, public: PublicModel) -> torch.Tensor:

@@ -20,8 +20,8 @@ from security.executors import AuditError
 from security.public_model import PublicModel
 from security.views import View
 from shared.errors import VerificationError
-from shared.header import Direction, Header
-from shared.ring import capacity, exponents
+from shared.ring.fixed_point import capacity, exponents
+from shared.wire.header import Direction, Header
 from tenant_sdk.session import Session
 
 ORACLE_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers

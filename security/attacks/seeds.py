@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 from security.views import MaskSourceView
-from shared.header import SEED_BYTES
+from shared.wire.header import SEED_BYTES
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from security.attacks.base import TokenGuess, everything, nearest, unit
 from security.public_model import PublicModel
 from security.views import Seen, View
-from shared.header import Direction
-from shared.ring import capacity, exponents, quantize_rows
+from shared.ring.fixed_point import capacity, exponents, quantize_rows
+from shared.wire.header import Direction
 
 DECIDING = 8  # numbers of a row that show whether a mask is the right one
 

@@ -1,6 +1,6 @@
 """Write ``messages.json``: byte-exact examples of the wire protocol, made by this project's code.
 
-``check_vectors.py`` checks them and shares no code with the project; ``tests/test_vectors.py`` runs
+``check_vectors.py`` checks them and shares no code with the project; ``tests/unit/test_vectors.py`` runs
 both. Run this after a change of the protocol that is meant: ``python tests/vectors/make_vectors.py``.
 """
 
@@ -17,7 +17,9 @@ import torch
 from ring_numbers import GRADIENTS, INTEGERS, PLANES, SEED, masks, planes, product, products
 
 from shared.errors import WireError
-from shared.header import (
+from shared.ring.fixed_point import bounds
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import (
     DTYPE_CODES,
     DTYPE_NAMES,
     HEADER_BYTES,
@@ -27,8 +29,7 @@ from shared.header import (
     Header,
     Operation,
 )
-from shared.masks import MaskStream
-from shared.messages import (
+from shared.wire.messages import (
     ErrorInfo,
     Fetch,
     FileInfo,
@@ -42,9 +43,8 @@ from shared.messages import (
     digest_of,
     encode,
 )
-from shared.protocol import RING, ExecutorProtocol, GroupShape, TenantProtocol
-from shared.ring import bounds
-from shared.websocket import (
+from shared.wire.protocol import RING, ExecutorProtocol, GroupShape, TenantProtocol
+from shared.wire.websocket import (
     Incoming,
     MessageReader,
     Opcode,
@@ -55,7 +55,7 @@ from shared.websocket import (
 )
 
 FILE = Path(__file__).with_name("messages.json")
-MASK = bytes.fromhex("37fa213d")  # of RFC 6455 §5.7; a real one is random
+MASK = bytes.fromhex("37fa213d")  # of RFC 6455 .5.7; a real one is random
 FLOAT32, INT32 = DTYPE_CODES[torch.float32], DTYPE_CODES[torch.int32]
 
 MANIFEST = Manifest(

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from shared.header import Direction
-from shared.masks import MaskStream
-from shared.ring import Planes, bounds, quantize_weight
-from shared.ring_product import PlaneProducts
+from shared.ring.fixed_point import Planes, bounds, quantize_weight
+from shared.ring.mask_stream import MaskStream
+from shared.ring.product import PlaneProducts
+from shared.wire.header import Direction
 
 # Of group 0, q above k: scales 1, 0.5, 2^-149, 0 and 2^100.
 WEIGHT = torch.tensor(

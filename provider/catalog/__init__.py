@@ -1,0 +1,1 @@
+"""What a checkpoint offers to serve."""

@@ -1,0 +1,1 @@
+"""Which rows are multiplied next, and with whom."""

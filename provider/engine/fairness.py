@@ -1,0 +1,69 @@
+"""Virtual token counters: who got how much of the executor (FlexLLM, appendix C, algorithm 4).
+
+A tenant's counter grows with the rows that are multiplied for it. Who waits and has the smallest is
+next. A tenant that comes back after a rest is lifted to the smallest of those who waited meanwhile, less
+LEAD: it saves up no more credit than that, and owes none. Counters are changed before a product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.wire.header import Direction, Operation
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Virtual tokens of one row through all groups, by what it is."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    effect: float = 1.0
+
+    def of(self, operation: int, direction: int) -> float:
+        """The weight of one request's rows."""
+        if operation != Operation.PRODUCT:
+            return self.effect
+        return self.forward if direction == Direction.FORWARD else self.backward
+
+
+# Virtual tokens that a tenant may be ahead of another that waits, if no piece of work costs more: enough for
+# those who decode to fall in step, and no more than a second's worth or so. As much credit outlasts a rest:
+# who asks for one group after the other rests between any two requests, and would otherwise be further
+# behind with each.
+LEAD = 8.0
+
+
+class Counters:
+    """One counter a tenant, and how many requests of it wait."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, float] = {}
+        self._waiting: dict[str, int] = {}
+        self._last_left = 0.0  # the counter of whoever left the queue last
+
+    def of(self, tenant: str) -> float:
+        """Virtual tokens that a tenant got, and was lifted by."""
+        return self._tokens.get(tenant, 0.0)
+
+    def joined(self, tenant: str) -> None:
+        """A request of the tenant begins to wait."""
+        if tenant not in self._waiting:
+            others = self.least() if self._waiting else self._last_left
+            self._tokens[tenant] = max(self.of(tenant), others - LEAD)
+        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
+
+    def left(self, tenant: str) -> None:
+        """A request of the tenant waits no longer."""
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+            self._last_left = self.of(tenant)
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """Rows of the tenant are about to be multiplied."""
+        self._tokens[tenant] = self.of(tenant) + tokens
+
+    def least(self) -> float:
+        """The smallest counter of those who wait; somebody must."""
+        return min(self._tokens[tenant] for tenant in self._waiting)

@@ -1,0 +1,93 @@
+"""How long a product will take: a line for each shape and direction, corrected by every product.
+
+The function f of FlexLLM .6.2, from which windows of fine-tuning rows are sized. A product of few rows
+takes as long as its weight takes to arrive from memory; every further row adds its multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.wire.header import member_indices
+
+# Guesses for a shape that was never measured, of an ordinary processor.
+GUESSED_BYTES_PER_SECOND = 1e10
+GUESSED_PRODUCTS_PER_SECOND = 2.5e10
+LEARNING = 0.1  # weight of the newest product
+OUTLIER = 4.0  # a product interrupted by something else counts as no more than this times the forecast
+
+
+@dataclass
+class Line:
+    """``seconds = fixed + per_row * rows``, for all members of a group."""
+
+    fixed: float
+    per_row: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths of a group, which decide how long its products take."""
+
+    inputs: int
+    outputs: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return self.inputs * sum(self.outputs)
+
+
+class LatencyModel:
+    """Seconds of products by group, direction, members and rows.
+
+    Groups of equal shape share a line.
+
+    Args:
+        shapes: of all groups, in the manifest's order.
+    """
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.shapes = list(shapes)
+        self._lines: dict[tuple[Shape, int], Line] = {}
+
+    def line(self, group: int, direction: int) -> Line:
+        """The line of a group and direction; setting its numbers sets the forecast."""
+        shape = self.shapes[group]
+        if (shape, direction) not in self._lines:
+            self._lines[shape, direction] = Line(
+                4 * shape.size / GUESSED_BYTES_PER_SECOND, shape.size / GUESSED_PRODUCTS_PER_SECOND
+            )
+        return self._lines[shape, direction]
+
+    def share(self, group: int, members: int) -> float:
+        """The part of a group's weight that these members are."""
+        outputs = self.shapes[group].outputs
+        if members == (1 << len(outputs)) - 1:
+            return 1.0
+        return sum(outputs[i] for i in member_indices(members)) / sum(outputs)
+
+    def seconds(self, group: int, direction: int, members: int, rows: int) -> float:
+        """The forecast for one product."""
+        line = self.line(group, direction)
+        return (line.fixed + line.per_row * rows) * self.share(group, members)
+
+    def rows(self, group: int, direction: int, members: int, seconds: float) -> int:
+        """How many rows can be multiplied within some seconds; may be 0 or less."""
+        line = self.line(group, direction)
+        return int((seconds / self.share(group, members) - line.fixed) / line.per_row)
+
+    def observe(self, group: int, direction: int, members: int, rows: int, seconds: float) -> None:
+        """Correct the forecast by a product that took some seconds.
+
+        Whichever of the two terms was the larger takes the blame.
+        """
+        line, share = self.line(group, direction), self.share(group, members)
+        seconds = min(seconds / share, OUTLIER * (line.fixed + line.per_row * rows))
+        if line.per_row * rows < line.fixed:
+            right = max(seconds - line.per_row * rows, 0.1 * line.fixed)
+            line.fixed += LEARNING * (right - line.fixed)
+        else:
+            right = max((seconds - line.fixed) / rows, 0.1 * line.per_row)
+            line.per_row += LEARNING * (right - line.per_row)

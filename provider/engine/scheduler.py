@@ -1,0 +1,398 @@
+"""Which rows are multiplied next, and with whom: decisions without I/O, clock or tensors.
+
+``next(now)`` takes pieces of waiting requests out of the queue and returns them as one batch, or says
+until when it would rather wait. ``provider.engine.batching`` asks, and does what it is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from provider.engine.fairness import LEAD, Counters
+from provider.engine.latency import LatencyModel
+from provider.executor.tiles import TILE, tile_of
+from shared.wire.header import Direction, RequestClass
+
+DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it calls itself
+ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
+QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room for the next
+# No product is longer while nobody decodes: whoever comes next must not wait for ever. Shorter ones, which
+# take longer in all since each reads its weight again, are for when somebody else may wait for a token.
+PIECE_SECONDS = 0.25
+SHORT_PIECE_SECONDS = 0.05
+INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
+LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
+
+
+class Kind(NamedTuple):
+    """What requests must have in common to share a product."""
+
+    group: int
+    direction: int
+    members: int
+    dtype: int
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A request on its way through the scheduler.
+
+    Attributes:
+        row_cost: virtual tokens of one row, see ``provider.engine.fairness``.
+        session: of the tenant; a session's requests come one after the other.
+        taken: rows that products have taken, [0, taken).
+    """
+
+    tenant: str
+    kind: Kind
+    rows: int
+    request_class: RequestClass
+    row_cost: float
+    arrived: float
+    session: int = 0
+    taken: int = 0
+
+    @property
+    def left(self) -> int:
+        """Rows that no product has taken."""
+        return self.rows - self.taken
+
+    @property
+    def decodes(self) -> bool:
+        """Whether somebody waits for a token."""
+        return self.request_class == RequestClass.DECODE
+
+    def take(self, rows: int) -> Piece:
+        """The next rows, for a product."""
+        self.taken += rows
+        return Piece(self, self.taken - rows, self.taken)
+
+
+class Piece(NamedTuple):
+    """Rows [start, stop) of a request."""
+
+    work: Work
+    start: int
+    stop: int
+
+
+Batch = list[Piece]  # of one kind
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows a batch has."""
+    return sum(stop - start for _, start, stop in batch)
+
+
+def bounded_class(declared: int, direction: int, rows: int) -> RequestClass:
+    """The class that a request gets: what was declared, as far as its size allows."""
+    if declared == RequestClass.FINETUNING or direction == Direction.BACKWARD:
+        return RequestClass.FINETUNING
+    if rows <= DECODE_ROWS and declared != RequestClass.PREFILL:
+        return RequestClass.DECODE
+    return RequestClass.PREFILL
+
+
+class Policy(Protocol):
+    """What is multiplied next. Not thread-safe: one caller at a time."""
+
+    def add(self, work: Work, now: float) -> None:
+        """A request arrived."""
+        ...
+
+    def next(self, now: float) -> Batch | float | None:
+        """A batch to multiply now; or when to ask again, at the latest; or None: nothing waits."""
+        ...
+
+    def drop(self, work: Work) -> None:
+        """Forget a request, if it is here: a product of it failed."""
+        ...
+
+    def finished(self, batch: Batch, seconds: float, now: float) -> None:
+        """A batch was multiplied, in so many seconds, until now."""
+        ...
+
+
+class Alone:
+    """Every request by itself, in the order of arrival: what there is without batching."""
+
+    def __init__(self) -> None:
+        self._queue: list[Work] = []
+
+    def add(self, work: Work, now: float) -> None:
+        """See Policy."""
+        self._queue.append(work)
+
+    def next(self, now: float) -> Batch | float | None:
+        """See Policy."""
+        if not self._queue:
+            return None
+        work = self._queue.pop(0)
+        return [work.take(work.rows)]
+
+    def drop(self, work: Work) -> None:
+        """See Policy."""
+        if work in self._queue:
+            self._queue.remove(work)
+
+    def finished(self, batch: Batch, seconds: float, now: float) -> None:
+        """See Policy."""
+
+
+class Lockstep:
+    """Wait until every active tenant asks, then multiply all that share the oldest request's kind.
+
+    What batching costs without opportunism (Symbiosis .4.5): the slowest tenant sets the pace.
+
+    Args:
+        patience: seconds after which a tenant that does not ask is no longer active.
+    """
+
+    def __init__(self, patience: float = 1.0) -> None:
+        self._queue: list[Work] = []
+        self._active = _Active(patience)
+
+    def add(self, work: Work, now: float) -> None:
+        """See Policy."""
+        self._queue.append(work)
+        self._active.seen(work.tenant, now)
+
+    def next(self, now: float) -> Batch | float | None:
+        """See Policy."""
+        if not self._queue:
+            return None
+        missing = self._active.latest_of_others({work.tenant for work in self._queue}, now)
+        if missing is not None:
+            return missing + self._active.seconds
+        kind = self._queue[0].kind
+        batch = [work for work in self._queue if work.kind == kind]
+        self._queue = [work for work in self._queue if work.kind != kind]
+        return [work.take(work.rows) for work in batch]
+
+    def drop(self, work: Work) -> None:
+        """See Policy."""
+        if work in self._queue:
+            self._queue.remove(work)
+
+    def finished(self, batch: Batch, seconds: float, now: float) -> None:
+        """See Policy."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the provider promises, and how long it lets requests wait for company.
+
+    Attributes:
+        decode_seconds: the executor's part of one token: waiting and products of all groups together.
+        wait_share: how long a request waits for others to join it, as a share of the time that its own
+            product takes, so that larger ones wait longer (Symbiosis .3.7).
+        wait_seconds: the most that any request waits for others.
+    """
+
+    decode_seconds: float = 0.1
+    wait_share: float = 0.25
+    wait_seconds: float = 0.005
+
+
+class Opportunistic:
+    """Decode first, then the least served tenant; whoever shares the weight comes along.
+
+    Batches without padding or lockstep (Symbiosis .3.7); windows of rows that nobody waits for, sized
+    by a latency model (FlexLLM .6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
+    wait, none gets further ahead of the least served than one largest piece or LEAD tokens cost,
+    whatever it declares: FlexLLM's lemma 1 with that cost as the bound.
+
+    Of decodes those in the first groups go first. They catch up with the ones further on, and from
+    there on go through the groups with them, in the same products: tenants fall in step where there is
+    more to do than time, and none waits for another that does not ask.
+
+    Args:
+        latency: how long products take.
+        objective: see there.
+    """
+
+    def __init__(self, latency: LatencyModel, objective: Objective | None = None) -> None:
+        self._latency, self._objective = latency, objective or Objective()
+        self.tokens = Tokens(self._objective.decode_seconds)
+        # A token passes all groups: each request has its part of the time.
+        self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
+        self._queue: list[Work] = []
+        self._active = _Active(ACTIVE_SECONDS)
+        self._last_decode = -math.inf
+        self._interactive = _Active(INTERACTIVE_SECONDS)
+        self.counters = Counters()
+
+    def add(self, work: Work, now: float) -> None:
+        """See Policy."""
+        self.counters.joined(work.tenant)
+        self._queue.append(work)
+        self._active.seen(work.tenant, now)
+
+    def next(self, now: float) -> Batch | float | None:
+        """See Policy."""
+        if not self._queue:
+            return None
+        for work in self._queue:
+            self._waits(work, now)
+        alone = self._active.latest_of_others({work.tenant for work in self._queue}, now) is None
+        if alone and len(self._queue) == 1:  # nobody to be fair to, and no time to lose
+            return [self._take(self._queue[0], self._most_rows(self._queue[0], now))]
+        costs = {work: self._most_rows(work, now) * work.row_cost for work in self._queue}
+        # Nobody who is further ahead than this is multiplied before the least served has caught up.
+        limit = self.counters.least() + max(LEAD, *costs.values())
+        fair = [work for work in self._queue if self.counters.of(work.tenant) + costs[work] <= limit]
+        ripe = {work: now if alone else self._ripe(work) for work in fair}
+        heads = [work for work in fair if ripe[work] <= now]
+        if not heads:
+            return min(ripe.values())
+        head = min(heads, key=self._precedence)
+        return self._batch(head, [work for work in fair if work.kind == head.kind], limit, now)
+
+    def drop(self, work: Work) -> None:
+        """See Policy."""
+        if work in self._queue:
+            self._queue.remove(work)
+            self.counters.left(work.tenant)
+
+    def finished(self, batch: Batch, seconds: float, now: float) -> None:
+        """See Policy."""
+        group, direction, members, _ = batch[0].work.kind
+        self._latency.observe(group, direction, members, rows_of(batch), seconds)
+        for work, _, stop in batch:
+            self._waits(work, now)
+            if work.decodes and stop == work.rows:
+                self.tokens.answered((work.tenant, work.session), group, now - work.arrived)
+
+    def _precedence(self, work: Work) -> tuple[bool, int, float, int, float]:
+        group = work.kind.group if work.decodes else 0
+        served = self.counters.of(work.tenant)
+        return (not work.decodes, group, served, work.request_class, work.arrived)
+
+    def _ripe(self, work: Work) -> float:
+        """When a request has waited long enough for others; one that has begun waits no more."""
+        if work.taken:
+            return work.arrived
+        group, direction, members, _ = work.kind
+        wait = self._objective.wait_share * self._latency.seconds(group, direction, members, work.rows)
+        wait = min(wait, self._objective.wait_seconds)
+        return work.arrived + (wait if wait > LEAST_WAIT_SECONDS else 0.0)
+
+    def _waits(self, work: Work, now: float) -> None:
+        """Somebody waits, or waited just now, for a token that this request is for; if it is for one."""
+        if work.decodes:
+            self._last_decode = now
+        if work.request_class != RequestClass.FINETUNING:
+            self._interactive.seen(work.tenant, now)
+
+    def _window(self, work: Work, now: float) -> int:
+        """Rows of a product that this request, no decode, may be part of."""
+        group, direction, members, _ = work.kind
+        others = self._interactive.latest_of_others({work.tenant}, now)
+        seconds = PIECE_SECONDS if others is None else SHORT_PIECE_SECONDS
+        if now - self._last_decode <= QUIET_SECONDS:
+            own = self._latency.seconds(group, Direction.FORWARD, members, 1)
+            seconds = min(seconds, self.tokens.room * self._request_seconds - own)
+        rows = self._latency.rows(group, direction, members, seconds)
+        return max(TILE, rows - rows % tile_of(rows))
+
+    def _most_rows(self, work: Work, now: float) -> int:
+        """Rows that a request can have in one product."""
+        return work.left if work.decodes else min(work.left, self._window(work, now))
+
+    def _batch(self, head: Work, fair: list[Work], limit: float, now: float) -> Batch:
+        """The head, all decodes of its kind, and of the rest as many rows as there is room for."""
+        batch: Batch = []
+        for work in sorted(fair, key=lambda work: (work is not head, *self._precedence(work))):
+            rows = work.left if work.decodes else min(work.left, self._window(work, now) - rows_of(batch))
+            cost = rows * work.row_cost
+            if rows <= 0 or (work is not head and self.counters.of(work.tenant) + cost > limit):
+                continue  # passed over, not waited for
+            batch.append(self._take(work, rows))
+        return batch
+
+    def _take(self, work: Work, rows: int) -> Piece:
+        self.counters.charge(work.tenant, rows * work.row_cost)
+        piece = work.take(rows)
+        if not work.left:
+            self.drop(work)
+        return piece
+
+
+class Tokens:
+    """Decoded tokens, told from requests by their groups, and whether they met the objective.
+
+    A token's requests pass the groups in order, so a session's next token begins where the groups begin
+    again. ``room`` follows what tokens take, since no model tells how often a decode finds others at
+    work: it grows while they take less than they are meant to and shrinks while they take more. What
+    they are meant to take is as much of the objective as leaves LATE of them late, for they differ.
+
+    Attributes:
+        met, late: counts.
+        room: factor of the time that a product nobody waits for may take.
+    """
+
+    LATE = 0.02
+    STEP, AIM_STEP = 0.05, 0.3
+    LEAST_AIM, MOST_AIM = 0.1, 0.8
+    LEAST_ROOM, MOST_ROOM = 0.1, 2.0
+
+    def __init__(self, objective: float) -> None:
+        self._objective = objective
+        self._under_way: dict[Hashable, tuple[int, float]] = {}  # last group, seconds so far
+        self._aim = self.MOST_AIM  # of the objective
+        self.met = self.late = 0
+        self.room = 1.0
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens met and late."""
+        return self.met, self.late
+
+    def answered(self, session: Hashable, group: int, seconds: float) -> None:
+        """A decode of a session has its answer."""
+        last, spent = self._under_way.get(session, (-1, 0.0))
+        if group <= last:
+            late = spent > self._objective
+            self.late += late
+            self.met += not late
+            aim = self._aim * math.exp(self.AIM_STEP * (self.LATE - late))
+            self._aim = min(self.MOST_AIM, max(self.LEAST_AIM, aim))
+            spent = max(spent, self._objective / 8)  # what is no token must not count for many
+            room = self.room * (self._aim * self._objective / spent) ** self.STEP
+            self.room = min(self.MOST_ROOM, max(self.LEAST_ROOM, room))
+            spent = 0.0
+        self._under_way[session] = (group, spent + seconds)
+
+
+class _Active:
+    """Tenants that asked within the last ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._last: dict[str, float] = {}  # the latest at the end
+
+    def seen(self, tenant: str, now: float) -> None:
+        self._last.pop(tenant, None)
+        self._last[tenant] = now
+
+    def latest_of_others(self, tenants: set[str], now: float) -> float | None:
+        """When an active tenant that is none of these asked last; None: there is none."""
+        for tenant, at in reversed(self._last.items()):
+            if at + self.seconds <= now:  # as callers add, so that they do not come back too early
+                return None
+            if tenant not in tenants:
+                return at
+        return None
+
+
+POLICIES = ("opportunistic", "none", "lockstep")
+
+
+def make_policy(name: str, latency: LatencyModel, objective: Objective) -> Policy:
+    """A policy by the name that ``--batching`` takes; one of POLICIES."""
+    if name == "none":
+        return Alone()
+    return Lockstep() if name == "lockstep" else Opportunistic(latency, objective)

@@ -1,0 +1,1 @@
+"""The base executor: frozen weights, and their products in each numerics."""

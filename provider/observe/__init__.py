@@ -1,0 +1,1 @@
+"""What an executor tells its operator, and an auditor."""

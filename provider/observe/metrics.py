@@ -1,0 +1,160 @@
+"""What the executor counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from provider.engine.batching import Done
+from shared.wire.header import Direction, Header, Operation, RequestClass
+
+_DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
+_OPERATIONS = {
+    Operation.PRODUCT: "product",
+    Operation.EFFECT: "effect",
+    Operation.SEED_EFFECT: "seed_effect",
+}
+
+
+class Metrics:
+    """Counters of one executor. Labels have few values; the provider chose the tenants' names."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels = ("operation", "direction")
+        rows = Counter(
+            "symbiosis_rows", "Rows of answered products and effects.", labels, registry=self.registry
+        )
+        seconds = Histogram(
+            "symbiosis_product_seconds",
+            "Products and effects answered: time from a complete request to its computed answer.",
+            labels,
+            registry=self.registry,
+            buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1, 3, 10),
+        )
+        self._products = {
+            (o, d): (
+                rows.labels(operation, direction),
+                seconds.labels(operation, direction),
+            )
+            for o, operation in _OPERATIONS.items()
+            for d, direction in _DIRECTIONS.items()
+        }
+        buckets = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1, 3, 10)
+        self._queue = Histogram(
+            "symbiosis_queue_seconds",
+            "From a complete request to the beginning of its first product.",
+            ("request_class",),
+            registry=self.registry,
+            buckets=buckets,
+        )
+        self._reply = Histogram(
+            "symbiosis_reply_seconds",
+            "From a complete request to its computed answer.",
+            ("request_class",),
+            registry=self.registry,
+            buckets=buckets,
+        )
+        self._batch_rows = Histogram(
+            "symbiosis_batch_rows",
+            "Rows of products.",
+            registry=self.registry,
+            buckets=tuple(4**i for i in range(9)),
+        )
+        self._batch_seconds = Histogram(
+            "symbiosis_batch_seconds", "Time of products.", registry=self.registry, buckets=buckets
+        )
+        self._processor = Counter(
+            "symbiosis_product_cpu_seconds",
+            "Processor time of products, in the thread that gathers and begins them; with --threads 1, all.",
+            registry=self.registry,
+        )
+        self._tenant_rows = Counter(
+            "symbiosis_tenant_rows", "Rows by tenant.", ("tenant",), registry=self.registry
+        )
+        self._tenant_bytes = Counter(
+            "symbiosis_tenant_bytes",
+            "Payload bytes of products by tenant, both ways.",
+            ("tenant",),
+            registry=self.registry,
+        )
+        self._by_tenant: dict[str, tuple[Counter, Counter]] = {}
+        self._by_class = {
+            c: (self._queue.labels(c.name.lower()), self._reply.labels(c.name.lower()))
+            for c in RequestClass
+            if c
+        }
+        self.received = Counter("symbiosis_received_bytes", "Payload bytes received.", registry=self.registry)
+        self.sent = Counter("symbiosis_sent_bytes", "Payload bytes sent.", registry=self.registry)
+        self.refused = Counter(
+            "symbiosis_refused", "Requests answered with an error.", ("code",), registry=self.registry
+        )
+        self.handshakes_failed = Counter(
+            "symbiosis_handshakes_failed",
+            "Connections that ended before a session began.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.connections = Gauge("symbiosis_connections", "Open tenant sessions.", registry=self.registry)
+
+    def watch(
+        self, waiting: Callable[[], int], in_flight: Callable[[], int], tokens: Callable[[], tuple[int, int]]
+    ) -> None:
+        """Show what others keep: requests that wait, bytes in flight, and tokens met and late."""
+        for name, text, value in (
+            ("waiting_requests", "Requests without an answer.", waiting),
+            ("in_flight_bytes", "Of requests and answers, as quotas count them.", in_flight),
+            ("decode_tokens_met", "Decoded tokens within the objective.", lambda: tokens()[0]),
+            ("decode_tokens_late", "Decoded tokens that took longer.", lambda: tokens()[1]),
+        ):
+            Gauge(f"symbiosis_{name}", text, registry=self.registry).set_function(value)
+
+    def handshake_failed(self, reason: str) -> None:
+        """A connection ended before a session began."""
+        self.handshakes_failed.labels(reason).inc()
+
+    def connected(self, change: int) -> None:
+        """A session began (1) or ended (-1)."""
+        self.connections.inc(change)
+
+    def value(self, name: str) -> float:
+        """Of a metric without labels; 0 if there is none."""
+        return self.registry.get_sample_value(name) or 0.0
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The values of a metric by one of its labels."""
+        found: dict[str, float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if sample.name == name:
+                    value = sample.labels.get(label, "")
+                    found[value] = found.get(value, 0.0) + sample.value
+        return found
+
+    def total(self, name: str) -> float:
+        """The values of a metric under all its labels together."""
+        return sum(self.by_label(name, "").values())
+
+    def product(self, tenant: str, header: Header, answer: Header, done: Done) -> None:
+        """Count one answered product or effect."""
+        rows, histogram = self._products[Operation(header.operation), Direction(header.direction)]
+        rows.inc(header.rows)
+        histogram.observe(done.reply_seconds)
+        queue, reply = self._by_class[done.request_class]
+        queue.observe(done.queue_seconds)
+        reply.observe(done.reply_seconds)
+        self.received.inc(header.payload_bytes)
+        self.sent.inc(answer.payload_bytes)
+        by_tenant = self._by_tenant.get(tenant)
+        if by_tenant is None:  # looking labels up costs more than counting
+            by_tenant = self._tenant_rows.labels(tenant), self._tenant_bytes.labels(tenant)
+            self._by_tenant[tenant] = by_tenant
+        by_tenant[0].inc(header.rows)
+        by_tenant[1].inc(header.payload_bytes + answer.payload_bytes)
+
+    def batch(self, rows: int, seconds: float, processor: float) -> None:
+        """Count one product, of one request or many; ``processor`` seconds are those of its first thread."""
+        self._processor.inc(processor)
+        self._batch_rows.observe(rows)
+        self._batch_seconds.observe(seconds)

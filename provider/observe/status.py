@@ -1,0 +1,87 @@
+"""What the executor does, over the last minutes: samples for the page on the admin port."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from provider.observe.metrics import Metrics
+
+PAGE = (Path(__file__).parent / "status.html").read_bytes()
+SECONDS = 1.0  # between two samples
+KEPT = 900
+
+
+class Status:
+    """Takes a sample of the metrics now and then, and keeps the last KEPT of them.
+
+    Args:
+        metrics: what is sampled.
+        about: what does not change: model, numerics, objective.
+    """
+
+    def __init__(self, metrics: Metrics, about: dict[str, Any]) -> None:
+        self._metrics, self._about = metrics, about
+        self._samples: deque[dict[str, float]] = deque(maxlen=KEPT)
+        self._before = self._totals()
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="status", daemon=True).start()
+
+    def sample(self, now: float, seconds: float) -> None:
+        """Compare with the sample before, which was so many seconds ago; ``now`` is since the epoch."""
+        after = self._totals()
+        change = {name: after[name] - self._before[name] for name in after}
+        self._before = after
+        products, tokens = change["products"], change["met"] + change["late"]
+        self._samples.append(
+            {
+                "time": round(now, 1),
+                "rows_per_second": change["rows"] / seconds,
+                "requests_per_second": change["requests"] / seconds,
+                "rows_per_product": change["rows"] / products if products else 0.0,
+                "busy": change["product_seconds"] / seconds,
+                "waiting": self._metrics.value("symbiosis_waiting_requests"),
+                "sessions": self._metrics.value("symbiosis_connections"),
+                "met": change["met"] / tokens if tokens else -1.0,
+                "refused": change["refused"] / seconds,
+            }
+        )
+
+    def report(self) -> dict[str, Any]:
+        """What ``/status.json`` shows."""
+        rows = self._metrics.by_label("symbiosis_tenant_rows_total", "tenant")
+        sizes = self._metrics.by_label("symbiosis_tenant_bytes_total", "tenant")
+        tenants = [
+            {"name": name, "rows": count, "bytes": sizes.get(name, 0.0)} for name, count in rows.items()
+        ]
+        return {
+            **self._about,
+            "samples": list(self._samples),
+            "tenants": sorted(tenants, key=lambda tenant: -tenant["rows"]),
+        }
+
+    def close(self) -> None:
+        """Take no more samples."""
+        self._stop.set()
+
+    def _totals(self) -> dict[str, float]:
+        total = self._metrics.total
+        return {
+            "rows": total("symbiosis_batch_rows_sum"),
+            "products": total("symbiosis_batch_rows_count"),
+            "product_seconds": total("symbiosis_batch_seconds_sum"),
+            "requests": total("symbiosis_reply_seconds_count"),
+            "met": total("symbiosis_decode_tokens_met"),
+            "late": total("symbiosis_decode_tokens_late"),
+            "refused": total("symbiosis_refused_total"),
+        }
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._stop.wait(SECONDS):
+            now = time.monotonic()
+            self.sample(time.time(), now - before)
+            before = now

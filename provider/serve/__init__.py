@@ -1,0 +1,1 @@
+"""What carries sessions: TLS, this machine, this process; who is let in."""

@@ -1,0 +1,444 @@
+"""Tenants on the same machine: control messages over ZeroMQ, tensors in shared memory.
+
+One thread opens sessions; each session has a socket, a piece of memory and a thread of its own, which
+multiplies straight from that memory and writes the answer to the place that the tenant named. The
+executor keeps no account of places: they are the tenant's own, and all that is checked is that they lie
+within its memory (Symbiosis .3.5; ``shared/PROTOCOL.md``, "Co-located transport").
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+import zmq
+
+from provider.serve.connection import NO_ROOM
+from provider.serve.descriptors import explained, none_left
+from provider.serve.server import Sessions
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service, TenantSession
+from shared.errors import ConfigurationError, WireError
+from shared.transport.colocated import (
+    ANSWERS,
+    DOOR,
+    END,
+    FRONT_BYTES,
+    MAX_IN_FLIGHT,
+    MEMORY,
+    MEMORY_BYTE,
+    OPENED,
+    PLACES,
+    REFUSED,
+    REQUESTS,
+    SCHEME,
+    Opened,
+    SharedMemory,
+    directory_of,
+    why_not_private,
+)
+from shared.wire.header import HEADER_BYTES, SUBPROTOCOL, Header, Operation, parse_header, request_id_of
+from shared.wire.messages import ErrorInfo, encode
+from shared.wire.protocol import MAX_REQUEST_CONTROL_BYTES
+from shared.wire.websocket import Incoming
+
+log = logging.getLogger(__name__)
+
+FIRST_BYTES = 1 << 20  # of a session's memory; it grows with what is asked of it
+FIRST_MESSAGE_MILLISECONDS = 10_000
+LINGER_MILLISECONDS = 1000
+_RETRY_SECONDS = 5.0
+# Requests whose rows lie in memory. What is parsed is not among them: it comes in the message, where the
+# tenant cannot change it any more.
+_ROWS = frozenset({Operation.PRODUCT, Operation.EFFECT})
+
+
+class Budget:
+    """Bytes of shared memory that all sessions together may have, and those of one tenant."""
+
+    def __init__(self, limit: int, tenant_limit: int) -> None:
+        self._limit, self._tenant_limit = limit, tenant_limit
+        self._taken: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def take(self, tenant: str, size: int) -> bool:
+        """Whether there was as much; negative gives back."""
+        with self._lock:
+            if self._taken.total() + size > self._limit or self._taken[tenant] + size > self._tenant_limit:
+                return False
+            self._taken[tenant] += size
+            if not self._taken[tenant]:
+                del self._taken[tenant]
+            return True
+
+
+class SessionMemory:
+    """The memory of one session, which this process owns.
+
+    Sealed against shrinking before anybody else can open it: a tenant that could cut it off would kill
+    the executor with a bus error.
+
+    Args:
+        most: bytes that it may grow to.
+
+    Raises:
+        MemoryError: there is none left.
+    """
+
+    def __init__(self, budget: Budget, tenant: str, most: int) -> None:
+        self._budget, self._tenant, self.most, self.size = budget, tenant, most, 0
+        self.name = f"symbiosis-{secrets.token_hex(8)}"
+        self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self.descriptor, 0o600)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            self.grow(min(FIRST_BYTES, most))
+            if not self.size:
+                raise MemoryError
+        except BaseException:
+            self.close()
+            raise
+
+    def grow(self, size: int) -> None:
+        """Have at least so many bytes, if that is allowed and there are as many; else stay as it is."""
+        if not self.size < size <= self.most or not self._budget.take(self._tenant, size - self.size):
+            return
+        try:
+            # Really allocated: a page that is missing later would be a bus error, too.
+            os.posix_fallocate(self.descriptor, 0, size)
+            self.mapped = SharedMemory(self.descriptor, size)
+        except OSError as error:
+            self._budget.take(self._tenant, self.size - size)
+            log.warning("no %d bytes of shared memory: %s", size, error.strerror)
+            return
+        self.size = size
+
+    def close(self) -> None:
+        """Give it back."""
+        if self.size:
+            self.mapped.close()
+        os.close(self.descriptor)
+        self._budget.take(self._tenant, -self.size)
+
+
+class ColocatedConnection:
+    """One tenant's session, from the moment that its token was good."""
+
+    def __init__(
+        self,
+        directory: Path,
+        tenant: str,
+        service: Service,
+        budget: Budget,
+    ) -> None:
+        self.tenant = tenant
+        self._copies = service.transcript is not None
+        limits = service.executor.manifest.limits
+        self._answer_at = 0
+        self._greeted = self._left = False
+        self._name = f"session-{secrets.token_hex(8)}"
+        self._path = directory / self._name
+        with ExitStack() as made:
+            # The largest request with its answer, and as much again, to be filled while that is computed.
+            self._memory = SessionMemory(budget, tenant, 4 * limits.max_message_bytes)
+            made.callback(self._memory.close)
+            made.callback(self._remove_files)
+            self._requests, self._answers = self._make_pipes(made)
+            self._socket: zmq.Socket[bytes] = made.enter_context(zmq.Context.instance().socket(zmq.PAIR))
+            self._socket.set(zmq.LINGER, LINGER_MILLISECONDS)
+            self._socket.set(zmq.MAXMSGSIZE, FRONT_BYTES + MAX_REQUEST_CONTROL_BYTES)
+            for queue in (zmq.SNDHWM, zmq.RCVHWM):
+                self._socket.set(queue, 2 * MAX_IN_FLIGHT)
+            self._socket.bind(f"{SCHEME}{self._path}")
+            self._wake, self._woken = map(made.enter_context, socket.socketpair())
+            # Not ZeroMQ's own: that looks at the socket each time, which requests for products do not need.
+            self._poll, self._socket_fd = select.poll(), int(self._socket.get(zmq.FD))
+            self._poll.register(self._socket_fd, select.POLLIN)
+            self._poll.register(self._woken, select.POLLIN)
+            self._look = True  # there may be a message that the descriptor does not tell of
+            self._session = TenantSession(service, tenant, self._send, self._something_to_do)
+            made.callback(self._session.close)
+            self._made = made.pop_all()
+
+    def opened(self) -> Opened:
+        """What the tenant needs to reach it."""
+        memory = self._memory
+        return Opened(self._name, os.getpid(), memory.descriptor, memory.name, memory.size, memory.most)
+
+    def drain(self) -> None:
+        """From another thread: answer what has arrived, then close."""
+        try:
+            self._wake.send(b"x")
+        except OSError:
+            pass  # it has ended already
+
+    def serve(self) -> None:
+        """Answer requests until the tenant leaves, dies or breaks the protocol."""
+        try:
+            while self._serve_once():
+                pass
+            if not self._left:
+                self._end()
+        except WireError as error:
+            log.warning("tenant %s broke the protocol: %s", self.tenant, error)
+            self._last_word(error)
+        except (OSError, EOFError) as error:
+            log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._made.close()
+
+    def _serve_once(self) -> bool:
+        """Wait for something and handle it; False when the session ends well."""
+        if not self._look:
+            ready = {fd for fd, _ in self._poll.poll(None if self._greeted else FIRST_MESSAGE_MILLISECONDS)}
+            if self._requests in ready:
+                data = os.read(self._requests, FRONT_BYTES)
+                if not data:
+                    raise EOFError
+                self._session.answer(self._incoming(data))
+                return True
+            if self._socket_fd not in ready:
+                if not ready:
+                    raise TimeoutError
+                return False  # drained
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            self._look = False
+            return True
+        self._look = True
+        if not self._greeted:
+            self._greeted = True
+            self._remove_files()  # nobody else comes in, and nothing is left behind
+            self._poll.register(self._requests, select.POLLIN)
+        if data == END:
+            self._left = True
+            return False
+        if data[0] != MEMORY_BYTE:
+            self._session.answer(self._incoming(data))
+            return True
+        if len(data) != MEMORY.size:
+            raise WireError("header", "neither a request nor a wish for memory", fatal=True)
+        self._memory.grow(MEMORY.unpack(data)[1])
+        self._write(MEMORY.pack(MEMORY_BYTE, self._memory.size))
+        return True
+
+    def _incoming(self, data: bytes) -> Incoming:
+        if len(data) < FRONT_BYTES:
+            raise WireError("header", f"message of {len(data)} bytes is shorter than its header", fatal=True)
+        header: Header | None = None
+        try:
+            header = parse_header(data)
+            rows = header.operation in _ROWS
+            if (0 if rows else header.payload_bytes) != len(data) - FRONT_BYTES:
+                raise WireError("payload_length", "the message has not the bytes that its header says")
+            self._session.accept(header)
+            at, self._answer_at = PLACES.unpack_from(data, HEADER_BYTES)
+            if rows:
+                payload = self._memory.mapped.tensor(at, header.payload_dtype, header.payload_shape)
+                if self._copies:  # the tenant uses its memory again before they are written down
+                    payload = payload.clone()
+            else:
+                payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[FRONT_BYTES:]
+                payload = payload.view(header.payload_shape)
+        except WireError as error:
+            if error.fatal:
+                raise
+            return Incoming(header or Header(0, request_id=request_id_of(data)), None, error)
+        return Incoming(header, payload)
+
+    def _something_to_do(self) -> bool:
+        return self._look or bool(self._poll.poll(0))
+
+    def _last_word(self, error: WireError) -> None:
+        try:
+            self._session.refuse(0, error)
+            self._end()
+        except OSError:
+            pass  # the peer may be gone
+
+    def _end(self) -> None:
+        """Say so, and wait until the tenant has heard it, which closes its pipe."""
+        self._write(END)
+        gone = select.poll()
+        gone.register(self._requests, 0)
+        gone.poll(LINGER_MILLISECONDS)
+
+    def _make_pipes(self, made: ExitStack) -> list[int]:
+        ends = []
+        for kind, flags in ((REQUESTS, os.O_RDONLY), (ANSWERS, os.O_RDWR)):
+            path = f"{self._path}{kind}"
+            os.mkfifo(path, 0o600)
+            ends.append(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
+            made.callback(os.close, ends[-1])
+        # A pipe has an end only once somebody has written: now a tenant that never opens it has ended, too.
+        os.close(os.open(f"{self._path}{REQUESTS}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        return ends
+
+    def _remove_files(self) -> None:
+        for kind in ("", REQUESTS, ANSWERS):
+            Path(f"{self._path}{kind}").unlink(missing_ok=True)
+
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes) -> None:
+        if isinstance(blocks, bytes):
+            self._write(header.pack() + blocks)
+        else:
+            self._memory.mapped.write(self._answer_at, blocks)
+            os.write(self._answers, header.pack())  # as a whole or, if the tenant does not read, not at all
+
+    def _write(self, data: bytes) -> None:
+        self._look = True
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it has gone, or has twice as much in flight as it may, unread
+            raise BrokenPipeError(str(error)) from error
+
+
+class ColocatedServer:
+    """Lets tenants of this machine in, beside or without a TLS port.
+
+    Args:
+        service: of the executor.
+        tokens: as for every tenant.
+        directory: absolute; made if it is not there, with mode 700.
+        sessions: the server's own, so that all transports share one limit.
+        memory_bytes: of shared memory, for all sessions together.
+        tenant_memory_bytes: for those of one tenant.
+
+    Raises:
+        ConfigurationError: the directory is open to others, or another executor is in it.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        tokens: TokenFile,
+        directory: str | Path,
+        sessions: Sessions,
+        memory_bytes: int = 2 << 30,
+        tenant_memory_bytes: int = 512 << 20,
+    ) -> None:
+        self.url = f"{SCHEME}{directory}"
+        self._service, self._tokens, self._sessions = service, tokens, sessions
+        self._directory, self._budget = directory_of(self.url), Budget(memory_bytes, tenant_memory_bytes)
+        self._locked = _claim(self._directory)
+        self._door: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._door.set(zmq.LINGER, LINGER_MILLISECONDS)
+        self._door.set(zmq.MAXMSGSIZE, 4096)
+        try:
+            self._door.bind(f"{SCHEME}{self._directory / DOOR}")
+        except zmq.ZMQError as error:
+            self._door.close()
+            os.close(self._locked)
+            raise ConfigurationError(f"cannot listen in {directory}: {error.strerror}") from error
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._open_sessions, name="colocated", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more; open sessions go on, until ``Sessions.drain``."""
+        self._wake.close()
+        self._thread.join(LINGER_MILLISECONDS / 1000 * 10)
+
+    def _open_sessions(self) -> None:
+        poll = zmq.Poller()
+        poll.register(self._door, zmq.POLLIN)
+        poll.register(self._woken.fileno(), zmq.POLLIN)
+        while self._woken.fileno() not in dict(poll.poll()):
+            try:
+                who, *parts = self._door.recv_multipart(zmq.NOBLOCK)
+                try:
+                    answer = self._answer(parts)
+                except Exception as error:
+                    answer = self._failed(error)
+                self._door.send_multipart([who, *answer], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                log.info("a tenant of this machine left early: %s", error)
+        self._woken.close()
+        self._door.close()
+        (self._directory / DOOR).unlink(missing_ok=True)
+        os.close(self._locked)
+
+    def _answer(self, parts: list[bytes]) -> list[bytes]:
+        if not parts or parts[0] != SUBPROTOCOL.encode():
+            return self._refuse(
+                "protocol_version", f"this executor speaks {SUBPROTOCOL}; install a matching version"
+            )
+        token = parts[1].decode(errors="surrogateescape") if len(parts) == 2 else ""
+        tenant = self._tokens.tenant_of(token)
+        if tenant is None:
+            return self._refuse(
+                "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
+            )
+        if self._sessions.crowded(tenant):
+            return self._refuse(
+                "overloaded", "this tenant has too many sessions", _RETRY_SECONDS, counted=True
+            )
+        try:
+            session = ColocatedConnection(self._directory, tenant, self._service, self._budget)
+        except MemoryError:
+            return self._refuse("overloaded", "no shared memory for another session", _RETRY_SECONDS)
+        opened = session.opened()  # before its thread may end it
+        if not self._sessions.start(partial(self._serve, session)):
+            session.close()
+            return self._refuse(
+                "overloaded", "as many sessions as the executor allows", _RETRY_SECONDS, counted=True
+            )
+        return [OPENED, encode(opened)]
+
+    def _refuse(
+        self, code: str, message: str, retry_after: float | None = None, *, counted: bool = False
+    ) -> list[bytes]:
+        if not counted:
+            self._service.metrics.handshake_failed(code)
+        log.info("no session: %s", code)
+        return [REFUSED, encode(ErrorInfo(code, message, retry_after))]
+
+    def _failed(self, error: Exception) -> list[bytes]:
+        if none_left(error):
+            log.error("no session for a tenant of this machine: %s", explained(error))
+            return self._refuse("overloaded", NO_ROOM, _RETRY_SECONDS)
+        log.error("no session for a tenant of this machine", exc_info=error)
+        return self._refuse("internal", "the executor failed to open a session; report it")
+
+    def _serve(self, session: ColocatedConnection) -> None:
+        with self._sessions.open(session):
+            session.serve()
+
+
+def _claim(directory: Path) -> int:
+    """Make the directory if need be; an open descriptor that keeps other executors out of it."""
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        doubt = why_not_private(directory)
+        if doubt:
+            raise ConfigurationError(
+                f"{doubt}; tenants hand in their tokens there, so name one that is yours alone (mode 700) or "
+                "one that is still to be made"
+            )
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigurationError(f"cannot use {directory}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in directory.glob("session-*"):  # by an executor that was killed
+            left.unlink(missing_ok=True)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigurationError(f"another executor is at work in {directory}: {error.strerror}") from error
+    return descriptor

@@ -1,0 +1,1 @@
+"""A tenant's session, whatever carries it: requests in, answers out."""

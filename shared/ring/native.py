@@ -1,0 +1,139 @@
+"""Native code for the ring's inner loops, where it was compiled and the processor has the instructions.
+
+``native.c`` is compiled when the package is installed, if there is a C compiler; without it, or
+on other processors, the same integers are computed with torch (``shared.ring.product``,
+``shared.ring.rows``), more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
+from importlib.util import find_spec
+
+import torch
+
+log = logging.getLogger(__name__)
+
+VERSION = 1  # of the functions' arguments; the same number stands in native.c
+PARALLEL_ELEMENTS = 1 << 15  # below, waking a second thread costs more than it saves
+
+
+def _load() -> ctypes.CDLL | None:
+    # Compiled as an extension module, but called through its plain functions: they need nothing of
+    # Python, whose lock is released meanwhile. torch is loaded by now, and so is its OpenMP runtime,
+    # which this code shares.
+    spec = find_spec("shared.ring._native")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(spec.origin)
+        version = library.ring_version()
+    except (OSError, AttributeError) as error:
+        log.warning("the native code %s cannot be used, products are slower: %s", spec.origin, error)
+        return None
+    if version != VERSION:
+        log.warning(
+            "the native code %s is of another version, products are slower; install the package again",
+            spec.origin,
+        )
+        return None
+    pointers = POINTER(c_void_p)
+    library.ring_can_multiply.argtypes = []
+    library.ring_can_multiply.restype = c_int
+    library.ring_multiply.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int64]
+    library.ring_multiply.argtypes += [c_void_p, c_int64, c_int]
+    library.ring_multiply.restype = c_int
+    library.ring_hide.argtypes = [pointers, POINTER(c_int64), c_int64, c_int64, c_int64, c_void_p, c_double]
+    library.ring_hide.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_int]
+    library.ring_hide.restype = c_int
+    library.ring_reveal.argtypes = [
+        c_void_p,
+        pointers,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_void_p,
+        pointers,
+    ]
+    library.ring_reveal.argtypes += [POINTER(c_int64), c_int64, c_void_p, c_void_p, c_int]
+    library.ring_reveal.restype = c_int64
+    return library
+
+
+LIBRARY = _load()
+CAN_MULTIPLY = LIBRARY is not None and bool(LIBRARY.ring_can_multiply())
+
+
+def _threads(elements: int) -> int:
+    return torch.get_num_threads() if elements > PARALLEL_ELEMENTS else 1
+
+
+def _pointers(tensors: list[torch.Tensor]) -> ctypes.Array[c_void_p]:
+    return (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+def _widths(tensors: list[torch.Tensor]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(tensors))(*[tensor.shape[1] for tensor in tensors])
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``shared.ring.product.Kernel``; needs CAN_MULTIPLY."""
+    if LIBRARY is None:
+        raise RuntimeError("there is no native code")
+    if rows.stride(1) != 1 or out.stride(1) != 1 or 1 not in weight.stride():
+        raise ValueError("the elements of a row lie side by side")
+    by_rows = weight.stride(1) != 1
+    failed = LIBRARY.ring_multiply(
+        rows.data_ptr(), rows.stride(0), rows.shape[0], rows.shape[1], weight.data_ptr(),
+        weight.stride(1) if by_rows else weight.stride(0), by_rows, weight.shape[1], out.data_ptr(),
+        out.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for a product")
+
+
+def hide(
+    blocks: list[torch.Tensor],
+    scales: torch.Tensor | None,
+    over_room: float,
+    requests: torch.Tensor,
+    exponents: torch.Tensor,
+    factor: torch.Tensor | None,
+    expected: torch.Tensor | None,
+) -> bool:
+    """See ``shared.ring.rows.hide``, whose arguments these are; whether all norms are finite."""
+    if LIBRARY is None:
+        raise RuntimeError("there is no native code")
+    failed = LIBRARY.ring_hide(
+        _pointers(blocks), _widths(blocks), len(blocks), requests.shape[1], len(requests), _address(scales),
+        over_room, _address(factor), requests.data_ptr(), exponents.data_ptr(), _address(expected),
+        _threads(requests.numel()),
+    )  # fmt: skip
+    return not failed
+
+
+def reveal(
+    answers: torch.Tensor,
+    effects: list[torch.Tensor],
+    exponents: torch.Tensor,
+    scales: torch.Tensor | None,
+    blocks: list[torch.Tensor],
+    challenge: torch.Tensor | None,
+    expected: torch.Tensor | None,
+) -> int:
+    """See ``shared.ring.rows.reveal``, whose arguments these are; how many rows are wrong."""
+    if LIBRARY is None:
+        raise RuntimeError("there is no native code")
+    wrong: int = LIBRARY.ring_reveal(
+        answers.data_ptr(), _pointers(effects), len(effects), answers.shape[1] // 2, len(answers),
+        exponents.data_ptr(), _address(scales), _pointers(blocks), _widths(blocks), len(blocks),
+        _address(challenge), _address(expected), _threads(answers.numel()),
+    )  # fmt: skip
+    return wrong

@@ -1,0 +1,233 @@
+"""The one operation of a ring executor: int32 rows times int8 planes, modulo 2^32.
+
+Three ways to compute the same integers, and a measurement that chooses:
+
+``native``   compiled code for processors with AVX-512 VNNI (``native.c``): the same four products,
+             but no digit and no digit product ever goes through memory.
+``int8``     rows are split into four signed base-256 digits, each an int8 matrix, so that
+             ``r W = sum 256^i (L_i W)``: four int8 products with int32 sums, which processors with
+             VNNI or AMX and GPUs have instructions for.
+``float64``  a float64 holds ``r W`` exactly while it is below 2^53: one product, for processors
+             whose int8 product is slow or, without VNNI, saturates.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError, ConfigurationError
+from shared.ring import native as ring_native
+from shared.ring.fixed_point import Planes, quantize_weight
+from shared.wire.header import PLANES, Direction, member_indices
+from shared.wire.messages import GroupInfo
+
+log = logging.getLogger(__name__)
+
+# rows int32 [T, K], weight int8 [K, N] (any strides), out int32 [T, N]; every T, K, N >= 1.
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+# Four bytes 0x80: adding it and flipping the same bits again turns a number's unsigned bytes into
+# signed digits, carries included.
+_SIGNS = -0x7F7F7F80
+# Digit products of one tile: within the last-level cache, and under the number of rows at which
+# int8 products of some shapes have been seen to fall off a cliff.
+_TILE_BYTES = 8 << 20
+_TILE_ROWS = 256
+_CUDA_TILE_ROWS = 4096  # for memory
+_EXACT_COLUMNS = 1 << 14  # 2^31 * 2^7 * 2^14 = 2^52: sums of so many products are exact in float64
+
+
+def digits(rows: torch.Tensor) -> torch.Tensor:
+    """Signed base-256 digits, least significant first, with ``r = sum 256^i L_i`` modulo 2^32.
+
+    Args:
+        rows: int32 [T, K].
+
+    Returns:
+        int8 [4, T, K].
+    """
+    flipped = (rows + _SIGNS).bitwise_xor_(_SIGNS)
+    out = torch.empty((4, *rows.shape), dtype=torch.int8, device=rows.device)
+    for i in range(4):
+        out[i].copy_(flipped if i == 0 else flipped >> 8 * i)  # a conversion to int8 keeps the low byte
+    return out
+
+
+def int8_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``Kernel``. The four digits are stacked into one call, so that few rows fill a call too."""
+    height, columns = weight.shape
+    tile = _CUDA_TILE_ROWS if rows.is_cuda else min(_TILE_ROWS, max(32, _TILE_BYTES // (16 * columns)))
+    if height == 1:  # whose stride says nothing, but the library believes it
+        weight = torch.empty_like(weight, memory_format=torch.contiguous_format).copy_(weight)
+    if rows.is_cuda and (height % 8 or columns % 8):
+        weight = torch.nn.functional.pad(weight, (0, -columns % 8, 0, -height % 8))
+    for at in range(0, len(rows), tile):
+        stacked = digits(rows[at : at + tile]).view(-1, height)
+        count = len(stacked)
+        if rows.is_cuda:  # cuBLAS wants more than 16 rows, and multiples of 8 everywhere
+            padded = max(24, -(-count // 8) * 8)
+            stacked = torch.nn.functional.pad(stacked, (0, -height % 8, 0, padded - count))
+        parts = torch._int_mm(stacked, weight)[:count, :columns]
+        _combine(parts.reshape(4, -1, columns), out[at : at + tile])
+
+
+def _combine(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """``sum 256^i parts[i]`` for int32 [4, T, N], wrapping."""
+    total = torch.add(parts[2], parts[3], alpha=256)
+    torch.add(parts[1], total, alpha=256, out=total)
+    torch.add(parts[0], total, alpha=256, out=out)
+
+
+def float64_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``Kernel``."""
+    for at in range(0, len(rows), _TILE_ROWS):
+        part, total = rows[at : at + _TILE_ROWS], out[at : at + _TILE_ROWS]
+        for first in range(0, rows.shape[1], _EXACT_COLUMNS):
+            inner = slice(first, first + _EXACT_COLUMNS)
+            product = (part[:, inner].double() @ weight[inner].double()).long().to(torch.int32)
+            if first == 0:
+                total.copy_(product)
+            else:
+                total.add_(product)
+
+
+KERNELS: dict[str, Kernel] = {"int8": int8_kernel, "float64": float64_kernel}
+if ring_native.CAN_MULTIPLY:
+    KERNELS["native"] = ring_native.multiply
+
+
+def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
+    """Whether a kernel gets the integers right here: extreme values, odd sizes, both layouts.
+
+    An int8 product that saturates, or a broken library, shows on rows and weights of -128.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for rows, inner, columns in ((1, 1, 1), (30, 1, 5), (1, 64, 33), (3, 257, 8), (70, 130, 96)):
+        wide = torch.randint(-(2**31), 2**31, (rows, inner), generator=generator, dtype=torch.int32)
+        extreme = torch.full_like(wide, 0x7F7F7F80)  # every digit -128
+        random = torch.randint(-128, 128, (columns, inner), generator=generator, dtype=torch.int8)
+        for x in (wide, extreme):
+            for w in (random.T, torch.full((inner, columns), -128, dtype=torch.int8)):
+                got = torch.empty((rows, columns), dtype=torch.int32, device=device)
+                kernel(x.to(device), w.to(device), got)
+                expected = (x.long() @ w.long()).to(torch.int32)  # the low 32 bits
+                if not torch.equal(got.cpu(), expected):
+                    return False
+    return True
+
+
+@lru_cache
+def fastest_kernel(device: str = "cpu") -> Kernel:
+    """The faster of the kernels that are exact on this machine, by a measurement of some milliseconds.
+
+    Raises:
+        ConfigurationError: none is exact.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-(2**31), 2**31, (64, 768), generator=generator, dtype=torch.int32).to(device)
+    weight = torch.randint(-128, 128, (1536, 768), generator=generator, dtype=torch.int8).to(device)
+    out = torch.empty((64, 1536), dtype=torch.int32, device=device)
+    seconds = {}
+    for name, kernel in KERNELS.items():
+        if name == "native" and device != "cpu":
+            continue
+        if not is_exact(kernel, device):
+            log.warning("the ring kernel %s computes wrong integers on this machine; not used", name)
+            continue
+        best = float("inf")
+        for _ in range(4):
+            started = time.perf_counter()
+            kernel(rows, weight.T, out)
+            out[0, 0].item()  # waits for a GPU
+            best = min(best, time.perf_counter() - started)
+        seconds[name] = best
+    if not seconds:
+        raise ConfigurationError(
+            "no way to multiply integers is exact on this machine, so it cannot serve --numerics ring; "
+            "another version of torch may help"
+        )
+    chosen = min(seconds, key=lambda name: seconds[name])
+    measured = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
+    log.info("ring kernel: %s (64 rows of 768 x 1536: %s)", chosen, measured)
+    return KERNELS[chosen]
+
+
+def group_planes(checkpoint: Checkpoint, info: GroupInfo) -> Planes:
+    """The integers of all members of a group, one above the other: planes [2, O, D], scales [O].
+
+    Raises:
+        CheckpointError: a weight holds NaN or infinity.
+    """
+    widths = [m.outputs for m in info.members]
+    planes = torch.empty((PLANES, sum(widths), info.inputs), dtype=torch.int8)
+    scales = torch.empty(sum(widths))
+    parts = zip(info.members, planes.split(widths, 1), scales.split(widths), strict=True)
+    for member, part, part_scales in parts:
+        try:
+            made = quantize_weight(checkpoint.member_weight(member))
+        except ValueError as error:
+            raise CheckpointError(f"{member.tensor}: {error}") from error
+        part.copy_(made.planes)
+        part_scales.copy_(made.scales)
+    return Planes(planes, scales)
+
+
+class PlaneProducts:
+    """Both products of one group's planes.
+
+    Args:
+        planes: int8 [2, O, D], O of all members, one above the other in each plane: the only copy.
+        widths: O of each member.
+    """
+
+    def __init__(self, planes: torch.Tensor, widths: list[int]) -> None:
+        self._kernel = fastest_kernel(planes.device.type)
+        self._planes = planes
+        self._starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
+
+    def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Multiply modulo 2^32.
+
+        Args:
+            direction: a ``Direction``.
+            members: which members take part.
+            rows: int32, forward [T, D]; backward [T, O], O of the members together.
+            out: int32, the products with one plane beside those with the other, forward [T, 2 O],
+                backward [T, 2 D].
+        """
+        runs = self._runs(members)
+        whole = len(runs) == 1 and runs[0] == (0, self._starts[-1])
+        if direction == Direction.FORWARD and whole:
+            self._kernel(rows, self._planes.view(-1, self._planes.shape[2]).T, out)
+            return
+        half = out.shape[1] // PLANES
+        for plane, part in zip(self._planes, (out[:, :half], out[:, half:]), strict=True):
+            at = 0
+            for first, last in runs:
+                width = last - first
+                if direction == Direction.FORWARD:
+                    self._kernel(rows, plane[first:last].T, part[:, at : at + width])
+                elif at == 0:
+                    self._kernel(rows[:, :width], plane[first:last], part)
+                else:
+                    more = torch.empty_like(part, memory_format=torch.contiguous_format)
+                    self._kernel(rows[:, at : at + width], plane[first:last], more)
+                    part.add_(more)
+                at += width
+
+    def _runs(self, members: int) -> list[tuple[int, int]]:
+        """The rows of a plane that belong to the members, neighbours joined."""
+        runs: list[tuple[int, int]] = []
+        for i in member_indices(members):
+            first, last = self._starts[i], self._starts[i + 1]
+            if runs and runs[-1][1] == first:
+                runs[-1] = (runs[-1][0], last)
+            else:
+                runs.append((first, last))
+        return runs

@@ -1,0 +1,138 @@
+"""Both ends of a product on the ring: float rows to masked integers, answers to float rows.
+
+In native code where there is some, else with torch; the results are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shared.ring import native as ring_native
+from shared.ring.fixed_point import MARGIN, dequantize, exponents, quantize_rows
+from shared.wire.header import PLANES
+
+CHUNK_ELEMENTS = 1 << 17  # at once, which then stay in the processor's cache
+
+
+def _check(tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Native code goes where sizes lead it, and some of them come from peers."""
+    if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous()):
+        raise ValueError(
+            f"a contiguous {dtype} of shape {shape} is wanted, not {tensor.dtype} {tensor.shape}"
+        )
+
+
+def hide(
+    blocks: list[torch.Tensor],
+    scales: torch.Tensor | None,
+    room: float,
+    requests: torch.Tensor,
+    factor: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Add the integers of float rows to masks.
+
+    Args:
+        blocks: contiguous float32 [T, C_b], side by side one row x.
+        scales: float32 [C], to multiply x by first, or None.
+        room: from ``shared.ring.fixed_point.capacity``.
+        requests: int32 [T, C], the masks; ``round(x / 2^e)`` is added to them.
+        factor: int64 [C] of a fingerprint, or None.
+
+    Returns:
+        The rows' exponents e, int32 [T]; and ``sum round(x / 2^e) * factor`` modulo 2^64, int64 [T],
+        if there is a factor. None if a row's norm is not finite.
+
+    Raises:
+        ValueError: tensors of other dtypes or shapes.
+    """
+    rows, columns = requests.shape
+    _check(requests, torch.int32, (rows, columns))
+    for block in blocks:
+        _check(block, torch.float32, (rows, block.shape[1]))
+    if sum(block.shape[1] for block in blocks) != columns:
+        raise ValueError("the blocks are not as wide as the request")
+    _check(scales, torch.float32, (columns,))
+    _check(factor, torch.int64, (columns,))
+    found = torch.empty(len(requests), dtype=torch.int32)
+    expected = None if factor is None else torch.empty(len(requests), dtype=torch.int64)
+    if ring_native.LIBRARY is not None:
+        fine = ring_native.hide(blocks, scales, MARGIN / room, requests, found, factor, expected)
+        return (found, expected) if fine else None
+    step = max(1, CHUNK_ELEMENTS // requests.shape[1])
+    for first in range(0, len(requests), step):
+        part = slice(first, first + step)
+        x = blocks[0][part] if len(blocks) == 1 else torch.cat([block[part] for block in blocks], 1)
+        if scales is not None:
+            x = x * scales
+        norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+        if not norms.isfinite().all():
+            return None
+        found[part] = exponents(norms, room)
+        integers = quantize_rows(x, found[part])
+        requests[part] += integers
+        if factor is not None and expected is not None:
+            expected[part] = (integers.long() * factor).sum(1)
+    return found, expected
+
+
+def reveal(
+    answers: torch.Tensor,
+    effects: list[torch.Tensor],
+    exponents: torch.Tensor,
+    scales: torch.Tensor | None,
+    blocks: list[torch.Tensor],
+    challenge: torch.Tensor | None,
+    expected: torch.Tensor | None,
+) -> int:
+    """Take the effects off answers, check them, and write ``2^e s (u1 + u2 / 256)``.
+
+    Args:
+        answers: contiguous int32 [T, 2 N], changed.
+        effects: of each mask source, contiguous int32 [T, 2 N].
+        exponents: from ``hide``.
+        scales: float32 [N], or None backward, where they went into the rows.
+        blocks: contiguous float32 [T, N_b] to write into, side by side one row.
+        challenge: int32 [2 N] of a fingerprint, or None.
+        expected: from ``hide``.
+
+    Returns:
+        How many rows fail ``sum u * challenge == expected`` modulo 2^64.
+
+    Raises:
+        ValueError: tensors of other dtypes or shapes.
+    """
+    rows, columns = answers.shape
+    for each in (answers, *effects):
+        _check(each, torch.int32, (rows, columns))
+    for block in blocks:
+        _check(block, torch.float32, (rows, block.shape[1]))
+    if PLANES * sum(block.shape[1] for block in blocks) != columns:
+        raise ValueError("the blocks are not as wide as a plane of the answers")
+    _check(exponents, torch.int32, (rows,))
+    _check(scales, torch.float32, (columns // PLANES,))
+    _check(challenge, torch.int32, (columns,))
+    _check(expected, torch.int64, (rows,))
+    if ring_native.LIBRARY is not None:
+        return ring_native.reveal(answers, effects, exponents, scales, blocks, challenge, expected)
+    wrong = 0
+    half = answers.shape[1] // PLANES
+    step = max(1, CHUNK_ELEMENTS // answers.shape[1])
+    for first in range(0, len(answers), step):
+        part = slice(first, first + step)
+        integers = answers[part]
+        for effect in effects:
+            integers.sub_(effect[part])
+        if challenge is not None and expected is not None:
+            wrong += int(((integers.long() * challenge).sum(1) != expected[part]).sum())
+        at = 0
+        for block in blocks:
+            to = at + block.shape[1]
+            dequantize(
+                integers[:, at:to],
+                integers[:, half + at : half + to],
+                exponents[part],
+                None if scales is None else scales[at:to],
+                block[part],
+            )
+            at = to
+    return wrong

@@ -1,0 +1,1 @@
+"""What both ends of the transports within one machine or process agree on."""

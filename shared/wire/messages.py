@@ -1,0 +1,155 @@
+"""The control messages: typed, strict JSON (``shared/PROTOCOL.md``, "Control messages")."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TypeVar
+
+import msgspec
+
+from shared.errors import WireError
+
+# The files of a checkpoint folder that a tenant may ask for, and the most bytes that each may have.
+# Both sides check names against this list, so neither a curious tenant nor a hostile executor can
+# name any other path.
+TENANT_FILES = {
+    "config.json": 1 << 20,
+    "generation_config.json": 1 << 16,
+    "tokenizer.json": 256 << 20,
+    "tokenizer_config.json": 16 << 20,
+    "special_tokens_map.json": 1 << 20,
+    "chat_template.jinja": 1 << 20,
+}
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all control messages."""
+
+
+class Hello(Message, frozen=True):
+    """First message of a tenant."""
+
+    client: str  # name and version, for the log
+
+
+class Member(Message, frozen=True):
+    """One frozen layer: ``y = x W^T`` with W of shape [outputs, inputs of the group]."""
+
+    name: str  # module path below the base model, e.g. "layers.0.self_attn.q_proj"
+    outputs: int
+    tensor: str  # name of the weight in the checkpoint's safetensors files
+    transposed: bool = False  # True: the checkpoint stores [inputs, outputs] (Conv1D)
+
+
+class GroupInfo(Message, frozen=True):
+    """Layers that receive the same tensor. The group's id is its position in the manifest."""
+
+    inputs: int
+    members: tuple[Member, ...]
+    head: bool = False  # the output head, which a tenant uses only with offload_head=True
+    # Ring numerics: ``Bounds`` of all members together, so that rows fit their products.
+    bounds: tuple[int, int] | None = None
+
+
+class ParameterInfo(Message, frozen=True):
+    """A parameter or persistent buffer that the tenant holds."""
+
+    name: str  # full name in the transformers model's state_dict
+    shape: tuple[int, ...]
+    dtype: str  # a name in DTYPE_NAMES: the checkpoint's own
+    sha256: str  # of its dtype and shape, and its bytes as the checkpoint stores them
+
+
+class FileInfo(Message, frozen=True):
+    """A file of the checkpoint folder; ``name`` is one of TENANT_FILES."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Limits(Message, frozen=True):
+    """What this executor accepts; the SDK splits larger requests."""
+
+    max_message_bytes: int  # payload of any message, either way
+    max_rows: int  # rows of one product
+
+
+class Manifest(Message, frozen=True):
+    """Everything a tenant needs to know about an executor; the payload of WELCOME."""
+
+    server: str
+    model: str
+    architecture: str  # transformers class name
+    base_prefix: str  # prefix of the base model in that class, e.g. "model"
+    weights: str  # SHA-256 over the served weights, see Checkpoint.weights_digest
+    digest: str  # SHA-256 over those and all that tenants download, see ``digest_of``
+    numerics: str
+    wire_dtypes: tuple[str, ...]
+    limits: Limits
+    groups: tuple[GroupInfo, ...]
+    parameters: tuple[ParameterInfo, ...]
+    unavailable: tuple[str, ...]  # tenant-side parameters that this executor cannot supply
+    files: tuple[FileInfo, ...]
+    recorded: bool = False  # what tenants send is written to a transcript, for an audit
+
+
+def digest_of(manifest: Manifest) -> str:
+    """SHA-256 over what makes two models the same: weights, layers, parameters, files and architecture.
+
+    Whoever pins it pins every byte that a tenant downloads. It is the same whatever numerics and limits an
+    executor has, and whether it serves the head.
+    """
+    what = (
+        manifest.weights,
+        manifest.architecture,
+        manifest.base_prefix,
+        sorted(
+            (member.name, member.tensor, member.transposed, group.inputs, member.outputs)
+            for group in manifest.groups
+            if not group.head
+            for member in group.members
+        ),
+        sorted((each.name, each.dtype, each.shape, each.sha256) for each in manifest.parameters),
+        sorted((each.name, each.size, each.sha256) for each in manifest.files),
+    )
+    return hashlib.sha256(msgspec.json.encode(what)).hexdigest()
+
+
+class Fetch(Message, frozen=True):
+    """Ask for rows [start, stop) of a parameter's first axis or of a group's scales, or bytes of a file."""
+
+    kind: str  # "parameter" | "scales" | "file"
+    name: str  # of scales: the group's id in decimal
+    start: int
+    stop: int
+
+
+class ErrorInfo(Message, frozen=True):
+    """Payload of ERROR."""
+
+    code: str
+    message: str
+    retry_after: float | None = None
+
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    """UTF-8 JSON of a control message."""
+    return msgspec.json.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
+    """Parse a control message strictly.
+
+    Raises:
+        WireError: ``control_message``, if it is not JSON or not exactly of this kind.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Cut, because it may quote the peer's own field names, which are as long as the peer likes.
+        reason = str(error)[:200]
+        raise WireError("control_message", f"not a valid {kind.__name__} message: {reason}") from error

@@ -1,0 +1,279 @@
+"""The message protocol as two state machines without I/O (``shared/PROTOCOL.md``).
+
+Both are asked about every header before anything is allocated for its payload: the executor's
+whether it will serve such a request, the tenant's whether it waits for such an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from shared.errors import WireError
+from shared.wire.header import (
+    BYTES,
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    DTYPES,
+    MAX_MEMBERS,
+    PLANES,
+    PRODUCTS,
+    Direction,
+    Header,
+    Operation,
+    RequestClass,
+    member_indices,
+)
+from shared.wire.messages import TENANT_FILES, GroupInfo, Manifest, digest_of
+
+MAX_REQUEST_CONTROL_BYTES = 64 * 1024
+MAX_ANSWER_CONTROL_BYTES = 8 * 1024 * 1024
+MAX_NAME = 256  # characters of any name in a manifest, all of them printable: messages and logs show them
+MAX_GROUPS, MAX_PARAMETERS = 1 << 16, 1 << 20
+
+
+RING = "ring"  # the numerics whose answers hold the products with both planes (``shared.ring.fixed_point``)
+
+
+class Plan(NamedTuple):
+    """Widths of one kind of request: direction and members are given."""
+
+    request_columns: int  # D forward, the sum of the members' O backward
+    answer_columns: int  # the other way round; on the ring twice that, one half for each plane
+    request_widths: tuple[int, ...]  # of the request's blocks; on the ring there is one
+    answer_widths: tuple[int, ...]  # of the answer's
+
+
+class GroupShape:
+    """Widths of one group.
+
+    Args:
+        inputs: D.
+        outputs: O of each member.
+        ring: whether the executor's numerics is RING.
+    """
+
+    def __init__(self, inputs: int, outputs: Sequence[int], *, ring: bool = False) -> None:
+        self.inputs = inputs
+        self.outputs = tuple(outputs)
+        self._ring = ring
+        # Few combinations occur; the bound is for a peer that would try all of them.
+        self.plan = lru_cache(maxsize=64)(self._plan)
+
+    @classmethod
+    def of(cls, info: GroupInfo, numerics: str) -> GroupShape:
+        """The widths in a manifest's entry."""
+        return cls(info.inputs, [m.outputs for m in info.members], ring=numerics == RING)
+
+    def _plan(self, direction: int, members: int) -> Plan:
+        widths = tuple(self.outputs[i] for i in member_indices(members))
+        if self._ring:
+            ends = (self.inputs, sum(widths))
+            request, answer = ends if direction == Direction.FORWARD else ends[::-1]
+            return Plan(request, PLANES * answer, (request,), (PLANES * answer,))
+        if direction == Direction.FORWARD:
+            return Plan(self.inputs, sum(widths), (self.inputs,), widths)
+        return Plan(sum(widths), self.inputs, widths, (self.inputs,))
+
+
+def split_blocks(payload: torch.Tensor, widths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Views [T, width] of the blocks that lie one behind the other in a payload [T, sum of widths]."""
+    if len(widths) == 1:
+        return [payload]
+    rows = payload.numel() // sum(widths)
+    parts = payload.view(-1).split([rows * width for width in widths])
+    return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
+
+
+class ExecutorProtocol:
+    """The executor's side of one connection: HELLO first, then products, effects and fetches."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._shapes = [GroupShape.of(g, manifest.numerics) for g in manifest.groups]
+        self._ring = manifest.numerics == RING
+        self._limits = manifest.limits
+        self._dtypes = {DTYPE_CODES[DTYPE_NAMES[name]]: name for name in manifest.wire_dtypes}
+        self.greeted = False
+
+    def accept(self, header: Header) -> None:
+        """Check a request's header; nothing has been allocated yet.
+
+        Raises:
+            WireError: with the code of what is wrong; fatal if no HELLO came first.
+        """
+        operation = header.operation
+        if operation == Operation.HELLO:
+            if self.greeted:
+                raise WireError("unexpected", "HELLO was already said on this connection")
+        elif not self.greeted:
+            raise WireError("unexpected", "the first message must be HELLO", fatal=True)
+        if operation == Operation.SEED_EFFECT and not self._ring:
+            raise WireError("operation", "only an executor with ring numerics expands seeds")
+        if operation in PRODUCTS:
+            self._accept_product(header)
+        elif operation in (Operation.HELLO, Operation.FETCH):
+            if header.dtype != BYTES or header.rows != 1:
+                raise WireError("control_message", "control messages have one row of bytes")
+            if header.payload_bytes > MAX_REQUEST_CONTROL_BYTES:
+                raise WireError("too_large", f"control message over {MAX_REQUEST_CONTROL_BYTES} bytes")
+            self.greeted = True
+        else:
+            raise WireError("operation", f"tenants do not send operation {operation}")
+
+    def _accept_product(self, header: Header) -> None:
+        if header.group >= len(self._shapes):
+            raise WireError(
+                "group", f"unknown group {header.group}; this executor serves {len(self._shapes)}"
+            )
+        if header.direction not in (Direction.FORWARD, Direction.BACKWARD):
+            raise WireError("direction", "a product is forward (1) or backward (2)")
+        if header.dtype not in self._dtypes:
+            raise WireError("dtype", f"send one of {', '.join(self._dtypes.values())}")
+        shape = self._shapes[header.group]
+        if not 0 < header.members < 1 << len(shape.outputs):
+            raise WireError("members", f"group {header.group} has {len(shape.outputs)} members")
+        plan = shape.plan(header.direction, header.members)
+        if header.columns != plan.request_columns:
+            raise WireError(
+                "width",
+                f"group {header.group} takes {plan.request_columns} columns here, not {header.columns}",
+            )
+        if header.rows == 0:
+            raise WireError("zero_rows", "a product needs at least one row")
+        if header.rows > self._limits.max_rows:
+            raise WireError(
+                "too_large", f"{header.rows} rows; the limit is {self._limits.max_rows}, split the request"
+            )
+        columns = max(plan.request_columns, plan.answer_columns)
+        size = header.rows * columns * DTYPES[header.dtype].itemsize
+        if size > self._limits.max_message_bytes:
+            raise WireError(
+                "too_large",
+                f"{size} bytes; the limit is {self._limits.max_message_bytes}, split the request",
+            )
+
+    def answer(self, header: Header) -> Header:
+        """Header of the answer to an accepted product or effect."""
+        _, direction, dtype, group, request_id, rows, _, members, _ = header
+        columns = self._shapes[group].plan(direction, members).answer_columns
+        return Header(Operation.REPLY, direction, dtype, group, request_id, rows, columns, members)
+
+
+def validate_manifest(manifest: Manifest) -> None:
+    """Check what the types alone do not, so that a hostile manifest cannot do harm later.
+
+    Raises:
+        WireError: ``manifest``.
+    """
+    if len(manifest.groups) > MAX_GROUPS or len(manifest.parameters) > MAX_PARAMETERS:
+        raise WireError("manifest", "the executor announces more layers than any model has")
+    for group in manifest.groups:
+        widths = [group.inputs, *(m.outputs for m in group.members)]
+        if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
+            raise WireError("manifest", "the executor's manifest has a group of impossible shape")
+        # No int8 squared is over 2^14.
+        most = (group.inputs << 14, sum(m.outputs for m in group.members) << 14)
+        if manifest.numerics == RING and not (
+            group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True))
+        ):
+            raise WireError("manifest", "the executor's manifest has a group without possible bounds")
+    for parameter in manifest.parameters:
+        if parameter.dtype not in DTYPE_NAMES or not all(0 < n < 1 << 31 for n in parameter.shape):
+            raise WireError("manifest", f"parameter {parameter.name[:80]!r} has an impossible type")
+    for file in manifest.files:
+        if not 0 <= file.size <= TENANT_FILES.get(file.name, 0):
+            raise WireError("manifest", f"the executor announces a file of {file.size} bytes")
+    words = [manifest.server, manifest.model, manifest.architecture, manifest.base_prefix, manifest.numerics]
+    words += [parameter.name for parameter in manifest.parameters]
+    words += [word for group in manifest.groups for m in group.members for word in (m.name, m.tensor)]
+    words += manifest.unavailable
+    if not all(word.isprintable() and len(word) <= MAX_NAME for word in words):
+        raise WireError("manifest", "the executor's manifest has a name that is no name")
+    limits = manifest.limits
+    if limits.max_rows < 1 or limits.max_message_bytes < 1 << 16:
+        raise WireError("manifest", "the executor's limits leave no room for a request")
+    for what, names in (
+        ("layer", [member.name for group in manifest.groups for member in group.members]),
+        ("parameter", [parameter.name for parameter in manifest.parameters]),
+        ("file", [file.name for file in manifest.files]),
+    ):
+        if len(set(names)) < len(names):
+            raise WireError("manifest", f"the executor's manifest names a {what} twice")
+    if manifest.numerics == RING and manifest.wire_dtypes != ("int32",):
+        raise WireError("manifest", "an executor of the ring that sends anything but int32")
+    if not set(manifest.wire_dtypes) <= set(DTYPE_NAMES):
+        raise WireError("manifest", "the executor offers unknown dtypes")
+    if manifest.digest != digest_of(manifest):
+        raise WireError("manifest", "the executor's digest is not that of what its manifest lists")
+
+
+@dataclass(slots=True)
+class TenantProtocol:
+    """The tenant's side of one connection: numbers requests and knows which answers are awaited."""
+
+    _expected: dict[int, Header] = field(default_factory=dict)
+    _next_id: int = 1
+
+    def control(self, operation: Operation, size: int, answer: Header) -> Header:
+        """Header of a control request of ``size`` bytes whose answer will look like ``answer``."""
+        request_id = self._new_id()
+        self._expected[request_id] = answer._replace(request_id=request_id)
+        return Header(operation, request_id=request_id, rows=1, columns=size)
+
+    def product(
+        self,
+        operation: Operation,
+        group: int,
+        shape: GroupShape,
+        direction: Direction,
+        members: int,
+        rows: int,
+        dtype: torch.dtype,
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> Header:
+        """Header of a product or effect request."""
+        request_id = self._new_id()
+        code = DTYPE_CODES[dtype]
+        plan = shape.plan(direction, members)
+        self._expected[request_id] = Header(
+            Operation.REPLY, direction, code, group, request_id, rows, plan.answer_columns, members
+        )
+        columns = plan.request_columns
+        return Header(operation, direction, code, group, request_id, rows, columns, members, request_class)
+
+    def _new_id(self) -> int:
+        request_id = self._next_id
+        self._next_id = request_id % 0xFFFFFFFF + 1
+        return request_id
+
+    def expected(self, request_id: int) -> Header:
+        """Header of the answer that a request under way must get, unless it is an error."""
+        return self._expected[request_id]
+
+    def accept(self, header: Header) -> None:
+        """Check an answer's header; nothing has been allocated yet.
+
+        Raises:
+            WireError: ``unexpected``, always fatal: an executor that answers what was not asked
+                cannot be followed any further.
+        """
+        expected = self._expected.get(header.request_id)
+        if header.operation == Operation.ERROR:
+            known = expected is not None or header.request_id == 0
+            if known and header.dtype == BYTES and header.payload_bytes <= MAX_REQUEST_CONTROL_BYTES:
+                return
+        elif expected is not None and expected.operation == Operation.WELCOME:
+            known = header._replace(columns=0) == expected._replace(columns=0)
+            if known and header.payload_bytes <= MAX_ANSWER_CONTROL_BYTES:
+                return
+        elif header == expected:
+            return
+        raise WireError("unexpected", "the executor sent an answer that was not asked for", fatal=True)
+
+    def answered(self, request_id: int) -> None:
+        """An answer is complete: its id is free again."""
+        self._expected.pop(request_id, None)

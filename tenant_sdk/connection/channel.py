@@ -1,0 +1,283 @@
+"""One connection to an executor: many requests in flight, from any thread, without a thread of its own.
+
+Whoever waits for an answer and finds the carrier free becomes the *leader*: it writes what is to be
+written and reads what arrives, for itself and for the others, until its own answer is complete;
+then it hands the carrier to another waiter. So a lone thread, which is the usual case, sends and
+receives without a single hand-over between threads.
+
+What carries the messages is a subclass's: ``websocket_channel``, ``colocated``, ``inprocess``.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shared.errors import (
+    ConnectionLost,
+    RequestRefused,
+    RequestTimeout,
+    SymbiosisError,
+    WireError,
+    peer_seconds,
+    peer_text,
+)
+from shared.forks import Home
+from shared.wire.header import Header, Operation
+from shared.wire.messages import ErrorInfo, decode
+from shared.wire.protocol import TenantProtocol
+from shared.wire.websocket import Incoming
+
+Entropy = Callable[[int], bytes]
+
+
+class Pending:
+    """A request under way; ``Channel.wait`` turns it into its answer."""
+
+    __slots__ = ("answer", "done", "error", "event", "leads", "waited")
+
+    def __init__(self) -> None:
+        self.event: threading.Event | None = None  # made only if another thread leads
+        self.answer: Incoming | None = None
+        self.error: SymbiosisError | None = None
+        self.done = False
+        self.waited = False  # a thread is inside wait() for it
+        self.leads = False
+
+    def finish(self, answer: Incoming | None, error: SymbiosisError | None) -> None:
+        """Set the outcome and wake whoever waits for it."""
+        self.answer, self.error, self.done = answer, error, True
+        if self.event is not None:
+            self.event.set()
+
+
+_NO_ANSWER = Incoming(Header(0), None)  # of a ping
+
+
+class Channel(abc.ABC):
+    """An open session's connection.
+
+    Args:
+        peer: the URL, for messages.
+        timeout: seconds without any progress after which requests fail and the channel closes.
+    """
+
+    key_exchange = ""  # the group that TLS agreed on; empty without TLS
+
+    def __init__(self, peer: str, timeout: float) -> None:
+        self.peer = peer
+        self.timeout = timeout
+        self._protocol = TenantProtocol()
+        self._lock = threading.Lock()  # guards all below
+        self._home = Home()
+        self._leading = False
+        self._pending: dict[int, Pending] = {}
+        self._pongs: deque[Pending] = deque()
+        self._outbox: deque[Any] = deque()  # what ``_message`` and ``_ping_message`` made
+        self._broken: SymbiosisError | None = None
+
+    def submit(
+        self, header_of: Callable[[TenantProtocol], Header], blocks: list[torch.Tensor] | bytes
+    ) -> Pending:
+        """Queue a request; ``wait`` sends it, for this or another request.
+
+        ``blocks`` must not change until the answer is here.
+
+        Raises:
+            ConnectionLost: this is a forked child.
+            SymbiosisError: what broke the channel earlier.
+        """
+        self._home.check()
+        pending = Pending()
+        with self._lock:
+            if self._broken is not None:
+                raise again(self._broken)
+            header = header_of(self._protocol)
+            self._pending[header.request_id] = pending
+            self._outbox.append(self._message(header, blocks))
+            if self._leading:  # it may be asleep until something arrives
+                self._wake_leader()
+        return pending
+
+    def wait(self, pending: Pending) -> Incoming:
+        """Block until the answer is here.
+
+        Raises:
+            RequestRefused: the executor answered with an error; the channel is still good.
+            ConnectionLost, RequestTimeout, WireError: the channel is broken from now on.
+        """
+        self._home.check()
+        try:
+            with self._lock:
+                pending.waited = True
+                if self._leading:
+                    pending.event = threading.Event()
+                elif not pending.done:
+                    self._leading = pending.leads = True
+            while not pending.done:
+                if not pending.leads and pending.event is not None:
+                    pending.event.wait()  # done, or chosen to lead
+                    continue
+                try:
+                    self._lead(pending)
+                except SymbiosisError as error:
+                    self._break(error)
+                except OSError as error:  # ssl.SSLError is one
+                    self._break(
+                        ConnectionLost(
+                            f"the connection to {self.peer} broke ({type(error).__name__}); "
+                            "open a new session and resume from your last checkpoint"
+                        )
+                    )
+                except BaseException:
+                    # Interrupted with part of a message sent: the stream cannot be continued.
+                    self._break(ConnectionLost("a request was interrupted; open a new session to go on"))
+                    raise
+        finally:
+            # Also when interrupted while another leads: leadership left to a thread that is gone
+            # would leave all others waiting for ever.
+            self._hand_over(pending)
+        if pending.error is not None:
+            raise pending.error
+        return pending.answer or _NO_ANSWER
+
+    @property
+    def broken(self) -> bool:
+        """Whether every further request would fail."""
+        return self._broken is not None
+
+    def ping(self) -> None:
+        """A round trip that asks for nothing."""
+        self._home.check()
+        pending = Pending()
+        with self._lock:
+            if self._broken is not None:
+                raise again(self._broken)
+            self._pongs.append(pending)
+            self._outbox.append(self._ping_message())
+            if self._leading:
+                self._wake_leader()
+        self.wait(pending)
+
+    def close(self) -> None:
+        """End the session; later requests, and those under way, raise ConnectionLost."""
+        if self._home.left:
+            return  # it is the parent's, who goes on with it
+        with self._lock:
+            ours = not self._leading  # else the leader shuts the carrier: nobody else may touch it
+            self._leading = True  # and from now on nobody starts to lead
+            well = ours and self._broken is None
+        try:
+            if well:
+                self._goodbye()
+        except (OSError, ValueError):
+            pass  # it is gone already
+        finally:
+            self._break(ConnectionLost("the session is closed"))
+            if ours:
+                self._shut()
+
+    def forked(self) -> None:
+        """See ``shared.forks``; a carrier closes its descriptors too, and the other side hears nothing."""
+        self._outbox, self._pending, self._pongs = deque(), {}, deque()
+
+    # -- what a carrier does ---------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Any:
+        """A request as the outbox keeps it. Under the lock."""
+
+    @abc.abstractmethod
+    def _ping_message(self) -> Any:
+        """A ping as the outbox keeps it; its answer finishes the first of ``_pongs``. Under the lock."""
+
+    @abc.abstractmethod
+    def _wake_leader(self) -> None:
+        """There is something in the outbox, or the channel broke; from any thread, under the lock."""
+
+    @abc.abstractmethod
+    def _lead(self, pending: Pending) -> None:
+        """Write and read until a request is done; whatever this raises breaks the channel."""
+
+    @abc.abstractmethod
+    def _goodbye(self) -> None:
+        """Tell the executor; only whoever leads is here."""
+
+    @abc.abstractmethod
+    def _shut(self) -> None:
+        """Give the carrier back; only whoever leads, or led last, is here."""
+
+    # -- leading ---------------------------------------------------------------------------------
+
+    def _hand_over(self, pending: Pending) -> None:
+        """Leave ``wait``: the leader names an heir, or shuts a broken channel that needs none."""
+        with self._lock:
+            pending.waited = False
+            if not pending.leads:
+                return
+            pending.leads = False
+            heir = None
+            if self._pending or self._pongs:
+                heir = next((p for p in (*self._pending.values(), *self._pongs) if p.waited), None)
+            self._leading = heir is not None
+            if heir is not None and heir.event is not None:
+                heir.leads = True
+                heir.event.set()
+            elif self._broken is not None:
+                self._shut()
+
+    def _handle(self, answer: Incoming) -> None:
+        """Give a complete answer to whoever asked for it."""
+        if answer.error is not None:
+            raise answer.error
+        error: SymbiosisError | None = None
+        if answer.header.operation == Operation.ERROR:
+            info = decode(control_payload(answer), ErrorInfo)
+            code, message = peer_text(info.code, 40), peer_text(info.message)
+            if answer.header.request_id == 0:
+                raise WireError(code, message, fatal=True)
+            error = RequestRefused(code, message, retry_after=peer_seconds(info.retry_after))
+        with self._lock:
+            self._protocol.answered(answer.header.request_id)
+            pending = self._pending.pop(answer.header.request_id, None)
+        if pending is None:
+            # Its header was accepted because the first answer arrived in the same read.
+            raise WireError("unexpected", "the executor answered a request twice", fatal=True)
+        pending.finish(answer, error)
+
+    def _no_progress(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"{self.peer} made no progress for {self.timeout:.0f} s; it may be overloaded or "
+            "gone. `symbiosis-tenant doctor` tests the connection"
+        )
+
+    def _closed_by_peer(self, why: str) -> ConnectionLost:
+        return ConnectionLost(f"{self.peer} closed the connection: {why}", retry_after=5.0)
+
+    def _break(self, error: SymbiosisError) -> None:
+        """Fail everything under way and everything to come."""
+        with self._lock:
+            if self._broken is None:
+                self._broken = error
+            waiting = [*self._pending.values(), *self._pongs]
+            self._pending.clear()
+            self._pongs.clear()
+            self._outbox.clear()
+        for pending in waiting:
+            pending.finish(None, again(self._broken))
+
+
+def again(error: SymbiosisError) -> SymbiosisError:
+    """A copy to raise: one object raised many times would keep every caller's frames alive."""
+    return copy.copy(error).with_traceback(None)
+
+
+def control_payload(message: Incoming) -> bytes:
+    """The bytes of a control answer."""
+    return message.payload.numpy().tobytes() if message.payload is not None else b""

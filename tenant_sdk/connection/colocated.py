@@ -1,0 +1,310 @@
+"""A channel to an executor on the same machine: ZeroMQ and shared memory (Symbiosis .3.5).
+
+``shared/PROTOCOL.md``, "Co-located transport", is normative. The session's memory is the executor's;
+which request and which answer lies where in it is the tenant's affair.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import select
+import socket
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+import zmq
+
+from shared.errors import ConnectionLost, RequestRefused, SymbiosisError, WireError
+from shared.forks import own
+from shared.transport.colocated import END, MAX_IN_FLIGHT, MEMORY, MEMORY_BYTE, PLACES, aligned
+from shared.transport.colocated_session import RETRY_SECONDS, Link, open_link
+from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
+from shared.wire.websocket import Incoming
+from tenant_sdk.connection.channel import Channel, Pending
+
+SPIN_SECONDS = 2.5e-4  # somewhat more than falling asleep and being woken take
+
+
+class Areas:
+    """Which parts of the memory are in use; first fit.
+
+    A lone thread gets the same bytes for every request, which are then in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._used: list[tuple[int, int]] = []
+
+    def take(self, size: int, within: int) -> int | None:
+        """Offset of a free area, or None; ``within`` is the size of all memory."""
+        at = 0
+        for start, stop in self._used:
+            if start - at >= size:
+                break
+            at = stop
+        if at + size > within:
+            return None
+        bisect.insort(self._used, (at, at + size))
+        return at
+
+    def give(self, at: int, size: int) -> None:
+        """Free again."""
+        if size:
+            self._used.remove((at, at + size))
+
+
+class _Request(NamedTuple):
+    """What waits to be written."""
+
+    header: Header
+    blocks: list[torch.Tensor] | bytes
+    answer_bytes: int  # of an answer that goes to memory
+
+
+class ColocatedChannel(Channel):
+    """See Channel.
+
+    Args:
+        link: the open session; closed at the end.
+        peer: the URL, for messages.
+        timeout: seconds without any progress after which requests fail and the channel closes.
+    """
+
+    def __init__(self, link: Link, peer: str, timeout: float) -> None:
+        super().__init__(peer, timeout)
+        # All of these are the leader's.
+        self._link, self._sock, self._requests, self._answers = link, link.sock, link.requests, link.answers
+        self._max_size = link.opened.max_size
+        self._areas = Areas()
+        self._places: dict[int, tuple[int, int, int]] = {}  # by request: area, its size, the answer's place
+        self._asked: deque[bool] = deque()  # what was asked of the memory: to grow, or a ping
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
+        self._poll, self._sock_fd = select.poll(), int(link.sock.get(zmq.FD))
+        for each in (self._sock_fd, self._answers, self._wake_read.fileno()):
+            self._poll.register(each, select.POLLIN)
+        self._look = True  # there may be a message that the descriptor does not tell of
+        self._quick = True  # the last answer came soon
+        own(self)
+
+    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> _Request:
+        expected = self._protocol.expected(header.request_id)
+        in_memory = expected.operation == Operation.REPLY
+        return _Request(header, blocks, expected.payload_bytes if in_memory else 0)
+
+    def _ping_message(self) -> None:
+        return None
+
+    def _wake_leader(self) -> None:
+        try:
+            self._wake_write.send(b"x")
+        except OSError:
+            pass  # it has been woken a thousand times already, or has left
+
+    def _break(self, error: SymbiosisError) -> None:
+        super()._break(error)
+        self._wake_leader()
+
+    def _goodbye(self) -> None:
+        self._write_out(END)
+
+    def _shut(self) -> None:
+        for each in (self._link, self._wake_read, self._wake_write):
+            each.close()
+
+    def forked(self) -> None:
+        """See Channel."""
+        super().forked()
+        self._link.abandon()
+        for each in (self._wake_read, self._wake_write):
+            each.close()
+
+    def _lead(self, pending: Pending) -> None:
+        deadline = time.monotonic() + self.timeout
+        self._write()
+        while not pending.done:
+            if self._look:
+                self._look = False
+                self._read()
+                self._write()
+                continue
+            ready = self._readable(deadline)
+            if not ready:
+                raise self._no_progress()
+            if self._sock_fd in ready:  # first: it may say why the pipe has ended
+                self._read()
+            if self._answers in ready:
+                self._read_pipe()
+            if self._wake_read.fileno() in ready:
+                self._wake_read.recv(4096)
+            if self._sock_fd in ready or self._answers in ready:
+                deadline = time.monotonic() + self.timeout
+            self._write()
+
+    def _readable(self, deadline: float) -> set[int]:
+        """Descriptors that can be read from, none at the deadline.
+
+        Falling asleep and being woken takes longer than a small product: while answers come that fast, this
+        asks for a while before it sleeps. It sleeps at once when they do not, or it would take a processor
+        from the products that it waits for.
+        """
+        began = now = time.monotonic()
+        ready: list[tuple[int, int]] = []
+        while self._quick and not ready and now < began + SPIN_SECONDS:
+            ready, now = self._poll.poll(0), time.monotonic()
+        if not ready:
+            asked = self._quick
+            ready, now = self._poll.poll(max(0.0, deadline - now) * 1000), time.monotonic()
+            self._quick = not asked and now < began + 2 * SPIN_SECONDS
+        return {fd for fd, _ in ready}
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Write what there is room for."""
+        try:
+            self._write_what_fits()
+        except BrokenPipeError:
+            self._read()  # it may have said why
+            raise
+
+    def _write_what_fits(self) -> None:
+        while self._outbox:
+            with self._lock:
+                if not self._outbox:  # the channel broke
+                    return
+                request: _Request | None = self._outbox[0]
+            if request is None:
+                self._ask(0)
+            elif not self._place(request):
+                return
+            with self._lock:
+                if self._outbox:
+                    self._outbox.popleft()
+
+    def _place(self, request: _Request) -> bool:
+        """Send one request; False if it has to wait for room."""
+        header, blocks, answer_bytes = request
+        in_line = isinstance(blocks, bytes)
+        request_bytes = 0 if in_line else aligned(header.payload_bytes)
+        size = request_bytes + aligned(answer_bytes)
+        if size > self._max_size:
+            self._give_up(
+                header, "too_large", f"{size} bytes with the answer; a session has {self._max_size} at most"
+            )
+            return True
+        if len(self._places) >= MAX_IN_FLIGHT:
+            return False
+        at = self._areas.take(size, self._link.memory.size)
+        if at is None:
+            if not any(self._asked) and self._link.memory.size < self._max_size:
+                self._ask(min(self._max_size, max(2 * self._link.memory.size, self._link.memory.size + size)))
+            return False
+        if isinstance(blocks, bytes):
+            body = blocks
+        else:
+            body = b""
+            self._link.memory.write(at, blocks)
+        self._places[header.request_id] = at, size, at + request_bytes
+        front = header.pack() + PLACES.pack(at, at + request_bytes)
+        if in_line:
+            self._write_out(front + body)
+        else:
+            os.write(self._requests, front)
+        return True
+
+    def _ask(self, size: int) -> None:
+        """Ask for memory; for none, to have an answer."""
+        self._asked.append(size > 0)
+        self._write_out(MEMORY.pack(MEMORY_BYTE, size))
+
+    def _give_up(self, header: Header, code: str, message: str, retry_after: float | None = None) -> None:
+        """Refuse a request that was not sent."""
+        with self._lock:
+            self._protocol.answered(header.request_id)
+            pending = self._pending.pop(header.request_id, None)
+        if pending is not None:
+            pending.finish(None, RequestRefused(code, message, retry_after=retry_after))
+
+    def _write_out(self, data: bytes) -> None:
+        self._look = True
+        try:
+            self._sock.send(data, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise BrokenPipeError(str(error)) from error
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _read_pipe(self) -> None:
+        while True:
+            try:
+                data = os.read(self._answers, HEADER_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                raise ConnectionLost(
+                    f"{self.peer} ended the connection; open a new session and resume from your last "
+                    "checkpoint"
+                )
+            self._handle(self._answer(data))
+            if not self._places:
+                return
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = self._sock.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if data == END:
+                try:
+                    self._read_pipe()  # what was answered before
+                except ConnectionLost:
+                    pass  # that it has ended is no news
+                raise self._closed_by_peer("it is shutting down")
+            if data[0] == MEMORY_BYTE:
+                self._has_memory(data)
+            else:
+                self._handle(self._answer(data))
+
+    def _answer(self, data: bytes) -> Incoming:
+        if len(data) < HEADER_BYTES:
+            raise WireError("header", "an answer shorter than its header", fatal=True)
+        header = parse_header(data)
+        self._protocol.accept(header)
+        at, size, answer_at = self._places.pop(header.request_id, (0, 0, 0))
+        in_memory = header.operation == Operation.REPLY
+        if (0 if in_memory else header.payload_bytes) != len(data) - HEADER_BYTES:
+            raise WireError("payload_length", "an answer has not the bytes that its header says", fatal=True)
+        if in_memory:
+            # The one copy: what the caller gets nobody writes to any more.
+            payload = self._link.memory.tensor(answer_at, header.payload_dtype, header.payload_shape).clone()
+        else:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[HEADER_BYTES:]
+        self._areas.give(at, size)
+        return Incoming(header, payload)
+
+    def _has_memory(self, data: bytes) -> None:
+        if len(data) != MEMORY.size or not self._asked:
+            raise WireError("unexpected", "the executor offers memory that was not asked for", fatal=True)
+        size = MEMORY.unpack(data)[1]
+        if not self._asked.popleft():
+            with self._lock:
+                pong = self._pongs.popleft() if self._pongs else None
+            if pong is not None:
+                pong.finish(None, None)
+        elif not self._link.grow(size) and not self._places:  # nothing that could end and make room
+            with self._lock:
+                request: _Request | None = self._outbox.popleft() if self._outbox else None
+            if request is not None:
+                why = "the executor has no more shared memory at the moment"
+                self._give_up(request.header, "overloaded", why, RETRY_SECONDS)
+
+
+def open_colocated(url: str, token: str, timeout: float) -> ColocatedChannel:
+    """Open a session with an executor on this machine; see ``open_link``."""
+    return ColocatedChannel(open_link(url, token, timeout), url, timeout)

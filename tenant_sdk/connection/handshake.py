@@ -1,0 +1,244 @@
+"""Opening a connection: URL, TLS 1.3, websocket handshake, token; every failure as a typed error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import ssl
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from websockets.client import ClientProtocol
+from websockets.exceptions import InvalidHandshake
+from websockets.http11 import Response
+from websockets.uri import parse_uri
+
+from shared.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectError,
+    ProtocolVersionError,
+    SymbiosisError,
+    TlsError,
+    WireError,
+    peer_seconds,
+    peer_text,
+)
+from shared.wire.header import SUBPROTOCOL
+from shared.wire.messages import ErrorInfo, decode
+from tenant_sdk.connection.key_exchange import prefer
+from tenant_sdk.connection.tls_socket import TlsSocket
+
+DEFAULT_PORT = 8765
+
+# At level DEBUG the library logs all headers, the token's too.
+_quiet = logging.getLogger("symbiosis.websockets")
+_quiet.setLevel(logging.ERROR)
+
+
+def check_environment() -> None:
+    """Refuse an environment in which TLS gives its keys away.
+
+    Raises:
+        ConfigurationError: ``SSLKEYLOGFILE`` is set; no file has been made.
+    """
+    if os.environ.get("SSLKEYLOGFILE"):
+        raise ConfigurationError(
+            "the environment variable SSLKEYLOGFILE is set: Python, or OpenSSL, would write the keys of all "
+            "connections to that file, and whoever reads it could read recorded traffic. Unset it"
+        )
+
+
+def client_context(
+    ca: str | Path | None, client_certificate: tuple[str | Path, str | Path] | None = None
+) -> ssl.SSLContext:
+    """TLS 1.3 only, host name and certificate checked.
+
+    Args:
+        ca: PEM file of the authority to trust; None trusts the operating system's authorities.
+        client_certificate: PEM files of certificate and key, for executors that ask for one.
+
+    Raises:
+        ConfigurationError: a file is missing or does not hold what it should, or ``check_environment``.
+    """
+    check_environment()
+    try:
+        context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(f"cannot use the authority's certificate file {ca}: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.sslsocket_class = TlsSocket
+    prefer(context)
+    # OpenSSL knows a forked child by its process id alone, which may be its parent's: both would draw the
+    # same keys for their next connections.
+    ssl.RAND_add(os.urandom(32), 32.0)
+    if client_certificate is not None:
+        certificate, key = client_certificate
+        try:
+            context.load_cert_chain(certificate, key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(
+                f"cannot use the client certificate {certificate} with the key {key}: {error}"
+            ) from error
+    return context
+
+
+def split_url(url: str) -> tuple[str, int]:
+    """Host and port of a ``wss://`` URL.
+
+    Raises:
+        ConfigurationError: another scheme (``ws://`` would send everything in the clear) or no host.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or DEFAULT_PORT
+    except ValueError as error:
+        raise ConfigurationError(f"{url}: {error}") from error
+    if parts.scheme == "ws":
+        raise ConfigurationError(
+            f"{url}: plain ws:// is refused, everything would travel in the clear; use wss://"
+        )
+    if parts.scheme != "wss" or not host:
+        raise ConfigurationError(
+            f"{url!r} is not an executor's URL; it looks like wss://host:{DEFAULT_PORT}, or "
+            "ipc:///directory for one on this machine"
+        )
+    return host, port
+
+
+def open_tcp(host: str, port: int, timeout: float) -> socket.socket:
+    """A TCP connection, or a ConnectError that says what failed."""
+    try:
+        sock = socket.create_connection((host, port), timeout=timeout)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a valid name"
+        raise ConnectError(f"cannot resolve the host name {host!r}: {reason}") from error
+    except TimeoutError as error:
+        raise ConnectError(
+            f"{host}:{port} did not answer within {timeout:.0f} s; is a firewall in between?"
+        ) from error
+    except OSError as error:
+        raise ConnectError(
+            f"cannot connect to {host}:{port}: {error.strerror}; is the executor running and the port right?"
+        ) from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SSLSocket:
+    """TLS on an open connection, or a TlsError that says what to do."""
+    try:
+        return context.wrap_socket(sock, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        hint = {
+            9: "it is not valid yet: compare this machine's clock",
+            10: "it has expired: the provider must renew it",
+            18: "it is signed by itself: give the provider's authority with ca=",
+            19: "its authority is not trusted: give the provider's ca.pem with ca=",
+            20: "its authority is not trusted: give the provider's ca.pem with ca=",
+            62: f"it is for another host than {host!r}: use the name that the certificate has",
+            64: f"it is for another host than {host!r}: use the name that the certificate has",
+        }.get(error.verify_code, "do not go on unless you know why")
+        raise TlsError(f"the certificate of {host} was refused ({error.verify_message}); {hint}") from error
+    except (ssl.SSLError, OSError) as error:
+        raise TlsError(
+            f"no TLS 1.3 session with {host} ({error}); is this the executor's port? An executor that has "
+            "no room for another connection ends it like this, too: try again",
+            retry_after=5.0,
+        ) from error
+
+
+def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
+    """The websocket handshake with the bearer token.
+
+    Raises:
+        AuthenticationError, ProtocolVersionError, ConnectError: the executor refused.
+    """
+    protocol = ClientProtocol(parse_uri(url), subprotocols=[SUBPROTOCOL], logger=_quiet)  # type: ignore[list-item]
+    request = protocol.connect()
+    request.headers["Authorization"] = f"Bearer {token}"
+    protocol.send_request(request)
+    try:
+        try:
+            for piece in protocol.data_to_send():
+                sock.sendall(piece)
+        except OSError:
+            pass  # an executor that refuses the certificate has said so and left: read what it said
+        deadline = time.monotonic() + (sock.gettimeout() or 60.0)
+        while True:
+            if time.monotonic() > deadline:  # bytes that come one by one must not stretch it
+                raise TimeoutError("the handshake took too long")
+            data = sock.recv(4096)
+            if data:
+                protocol.receive_data(data)
+            else:
+                protocol.receive_eof()
+            events = protocol.events_received()
+            response = next((e for e in events if isinstance(e, Response)), None)
+            failure = protocol.handshake_exc
+            if response is not None and response.status_code != 101:
+                raise _refusal(response, url)
+            if response is not None and failure is None:
+                if protocol.subprotocol != SUBPROTOCOL:
+                    raise ProtocolVersionError(
+                        f"{url} is a websocket server, but did not agree to {SUBPROTOCOL}; is this an "
+                        "executor's port?"
+                    )
+                return
+            if failure is not None or not data:
+                raise failure or EOFError("the connection ended")
+    except ssl.SSLError as error:
+        if "CERTIFICATE_REQUIRED" in str(error) or "alert" in str(error).lower():
+            raise AuthenticationError(
+                f"{url} ended the TLS session ({error.reason}); it asks for a client certificate that it "
+                "trusts: give client_certificate=(certificate, key)"
+            ) from error
+        raise TlsError(f"{url}: {error}") from error
+    except (OSError, EOFError, InvalidHandshake) as error:
+        raise ConnectError(f"{url} does not answer as an executor does: {error}") from error
+
+
+def _refusal(response: Response, url: str) -> SymbiosisError:
+    try:
+        info = decode(response.body or b"", ErrorInfo)
+        code, message = info.code, peer_text(info.message)
+        retry_after = peer_seconds(info.retry_after)
+    except WireError:
+        code = message = ""
+        retry_after = None
+    if response.status_code == 401:
+        return AuthenticationError(f"{url} refused the token: {message or 'unauthorized'}")
+    if code == "protocol_version":
+        return ProtocolVersionError(f"{url}: {message}")
+    if response.status_code == 503 and message:
+        return ConnectError(f"{url}: {message}", retry_after=retry_after)
+    return ConnectError(f"{url} answered HTTP {response.status_code}; is this an executor's port?")
+
+
+def check_token(token: str) -> None:
+    """Refuse what no provider printed.
+
+    Raises:
+        ConfigurationError: it is empty or holds white space.
+    """
+    if not token or any(c.isspace() or not c.isprintable() for c in token):
+        raise ConfigurationError(
+            "the token is empty or holds white space; paste it as the provider printed it"
+        )
+
+
+def open_connection(url: str, token: str, context: ssl.SSLContext, timeout: float) -> ssl.SSLSocket:
+    """All steps together."""
+    host, port = split_url(url)
+    check_token(token)
+    sock: socket.socket = open_tcp(host, port, timeout)
+    try:
+        tls = start_tls(sock, host, context)
+        sock = tls
+        upgrade(tls, url, token)
+    except BaseException:
+        sock.close()
+        raise
+    return tls

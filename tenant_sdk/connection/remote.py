@@ -1,0 +1,384 @@
+"""A connected executor as the rest of the SDK sees it: products of groups, parameters, files."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from shared.checkpoint import parameter_hash
+from shared.errors import ConfigurationError, ModelMismatch, RequestRefused, WireError
+from shared.forks import Home
+from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
+from shared.wire.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
+from shared.wire.protocol import RING, GroupShape, TenantProtocol, split_blocks, validate_manifest
+from shared.wire.websocket import Incoming, tensor_bytes
+from tenant_sdk.connection.backoff import pause
+from tenant_sdk.connection.channel import Channel, Pending, control_payload
+from tenant_sdk.connection.urgency import declared
+
+log = logging.getLogger(__name__)
+
+FETCH_BYTES = 4 << 20
+TELL_SECONDS = 10.0  # between two warnings
+
+
+@dataclass
+class Stats:
+    """What a session has done so far; ``session.stats`` returns a copy.
+
+    ``bytes_*`` count payloads, of products and effects. ``effect_rows`` are rows of masks whose
+    effect a mask source computed; ``verified_rows`` are rows of answers that passed the check.
+    ``seconds_waiting`` is from handing a product to the connection to having its answer: network,
+    encryption and the executor's work; ``seconds_waiting_for_effects`` is what came on top because an
+    effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding and
+    subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
+    an overloaded executor put off, and ``seconds_throttled`` how long they waited to be sent again.
+    ``key_exchange``: for the URL of every executor behind TLS, the group that the last handshake agreed on,
+    such as ``X25519MLKEM768``, or ``unknown``.
+    """
+
+    requests: int = 0
+    effect_requests: int = 0
+    rows: int = 0
+    effect_rows: int = 0
+    verified_rows: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_waiting: float = 0.0
+    seconds_waiting_for_effects: float = 0.0
+    seconds_masking: float = 0.0
+    refusals: int = 0
+    seconds_throttled: float = 0.0
+    key_exchange: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain values."""
+        self.lock = threading.Lock()
+
+    def add(self, **amounts: float) -> None:
+        """Count what is a number; any thread may."""
+        with self.lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+
+class RemoteExecutor:
+    """Products over one channel; over a new one if that broke and another request comes.
+
+    A request that was under way when the connection broke fails; the next one reconnects. What an executor
+    refuses because it is overloaded is sent to it again on the same connection: the same bytes, so the same
+    rows under the same masks, or the same seed. Nothing else is repeated.
+
+    Args:
+        open_channel: opens the connection, now and again later.
+        wire_dtype: float32 or bfloat16: what activations are sent as. On the ring it is int32.
+        stats: the session's, to count in; a session with two executors has one.
+
+    Raises:
+        ConfigurationError: the executor does not take this dtype.
+        WireError: its manifest is not valid.
+    """
+
+    def __init__(
+        self,
+        open_channel: Callable[[], Channel],
+        wire_dtype: torch.dtype = torch.float32,
+        stats: Stats | None = None,
+    ) -> None:
+        self.stats = stats or Stats()
+        self._home = Home()
+        self._open_channel = open_channel
+        self._told = -TELL_SECONDS
+        self._chance = random.SystemRandom().random
+        self._reconnecting = threading.Lock()
+        self._closed = False
+        self._channel = open_channel()
+        try:
+            self.manifest = _hello(self._channel)
+            self.ring = self.manifest.numerics == RING
+            if self.ring and wire_dtype == torch.float32:
+                wire_dtype = torch.int32
+            if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
+                raise ConfigurationError(
+                    f"the executor takes {', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}"
+                )
+        except BaseException:
+            self._channel.close()
+            raise
+        self._note_key_exchange()
+        self.wire_dtype = wire_dtype
+        self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]
+
+    @property
+    def url(self) -> str:
+        """Of the executor."""
+        return self._channel.peer
+
+    @property
+    def channel(self) -> Channel:
+        """The open channel; a new one if the last one broke.
+
+        Raises:
+            ConnectError: it cannot be opened.
+            ModelMismatch: the executor serves something else now.
+            ConnectionLost: this is a forked child, which opens none in its parent's name.
+        """
+        self._home.check()
+        if self._channel.broken and not self._closed:
+            with self._reconnecting:
+                if self._channel.broken:
+                    channel = self._open_channel()
+                    try:
+                        same = _hello(channel) == self.manifest
+                    except BaseException:
+                        channel.close()
+                        raise
+                    if not same:
+                        channel.close()
+                        raise ModelMismatch(
+                            f"{self.url} serves something else since it is back; open a new session"
+                        )
+                    log.info("connected again to %s", self.url)
+                    self._channel.close()
+                    self._channel = channel
+                    self._note_key_exchange()
+                    if self._closed:  # meanwhile: whoever closed may have seen only the old channel
+                        channel.close()
+        return self._channel
+
+    def _note_key_exchange(self) -> None:
+        if self._channel.key_exchange:
+            with self.stats.lock:
+                self.stats.key_exchange[self.url] = self._channel.key_exchange
+
+    def product(
+        self,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """One product on the executor; larger ones than it takes are sent as several.
+
+        Args:
+            operation: PRODUCT, or EFFECT for the product of a mask.
+            group: id in the manifest.
+            direction: forward or backward.
+            members: bit mask of members.
+            blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member.
+
+        Returns:
+            Writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for each member
+            forward, one [T, D] backward.
+        """
+        plan = self.shapes[group].plan(direction, members)
+        rows, dtype, itemsize = blocks[0].shape[0], blocks[0].dtype, self.wire_dtype.itemsize
+        limit = self.max_rows(group, direction, members)
+        started = time.perf_counter()
+        channel = self.channel
+        if rows <= limit:
+            answer = self._submit(channel, operation, group, direction, members, blocks)
+            results = split_blocks(answer(), plan.answer_widths)
+            sent = 1
+        else:
+            under_way = [
+                self._submit(
+                    channel, operation, group, direction, members, [b[at : at + limit] for b in blocks]
+                )
+                for at in range(0, rows, limit)
+            ]
+            parts = [split_blocks(answer(), plan.answer_widths) for answer in under_way]
+            results = [torch.cat(column) for column in zip(*parts, strict=True)]
+            sent = len(parts)
+        stats = self.stats
+        with stats.lock:
+            stats.seconds_waiting += time.perf_counter() - started
+            if operation == Operation.EFFECT:
+                stats.effect_requests += sent
+                stats.effect_rows += rows
+            else:
+                stats.requests += sent
+                stats.rows += rows
+            stats.bytes_sent += rows * plan.request_columns * itemsize
+            stats.bytes_received += rows * plan.answer_columns * itemsize
+        if dtype == self.wire_dtype:
+            return results
+        return [result.to(dtype) for result in results]
+
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """How many rows one request of this kind may have, from the executor's limits."""
+        plan = self.shapes[group].plan(direction, members)
+        row_bytes = max(plan.request_columns, plan.answer_columns) * self.wire_dtype.itemsize
+        limits = self.manifest.limits
+        return max(1, min(limits.max_rows, limits.max_message_bytes // row_bytes))
+
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """The product of the mask that a seed expands to (``shared.ring.mask_stream``): int32 [rows, 2 N].
+
+        ``rows`` is at most ``max_rows``.
+        """
+        shape, channel, urgency = self.shapes[group], self.channel, declared()
+
+        def header(protocol: TenantProtocol) -> Header:
+            return protocol.product(
+                Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype, urgency
+            )
+
+        answer = self._answer(channel, lambda: channel.submit(header, seed))
+        self.stats.add(
+            effect_requests=1,
+            effect_rows=rows,
+            bytes_sent=len(seed),
+            bytes_received=answer.numel() * answer.itemsize,
+        )
+        return answer
+
+    def scales(self, group: int) -> torch.Tensor:
+        """Ring numerics: float32 scales of a group's outputs [O], all members one behind the other."""
+        length = sum(self.shapes[group].outputs)
+        pieces = self._fetch("scales", str(group), length, FETCH_BYTES // 4, DTYPE_CODES[torch.float32], 1)
+        return torch.cat([piece.view(-1) for piece in pieces])
+
+    def _submit(
+        self,
+        channel: Channel,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+    ) -> Callable[[], torch.Tensor]:
+        """Send a request; the call that waits for its answer."""
+        wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
+        shape, rows, urgency = self.shapes[group], wire[0].shape[0], declared()
+
+        def header(protocol: TenantProtocol) -> Header:
+            return protocol.product(
+                operation, group, shape, direction, members, rows, self.wire_dtype, urgency
+            )
+
+        def ask() -> Pending:
+            return channel.submit(header, wire)
+
+        first = ask()
+        return lambda: self._answer(channel, ask, first)
+
+    def _answer(
+        self, channel: Channel, ask: Callable[[], Pending], first: Pending | None = None
+    ) -> torch.Tensor:
+        """The payload of an answer; asked for again when the executor says that it is overloaded.
+
+        Raises:
+            RequestRefused: for anything else, or overloaded for longer than the timeout.
+        """
+        pending, began = first or ask(), time.monotonic()
+        attempt = 0
+        while True:
+            try:
+                return _payload(channel.wait(pending))
+            except RequestRefused as error:
+                if error.code != "overloaded" or error.retry_after is None:
+                    raise
+                seconds = pause(attempt, error.retry_after, self._chance())
+                if seconds >= began + channel.timeout - time.monotonic():
+                    raise
+                self._overloaded(seconds)
+            pending, attempt = ask(), attempt + 1
+
+    def _overloaded(self, seconds: float) -> None:
+        """Wait, and say so now and then."""
+        now = time.monotonic()
+        if now - self._told > TELL_SECONDS:
+            self._told = now
+            log.warning("%s is overloaded, or this tenant over its quota; waiting and going on", self.url)
+        time.sleep(seconds)
+        self.stats.add(refusals=1, seconds_throttled=seconds)
+
+    def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
+        """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype.
+
+        Raises:
+            WireError: ``parameter``, after the last piece: they are not what the manifest announced.
+        """
+        digest = parameter_hash(info.dtype, info.shape)
+        dtype = DTYPE_NAMES[info.dtype]
+        length = info.shape[0] if info.shape else 1
+        width = torch.Size(info.shape[1:]).numel()
+        step = max(1, FETCH_BYTES // (width * dtype.itemsize))
+        for piece in self._fetch("parameter", info.name, length, step, DTYPE_CODES[dtype], width):
+            digest.update(tensor_bytes(piece))
+            yield piece.reshape(-1, *info.shape[1:])
+        if digest.hexdigest() != info.sha256:
+            raise WireError("parameter", f"{info.name} is not the parameter that the executor announced")
+
+    def file(self, info: FileInfo) -> bytes:
+        """A configuration or tokenizer file, checked against the manifest's SHA-256.
+
+        Raises:
+            WireError: ``file``, if the bytes are not those that the manifest announced.
+        """
+        data = b"".join(
+            bytes(tensor_bytes(piece))
+            for piece in self._fetch("file", info.name, info.size, FETCH_BYTES, BYTES, None)
+        )
+        if hashlib.sha256(data).hexdigest() != info.sha256:
+            raise WireError("file", f"{info.name} is not the file that the executor announced")
+        return data
+
+    def _fetch(
+        self, kind: str, name: str, length: int, step: int, dtype: int, width: int | None
+    ) -> Iterator[torch.Tensor]:
+        """Pieces in order, a few of them in flight. ``width`` None: one row of so many bytes."""
+
+        channel = self.channel
+
+        def submit(start: int, stop: int) -> Pending:
+            body = encode(Fetch(kind, name, start, stop))
+            rows, columns = (1, stop - start) if width is None else (stop - start, width)
+            answer = Header(Operation.REPLY, dtype=dtype, rows=rows, columns=columns)
+            return channel.submit(lambda protocol: protocol.control(Operation.FETCH, len(body), answer), body)
+
+        ahead: deque[tuple[Callable[[], Pending], Pending]] = deque()
+        for start in range(0, length, step):
+            ask = partial(submit, start, min(start + step, length))
+            ahead.append((ask, ask()))
+            if len(ahead) == 4:
+                yield self._answer(channel, *ahead.popleft())
+        while ahead:
+            yield self._answer(channel, *ahead.popleft())
+
+    def close(self) -> None:
+        """End the connection; it is not opened again."""
+        self._closed = True
+        self._channel.close()
+
+
+def _hello(channel: Channel) -> Manifest:
+    hello = encode(Hello(client="symbiosis/1"))
+    answer = channel.wait(
+        channel.submit(
+            lambda protocol: protocol.control(Operation.HELLO, len(hello), Header(Operation.WELCOME, rows=1)),
+            hello,
+        )
+    )
+    manifest = decode(control_payload(answer), Manifest)
+    validate_manifest(manifest)
+    return manifest
+
+
+def _payload(answer: Incoming) -> torch.Tensor:
+    if answer.payload is None:
+        raise WireError("unexpected", "an answer without payload", fatal=True)
+    return answer.payload

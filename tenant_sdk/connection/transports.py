@@ -1,0 +1,60 @@
+"""Which transport leads to an executor: TLS websocket, shared memory on this machine, or a call."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+
+from shared.transport.colocated import SCHEME
+from shared.transport.endpoint import Endpoint
+from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.colocated import open_colocated
+from tenant_sdk.connection.handshake import check_token, open_connection
+from tenant_sdk.connection.inprocess import InprocessChannel
+from tenant_sdk.connection.websocket_channel import WebsocketChannel
+
+
+def url_of(where: str | Endpoint) -> str:
+    """What to call an executor."""
+    return where if isinstance(where, str) else where.url
+
+
+def over_tls(where: str | Endpoint) -> bool:
+    """Whether an executor is reached by TLS; else it is on this machine."""
+    return isinstance(where, str) and not where.startswith(SCHEME)
+
+
+def open_channel(
+    where: str | Endpoint,
+    token: str,
+    context: ssl.SSLContext,
+    timeout: float,
+    meet: Callable[[ssl.SSLSocket | None], None],
+) -> Channel:
+    """Connect to an executor.
+
+    Args:
+        where: ``wss://host:port``, ``ipc://`` and a directory, or an executor in this process.
+        token: as the provider printed it.
+        context: for TLS.
+        timeout: seconds without progress.
+        meet: told who is there, the socket after TLS or None for this machine; raises to go no further.
+
+    Raises:
+        ConfigurationError, ConnectError: no session, with the reason.
+    """
+    if not isinstance(where, str):
+        meet(None)
+        return InprocessChannel(where, token)
+    if not over_tls(where):
+        check_token(token)
+        meet(None)
+        return open_colocated(where, token, timeout)
+    sock = open_connection(where, token, context, timeout)
+    try:
+        meet(sock)
+        return WebsocketChannel(sock, where, timeout=timeout, entropy=os.urandom)
+    except BaseException:
+        sock.close()
+        raise

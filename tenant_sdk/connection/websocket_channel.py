@@ -1,0 +1,197 @@
+"""A channel over a TLS websocket."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+
+from shared.errors import ConnectionLost, SymbiosisError, WireError, peer_text
+from shared.forks import own
+from shared.wire.header import Header
+from shared.wire.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
+from tenant_sdk.connection import key_exchange
+from tenant_sdk.connection.channel import Channel, Entropy, Pending
+
+log = logging.getLogger(__name__)
+
+# What an answer may hold at most; each answer's true size is checked against its request as well.
+MAX_ANSWER_BYTES = 1 << 30
+KEEPALIVE_SECONDS = 20.0
+MAX_OUTBOX = 4096  # messages; far more than threads ever wait
+READS_AT_ONCE = 1024  # before looking at the clock again
+
+
+class WebsocketChannel(Channel):
+    """See Channel.
+
+    Args:
+        sock: after TLS and websocket handshake.
+        peer: the URL, for messages.
+        timeout: seconds without any progress after which requests fail and the channel closes.
+        entropy: fresh random bytes for websocket masks (RFC 6455 .5.3).
+    """
+
+    def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:
+        super().__init__(peer, timeout)
+        self._sock = sock
+        self.key_exchange = key_exchange.agreed(sock)
+        self._entropy = entropy
+        self._reader = MessageReader(self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES)
+        # The leader's own: the message being written.
+        self._writing: Iterator[bytes | memoryview] | None = None
+        self._piece = memoryview(b"")
+        sock.settimeout(0)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._events = 0  # what the socket is registered for
+        self._stop = threading.Event()
+        own(self)
+        threading.Thread(target=self._keep_alive, name="symbiosis-keepalive", daemon=True).start()
+
+    def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> Iterator[bytes | memoryview]:
+        return encode_message(header, blocks, self._entropy(4))
+
+    def _ping_message(self) -> Iterator[bytes | memoryview]:
+        return iter([encode_control(Opcode.PING, b"", self._entropy(4))])
+
+    def _wake_leader(self) -> None:
+        try:
+            self._wake_write.send(b"x")
+        except BlockingIOError:
+            pass  # it has been woken a thousand times already
+
+    def _goodbye(self) -> None:
+        if self._writing is None:  # else in the middle of a message
+            self._sock.settimeout(1.0)
+            code = (1000).to_bytes(2, "big")
+            self._sock.sendall(encode_control(Opcode.CLOSE, code, self._entropy(4)))
+
+    def _shut(self) -> None:
+        """Close the sockets. Only whoever leads may: a TLS socket that is closed under another
+        thread's send would send in the clear, through the plain socket that is left of it."""
+        self._writing, self._piece = None, memoryview(b"")
+        self._sock.close()
+        self._wake_read.close()
+
+    def _break(self, error: SymbiosisError) -> None:
+        self._stop.set()
+        super()._break(error)
+        self._wake_write.close()  # wakes a leader that is asleep in poll()
+
+    def forked(self) -> None:
+        """See Channel. The socket under TLS closes itself; as long as a copy of the other ones is open,
+        closing them does not wake who sleeps in poll()."""
+        super().forked()
+        self._writing, self._piece = None, memoryview(b"")
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _lead(self, pending: Pending) -> None:
+        last_progress = time.monotonic()
+        while not pending.done:
+            blocked = self._write()
+            left = last_progress + self.timeout - time.monotonic()
+            if left <= 0:
+                raise self._no_progress()
+            # What TLS has decrypted already does not wake poll().
+            if not self._sock.pending() and self._sleep(blocked, left):
+                last_progress = time.monotonic()
+            before = self._reader.progress
+            self._read()
+            # Pings do not count: an executor that sends only those is one that does not answer.
+            if self._reader.progress != before:
+                last_progress = time.monotonic()
+
+    def _sleep(self, blocked: bool, seconds: float) -> bool:
+        """Until there is something to read or, if writing is blocked, to write; True for the latter."""
+        events = select.POLLIN | (select.POLLOUT if blocked else 0)
+        if events != self._events:
+            self._poll.register(self._sock, events)
+            self._events = events
+        ready = self._poll.poll(seconds * 1000)
+        if not ready:
+            raise self._no_progress()
+        for descriptor, _ in ready:
+            if descriptor == self._wake_read.fileno() and not self._wake_read.recv(4096):
+                raise ConnectionLost("the session was closed while a request was under way")
+        return any(what & select.POLLOUT for _, what in ready)
+
+    def _write(self) -> bool:
+        """Write what there is; True if the socket took only part of it."""
+        while True:
+            while not self._piece:
+                if self._writing is None:
+                    with self._lock:
+                        if not self._outbox:
+                            return False
+                        self._writing = self._outbox.popleft()
+                piece = next(self._writing, None)
+                if piece is None:
+                    self._writing = None
+                else:
+                    self._piece = memoryview(piece)
+            try:
+                sent = self._sock.send(self._piece)
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                return True
+            self._piece = self._piece[sent:]
+
+    def _read(self) -> None:
+        """Read what there is, until something is complete, but not for ever."""
+        for _ in range(READS_AT_ONCE):
+            try:
+                count = self._sock.recv_into(self._reader.get_buffer())
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return
+            if count == 0:
+                raise ConnectionLost(
+                    f"{self.peer} ended the connection; open a new session and resume from your last "
+                    "checkpoint"
+                )
+            events = self._reader.received(count)
+            for event in events:
+                if isinstance(event, Incoming):
+                    self._handle(event)
+                else:
+                    self._control(event)
+            if events:
+                return
+
+    def _control(self, frame: Control) -> None:
+        if frame.opcode == Opcode.PING:
+            pong = encode_control(Opcode.PONG, frame.data, self._entropy(4))
+            with self._lock:
+                if len(self._outbox) >= MAX_OUTBOX:
+                    raise WireError("frame", "more pings than the executor reads answers", fatal=True)
+                self._outbox.append(iter([pong]))
+        elif frame.opcode == Opcode.PONG:
+            with self._lock:
+                waiting = self._pongs.popleft() if self._pongs else None
+            if waiting is not None:
+                waiting.finish(None, None)
+        else:
+            code = int.from_bytes(frame.data[:2], "big")
+            reason = peer_text(frame.data[2:].decode(errors="replace"), 125)
+            why = {1001: "it is shutting down", 1013: reason or "it has no room"}
+            raise self._closed_by_peer(why.get(code, f"code {code}"))
+
+    def _keep_alive(self) -> None:
+        """Keep middleboxes from forgetting an idle connection, and notice early that it died."""
+        while not self._stop.wait(KEEPALIVE_SECONDS):
+            with self._lock:
+                busy = self._leading
+            if not busy:
+                try:
+                    self.ping()
+                except SymbiosisError as error:
+                    log.info("keep-alive: %s", error)

@@ -1,0 +1,1 @@
+"""A transformers model whose frozen layers are elsewhere."""

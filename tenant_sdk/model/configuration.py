@@ -1,0 +1,175 @@
+"""What a peer's ``config.json`` and ``generation_config.json`` may say.
+
+Numbers and words, and no larger numbers than the layers in its manifest account for. Nothing that
+transformers would open, fetch, import or run: no path, URL, class, kernel or code. How text is generated is
+the tenant's own affair; of the peer's generation configuration only token ids and lengths are taken.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import transformers
+from transformers import AutoConfig, GenerationConfig
+
+from shared.errors import ModelMismatch
+from shared.wire.messages import Manifest
+
+# Keys by which transformers finds something to load or to run. Numbers under such names are harmless.
+_LOADS = re.compile(
+    r"^_|auto_map|backbone|timm|path|url|file|repo|kernel|implementation|quantiz|tokenizer|processor|"
+    r"checkpoint|pretrained_|compile|cache_",
+    re.IGNORECASE,
+)
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,63}")  # no separator of a path or a URL
+_LABELS = ("id2label", "label2id")
+# Numbers that no layer accounts for: places in a text, and ids of tokens. Nothing is made of as many.
+_PLACES = re.compile(
+    r"position|window|context|n_ctx|max_seq|theta|_id$|_ids$|chunk|local_attention", re.IGNORECASE
+)
+# Built, these load compiled code from a public hub.
+_FETCHING = ("mra", "rwkv", "yoso")
+# Of configuration classes themselves: they would give one key's value to another.
+_OF_CLASSES = ("attribute_map", "sub_configs", "model_type_map")
+_DEEPEST, _LARGEST = 6, 1 << 24
+_FEW = 1024  # of anything is no matter, and defaults may be larger than a small model
+TOKENS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+)
+LENGTHS = ("max_length", "min_length", "max_new_tokens", "min_new_tokens")
+_OF_GENERATION = frozenset(GenerationConfig().to_dict()) - {*TOKENS, "use_cache"}
+
+
+def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str, Any]) -> Any:
+    """A peer's ``config.json`` as transformers' own configuration class.
+
+    Args:
+        data: the file.
+        manifest: bounds its numbers.
+        overrides: the tenant's own, as in ``AutoConfig.from_pretrained``.
+
+    Raises:
+        ModelMismatch: it says what no configuration of these layers says, or transformers cannot read it.
+    """
+    raw = _object(data, "config.json")
+    kept = {key: value for key, value in raw.items() if key not in _OF_GENERATION}
+    kept = {key: value for key, value in kept.items() if key not in _OF_CLASSES}
+    clean = _clean(kept, _Limits(manifest), "config.json", 0)
+    with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(clean))
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **overrides)
+        except Exception as error:
+            # Every configuration class refuses nonsense in a way of its own.
+            raise ModelMismatch(
+                f"transformers {transformers.__version__} cannot read the executor's configuration "
+                f"({str(error)[:200]}); install the version that the provider runs"
+            ) from error
+    if any(getattr(config, name, None) is not None for name in ("backbone", "backbone_config")):
+        raise ModelMismatch("a model around a backbone loads that from elsewhere; it is not built for a peer")
+    config.name_or_path = ""  # libraries look a name up at the public model hub, or on this disk
+    return config
+
+
+def generation_configuration(data: bytes | None, config: Any) -> GenerationConfig:
+    """Token ids and lengths of a peer's ``generation_config.json``, or the configuration's token ids.
+
+    Raises:
+        ModelMismatch: they are no ids and lengths.
+    """
+    if data is None:
+        given = {name: getattr(config, name, None) for name in TOKENS}
+    else:
+        raw = _object(data, "generation_config.json")
+        given = {name: raw.get(name) for name in (*TOKENS, *LENGTHS)}
+    for name, value in given.items():
+        several = value if isinstance(value, list) and name in TOKENS else [value]
+        for each in several:
+            if each is not None and (type(each) is not int or not 0 <= each < 1 << 31):
+                raise ModelMismatch(f"the executor's generation_config.json: {name} cannot be {each!r:.40}")
+    return GenerationConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+class _Limits:
+    """The largest numbers that a configuration of a manifest's layers can hold."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        members = [member for group in manifest.groups for member in group.members]
+        axes = [axis for parameter in manifest.parameters for axis in parameter.shape]
+        self.names = len(members) + len(manifest.parameters)
+        self.widest = max(
+            self.names,
+            *(group.inputs for group in manifest.groups),
+            *(member.outputs for member in members),
+            *axes,
+            1,
+        )
+
+    @property
+    def many(self) -> int:
+        """How often anything may be there."""
+        return max(self.names, _FEW)
+
+    def of(self, key: str) -> int:
+        """Of the number under a key: what is counted, or as wide as a layer, is all in the manifest."""
+        if "layer" in key.lower() or key == "num_labels":
+            return self.many
+        return _LARGEST if _PLACES.search(key) else max(self.widest, _FEW)
+
+
+def _object(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelMismatch(f"the executor's {name} is refused: {str(error)[:200]}") from error
+
+
+def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) -> Any:
+    """A value without what transformers would load, and without strings that are no word.
+
+    Raises:
+        ModelMismatch: a number that no layer accounts for, or nested too deeply.
+    """
+    if depth > _DEEPEST:
+        raise ModelMismatch(f"the executor's configuration: {key[:80]} is nested too deeply")
+    if isinstance(value, dict):
+        return {
+            name: each if key in _LABELS else _clean(each, limits, name, depth + 1)
+            for name, each in value.items()
+            if _harmless(each)
+            and (key in _LABELS or _WORD.fullmatch(name))
+            and (not _LOADS.search(name) or (isinstance(each, int | float) and not isinstance(each, bool)))
+        }
+    if key == "model_type" and value in _FETCHING:
+        raise ModelMismatch(f"{value} models fetch code when they are built; they are not built for a peer")
+    if isinstance(value, list):
+        if len(value) > limits.many:
+            raise ModelMismatch(f"the executor's configuration: {key[:80]} lists {len(value)} things")
+        if (
+            lists
+            and sum(each for each in value if isinstance(each, int)) * len(str(value)) > 64 * limits.many
+        ):
+            raise ModelMismatch(f"the executor's configuration: {key[:80]} repeats too much")
+        return [_clean(each, limits, key, depth + 1, lists + 1) for each in value if _harmless(each)]
+    # In lists of lists numbers say how often the rest is repeated.
+    if isinstance(value, int) and abs(value) > (most := limits.many if lists > 1 else limits.of(key)):
+        raise ModelMismatch(
+            f"the executor's configuration: {key[:80]} is {value:.6g}, but its manifest accounts for {most} "
+            "at most"
+        )
+    return value
+
+
+def _harmless(value: Any) -> bool:
+    return not isinstance(value, str) or _WORD.fullmatch(value) is not None

@@ -1,0 +1,304 @@
+"""A transformers model and tokenizer from an executor alone, without a checkpoint on this side."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from shared.errors import ConfigurationError, ModelMismatch, peer_text
+from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.model.configuration import generation_configuration, model_configuration
+from tenant_sdk.model.remote_weight import RemoteWeight
+from tenant_sdk.model.surgery import attach_layers, plan_layers
+from tenant_sdk.model.tokenizer import build_tokenizer
+from tenant_sdk.model.virtual import Group
+
+log = logging.getLogger(__name__)
+
+# Modules of which one layer or parameter of a manifest is the only trace, such as activations and containers.
+PARTS_OF_A_NAME, PARTS_OF_A_MODEL = 16, 1024
+MOST_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
+
+
+def download_files(remote: RemoteExecutor, names: Iterable[str]) -> dict[str, bytes]:
+    """Those of the named files that the executor has; only names of ``TENANT_FILES`` are in a manifest."""
+    wanted = set(names)
+    return {info.name: remote.file(info) for info in remote.manifest.files if info.name in wanted}
+
+
+def load_tokenizer(remote: RemoteExecutor) -> Any:
+    """The executor's tokenizer.
+
+    Raises:
+        ConfigurationError: the checkpoint that it serves has none.
+        ModelMismatch: it is refused (``tenant_sdk.model.tokenizer_file``).
+    """
+    files = download_files(remote, TENANT_FILES)
+    if "tokenizer.json" not in files:
+        raise ConfigurationError(
+            f"the executor serves {peer_text(remote.manifest.model, 80)} without tokenizer.json, the "
+            "only kind of tokenizer that is taken from a peer; load one yourself with "
+            "AutoTokenizer.from_pretrained"
+        )
+    return build_tokenizer(files)
+
+
+def load_model(
+    remote: RemoteExecutor,
+    groups: Sequence[Group],
+    *,
+    dtype: torch.dtype,
+    offload_head: bool,
+    progress: bool,
+    model_class: type[Any] | None,
+    config_overrides: dict[str, Any],
+) -> PreTrainedModel:
+    """Build the model's skeleton, put virtual layers in, download the parameters that tenants hold.
+
+    Raises:
+        ModelMismatch: this transformers does not build the model that the executor serves.
+    """
+    manifest = remote.manifest
+    if manifest.unavailable:
+        raise ModelMismatch(
+            f"the executor cannot supply {len(manifest.unavailable)} of the parameters that tenants hold, "
+            f"such as {manifest.unavailable[0]}; load the checkpoint with transformers and use session.attach"
+        )
+    if "trust_remote_code" in config_overrides:
+        raise ConfigurationError("trust_remote_code: code from an executor is never run")
+    _check_memory(manifest, dtype)
+    files = download_files(remote, ("config.json", "generation_config.json"))
+    config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
+    generation = generation_configuration(files.get("generation_config.json"), config)
+    config.dtype = dtype
+    _check_shapes(manifest, config, model_class, groups, offload_head=offload_head)
+    # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
+    model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
+    attach_layers(model, groups, offload_head=offload_head, probe=False)
+    _fill(model, remote, dtype, progress=progress)
+    model.generation_config = generation
+    # PEFT asks the Hugging Face Hub about a model's name whenever it saves an adapter, and others load by it.
+    model.name_or_path = ""
+    model.eval()
+    return model
+
+
+def _check_memory(manifest: Manifest, dtype: torch.dtype) -> None:
+    """Refuse to download more than this machine has memory for.
+
+    Raises:
+        ModelMismatch: the parameters are larger than the machine's memory.
+    """
+    size = sum(torch.Size(info.shape).numel() for info in manifest.parameters) * dtype.itemsize
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        raise ModelMismatch(
+            f"the executor lists parameters of {size / 2**30:.1f} GiB for this machine, which has "
+            f"{memory / 2**30:.1f} GiB of memory"
+        )
+
+
+def _check_shapes(
+    manifest: Manifest,
+    config: Any,
+    model_class: type[Any] | None,
+    groups: Sequence[Group],
+    *,
+    offload_head: bool,
+) -> None:
+    """Build the model without memory for any tensor, and compare it with what the executor lists.
+
+    Raises:
+        ModelMismatch: it has more modules than any model of so many layers, parameters of other shapes, or
+            more than ``MOST_BUFFERS`` of tables that it computes, or of parameters that nobody supplies.
+    """
+    model = _build(manifest, config, model_class, torch.device("meta"))
+    plan = plan_layers(model, groups, offload_head=offload_head)
+    state = model.state_dict(keep_vars=True)
+    # By tensor, not by name: tied parameters are one, of which one name is listed.
+    supplied = set()
+    for info, name in _named(manifest, state, model):
+        if name is not None:
+            supplied.add(id(state[name]))
+        elif model_class is None:  # or the configuration could have numbers as large as it
+            raise ModelMismatch(
+                f"the executor lists {info.name}, which a {manifest.architecture} does not have"
+            )
+    supplied |= {id(layer.weight) for _, _, layer in plan}
+    fresh = {id(each): each for each in state.values() if id(each) not in supplied}
+    made = sum(each.numel() * each.element_size() for each in fresh.values())
+    if made > MOST_BUFFERS:
+        raise ModelMismatch(
+            f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit for what is "
+            f"made here is {MOST_BUFFERS / 2**30:.0f} GiB"
+        )
+    computed = sum(each.numel() * each.element_size() for _, each in model.named_buffers())
+    if computed > MOST_BUFFERS:
+        raise ModelMismatch(
+            f"the executor's configuration makes tables of {computed / 2**30:.1f} GiB; the limit is "
+            f"{MOST_BUFFERS / 2**30:.0f} GiB"
+        )
+
+
+def _model_class(manifest: Manifest, config: Any, model_class: type[Any] | None) -> Callable[[Any], Any]:
+    """What builds the model from its configuration."""
+    name = manifest.architecture
+    found = model_class or getattr(transformers, name, None)
+    if model_class is None and not (
+        isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config)
+    ):
+        raise ModelMismatch(
+            f"transformers {transformers.__version__} has no model class {name[:80]!r} for a "
+            f"{type(config).__name__}; install the version that the provider runs, or give model_class="
+        )
+    if model_class is None and getattr(found, "main_input_name", "") != "input_ids":
+        raise ModelMismatch(f"{name[:80]} reads no text, and is not built for a peer")
+    # Auto classes choose by configuration, model classes take it as it is.
+    build: Any = getattr(found, "from_config", None) or getattr(found, "_from_config", None)
+    if build is None:
+        raise ModelMismatch(f"model_class={found!r} is not a transformers model class")
+    return build  # type: ignore[no-any-return]
+
+
+def _build(
+    manifest: Manifest,
+    config: Any,
+    model_class: type[Any] | None,
+    without_memory: AbstractContextManager[Any],
+) -> PreTrainedModel:
+    """The model, in a context that keeps its parameters from taking memory.
+
+    Raises:
+        ModelMismatch: transformers cannot build it, or it has more parts than the manifest accounts for.
+    """
+    build = _model_class(manifest, config, model_class)
+    names = sum(len(group.members) for group in manifest.groups) + len(manifest.parameters)
+    try:
+        with _few_modules(PARTS_OF_A_NAME * names + PARTS_OF_A_MODEL), without_memory:
+            model: PreTrainedModel = build(copy.deepcopy(config))
+    except ModelMismatch:
+        raise
+    except Exception as error:
+        raise ModelMismatch(
+            f"{manifest.architecture[:80]} cannot be built from a {type(config).__name__}: {str(error)[:200]}"
+        ) from error
+    return model
+
+
+@contextmanager
+def _few_modules(most: int) -> Iterator[None]:
+    """Let this thread put no more than so many modules together."""
+    thread, count = threading.get_ident(), 0
+
+    def registered(_parent: nn.Module, _name: str, _module: nn.Module | None) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > most:
+            raise ModelMismatch(
+                f"the executor's configuration makes a model of more than {most} parts, which its manifest "
+                "does not account for"
+            )
+
+    handle = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _named(
+    manifest: Manifest, state: Mapping[str, torch.Tensor], model: PreTrainedModel
+) -> Iterator[tuple[ParameterInfo, str | None]]:
+    """The manifest's parameters and the names that they have in a model; None: it does not need one.
+
+    Raises:
+        ModelMismatch: it has one of another shape.
+    """
+    # Another class around the same base model (a classifier, say) has other names for the rest.
+    prefix = f"{model.base_model_prefix}."
+    for info in manifest.parameters:
+        names = (info.name, prefix + info.name, info.name.removeprefix(prefix))
+        name = next((n for n in names if n in state), None)
+        if name is not None and tuple(state[name].shape) != info.shape:
+            raise ModelMismatch(
+                f"{name} has shape {list(state[name].shape)} here and {list(info.shape)} at the executor"
+            )
+        yield info, name
+
+
+def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *, progress: bool) -> None:
+    state = model.state_dict(keep_vars=True)
+    total = sum(torch.Size(info.shape).numel() for info in remote.manifest.parameters)
+    with tqdm(total=total, desc="tenant parameters", unit="el", unit_scale=True, disable=not progress) as bar:
+        for info, name in _named(remote.manifest, state, model):
+            if name is None or isinstance(state[name], RemoteWeight):  # not needed here
+                bar.update(torch.Size(info.shape).numel())
+                continue
+            tensor = state[name]
+            target = torch.empty(info.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+            at = 0
+            for piece in remote.parameter(info):
+                (target if info.shape else target[None])[at : at + len(piece)] = piece
+                at += len(piece)
+                bar.update(piece.numel())
+            _set(model, name, target)
+    _tie(model)
+    _initialise_missing(model)
+
+
+def _tie(model: PreTrainedModel) -> None:
+    """Tie as transformers does, whichever of the tied names the checkpoint holds."""
+    for name in list(model.all_tied_weights_keys):
+        if isinstance(model.get_parameter_or_buffer(name), RemoteWeight):  # an offloaded head
+            del model.all_tied_weights_keys[name]
+    missing = {
+        name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.is_meta
+    }
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+
+
+def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=value.is_floating_point())
+    else:
+        owner._buffers[leaf] = value
+
+
+def _initialise_missing(model: PreTrainedModel) -> None:
+    """Parameters that the checkpoint lacks (a new classification head) start as transformers starts them."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if not missing:
+        return
+    # Some checkpoints leave out biases, which start at zero; none leaves out a weight inside a block.
+    in_blocks = [n for n in missing if not n.endswith("bias") and any(p.isdigit() for p in n.split("."))]
+    if in_blocks:
+        raise ModelMismatch(
+            f"the executor supplies no values for {len(in_blocks)} parameters inside the model's blocks, "
+            f"such as {in_blocks[0]}: it serves another model than its configuration says"
+        )
+    log.warning("initialised here, because the executor has no values for them: %s", ", ".join(missing))
+    modules = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                fresh = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=True)
+                module.register_parameter(name, fresh)
+            else:
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        model._init_weights(module)

@@ -1,0 +1,184 @@
+"""Swapping the frozen layers of a model for virtual ones, and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from shared.wire.header import Direction
+from shared.wire.messages import Manifest, Member
+from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
+from tenant_sdk.trust.attestation import base_model, linear_layers, open_checkpoint
+
+log = logging.getLogger(__name__)
+
+# A wrong model is off by the size of the answer itself; bfloat16 weights by a hundredth of it.
+PROBE_TOLERANCE = 0.05
+
+
+def attach_layers(
+    model: nn.Module,
+    groups: Sequence[Group],
+    *,
+    offload_head: bool = False,
+    exclude: Sequence[str] = (),
+    probe: bool = True,
+) -> int:
+    """Replace every served linear layer of a model.
+
+    Args:
+        model: transformers model or PEFT model around one.
+        groups: of the session.
+        offload_head: replace the output head too.
+        exclude: layers whose name ends with one of these (whole parts of it) stay local.
+        probe: compare one random row per layer with the executor's answer before its weight goes.
+
+    Returns:
+        How many layers were replaced.
+
+    Raises:
+        ModelMismatch: a layer is missing or has another shape or other weights; nothing was changed.
+        ConfigurationError: an entry of ``exclude`` fits no layer.
+    """
+    plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
+    if probe:
+        for group, index, layer in plan:
+            _probe(group, index, layer)
+    replaced = {id(layer): (group, index) for group, index, layer in plan}
+    for parent in list(base_model(model).modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in replaced:
+                setattr(parent, name, virtual_layer(*replaced[id(child)], child))
+    _warn_about_local(base_model(model))
+    return len(plan)
+
+
+def plan_layers(
+    model: nn.Module, groups: Sequence[Group], *, offload_head: bool = False, exclude: Sequence[str] = ()
+) -> list[tuple[Group, int, nn.Module]]:
+    """Which layers are to be replaced: group, member, layer. Arguments and errors: see ``attach_layers``."""
+    layers = linear_layers(model)
+    names = [member.name for group in groups for member in group.info.members]
+    for entry in exclude:
+        if not any(_ends_with(name, entry) for name in names):
+            raise ConfigurationError(
+                f"exclude={entry!r} is the end of no served layer's name, such as {names[0]}"
+            )
+    plan: list[tuple[Group, int, nn.Module]] = []
+    for group in groups:
+        if group.info.head and not offload_head:
+            continue
+        for index, member in enumerate(group.info.members):
+            if any(_ends_with(member.name, entry) for entry in exclude):
+                continue
+            plan.append((group, index, _checked(layers.get(member.name), member, group.info.inputs)))
+    head = getattr(base_model(model), "get_output_embeddings", lambda: None)()
+    for group, index, layer in plan:
+        name = group.info.members[index].name
+        if ".lora_" in name or ".modules_to_save" in name:
+            raise ModelMismatch(f"the executor claims {name}, which tenants keep for themselves")
+        if (layer is head) != group.info.head:  # digests cover all weights but the head's
+            known = "not the output head, which it" if layer is head else "the output head, which it not"
+            raise ModelMismatch(f"the executor says that {name} is {known} is here")
+    return plan
+
+
+def _ends_with(name: str, entry: str) -> bool:
+    return f".{name}".endswith(f".{entry}")
+
+
+def _checked(layer: nn.Module | None, member: Member, inputs: int) -> nn.Module:
+    if layer is None:
+        raise ModelMismatch(
+            f"the executor serves {member.name}, which this model does not have; attach a model of the "
+            "architecture that the executor serves"
+        )
+    if isinstance(layer, (VirtLinear, VirtConv1D)):
+        raise ModelMismatch(f"{member.name} is attached already; detach the model first")
+    weight = layer.weight
+    shape = tuple(weight.shape)  # type: ignore[arg-type]
+    expected = (inputs, member.outputs) if isinstance(layer, Conv1D) else (member.outputs, inputs)
+    if member.transposed != isinstance(layer, Conv1D):
+        # Or an executor could multiply with the transpose of a square weight, which no digest shows.
+        raise ModelMismatch(f"the executor says that {member.name} is another kind of layer than it is here")
+    if shape != expected:
+        raise ModelMismatch(
+            f"{member.name} has shape {list(shape)} here and {list(expected)} at the executor"
+        )
+    return layer
+
+
+def _probe(group: Group, index: int, layer: nn.Module) -> None:
+    weight = layer.weight.detach().float().cpu()  # type: ignore[operator]
+    if isinstance(layer, Conv1D):
+        weight = weight.T
+    x = torch.randn((1, weight.shape[1]), generator=torch.Generator().manual_seed(index))
+    expected = x @ weight.T
+    (got,) = group.product(Direction.FORWARD, 1 << index, [x])
+    if (got - expected).norm() > PROBE_TOLERANCE * expected.norm():
+        raise ModelMismatch(
+            f"{group.info.members[index].name} has other weights here than at the executor; "
+            "attach the very checkpoint that the executor serves"
+        )
+
+
+def _warn_about_local(model: nn.Module) -> None:
+    """Expert weights are one 3-D parameter, not linear layers: they cannot be served and stay here."""
+    local = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    if local:
+        log.warning("these parameters are no linear layers and stay in tenant memory: %s", ", ".join(local))
+
+
+def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path | None) -> int:
+    """Put real linear layers back, their weights read from a checkpoint; how many.
+
+    Args:
+        checkpoint: folder of the checkpoint; None tries the one that the model was loaded from.
+
+    Raises:
+        CheckpointError: there is no such folder.
+        ModelMismatch: it holds other weights than the executor serves.
+    """
+    inner = base_model(model)
+    folder = checkpoint or getattr(inner, "name_or_path", "")
+    if not folder or not Path(folder).is_dir():
+        raise CheckpointError(
+            "the weights were given up when the model was attached; give detach(model, checkpoint=FOLDER) "
+            "the folder that holds them"
+        )
+    source = open_checkpoint(folder, manifest)
+    members = {member.name: member for group in manifest.groups for member in group.members}
+    virtual = {
+        id(layer): name
+        for name, layer in linear_layers(model).items()
+        if isinstance(layer, (VirtLinear, VirtConv1D))
+    }
+    for parent in list(inner.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in virtual:
+                setattr(parent, name, _real_layer(child, source, members[virtual[id(child)]]))
+    return len(virtual)
+
+
+def _real_layer(layer: nn.Module, source: Checkpoint, member: Member) -> nn.Module:
+    stand_in = layer.weight
+    weight = source.member_weight(member).to(stand_in.device, stand_in.dtype)  # type: ignore[arg-type]
+    real: nn.Module
+    if isinstance(layer, VirtConv1D):
+        real = Conv1D.__new__(Conv1D)
+        nn.Module.__init__(real)
+        real.nx, real.nf = layer.nx, layer.nf
+        weight = weight.T
+    else:
+        real = nn.Linear(1, 1, device="meta")
+        real.in_features, real.out_features = weight.shape[1], weight.shape[0]
+    real.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    real.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
+    return real.train(layer.training)

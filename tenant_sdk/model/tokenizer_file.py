@@ -1,0 +1,401 @@
+"""What a peer's ``tokenizer.json`` may hold: known rules, and none that makes a text much longer.
+
+The format is that of the ``tokenizers`` library. A file is parsed strictly, so that every rule in it is one
+of the tables below with fields of the right types, and only what was parsed is written out again for the
+library. Whoever writes a tokenizer decides how many tokens a text has; that a file is the right one is
+shown by comparing it (``tenant_sdk.trust.attestation``), here is only seen to it that it cannot exhaust
+memory.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from typing import Any, Union
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from shared.errors import ModelMismatch
+
+# How many characters, and in the end tokens, one character of text may become. Of the tokenizers in use
+# XLNet's could do the most, 648.
+MOST_GROWTH = 1024
+MOST_TOKEN = 4096  # characters of one token: what decoding one token can yield
+MOST_ADDED = 64  # special tokens around a text
+BYTES_OF_CHARACTER = 4
+
+# Patterns that match at least as much as the single character that replaces them.
+# Unicode's normal forms and lower case: the longest that any character becomes, over all of Unicode.
+_FORMS = {"NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "Lowercase": 4, "BertNormalizer": 4}
+_KEEPS_FORM = ("Strip", "StripAccents")  # they only take characters away
+_NEVER_LONGER = (" {2,}", r"\s+", " +", r"\s{2,}", r"[\s]+", "\n", r"\n", "\t", r"[\n\r\t ]+")
+
+
+def _structs(kind: str, table: dict[str, dict[str, Any]]) -> Any:
+    """A union of strict structs, told apart by their field ``type``."""
+    return Union[  # noqa: UP007 - made of a tuple
+        tuple(
+            msgspec.defstruct(
+                f"{kind}{name}",
+                [(field, type_ | UnsetType, UNSET) for field, type_ in fields.items()],
+                tag_field="type",
+                tag=name,
+                forbid_unknown_fields=True,
+                frozen=True,
+            )
+            for name, fields in table.items()
+        )
+    ]
+
+
+def _with_sequence(kind: str, field: str, table: dict[str, dict[str, Any]]) -> Any:
+    """The rules of a table, or a list of them; lists in lists are not used by anybody."""
+    single = _structs(kind, table)
+    several = _structs(kind, {"Sequence": {field: list[single]}})  # type: ignore[valid-type]
+    return single | several
+
+
+class _Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the two; they cannot be told apart by a tag."""
+
+    String: str | UnsetType = UNSET
+    Regex: str | UnsetType = UNSET
+
+
+_METASPACE: dict[str, Any] = {
+    "replacement": str,
+    "add_prefix_space": bool,
+    "prepend_scheme": str,
+    "split": bool,
+    "str_rep": str,
+}
+_BYTE_LEVEL: dict[str, Any] = {"add_prefix_space": bool, "trim_offsets": bool, "use_regex": bool}
+_Normalizer: Any = _with_sequence(
+    "Normalizer",
+    "normalizers",
+    {
+        "BertNormalizer": {
+            "clean_text": bool,
+            "handle_chinese_chars": bool,
+            "strip_accents": bool | None,
+            "lowercase": bool,
+        },
+        "ByteLevel": {},
+        "Lowercase": {},
+        "NFC": {},
+        "NFD": {},
+        "NFKC": {},
+        "NFKD": {},
+        "Nmt": {},
+        "Precompiled": {"precompiled_charsmap": str},
+        "Prepend": {"prepend": str},
+        "Replace": {"pattern": _Pattern, "content": str},
+        "Strip": {"strip_left": bool, "strip_right": bool},
+        "StripAccents": {},
+    },
+)
+_PreTokenizer: Any = _with_sequence(
+    "PreTokenizer",
+    "pretokenizers",
+    {
+        "BertPreTokenizer": {},
+        "ByteLevel": _BYTE_LEVEL,
+        "CharDelimiterSplit": {"delimiter": str},
+        "Digits": {"individual_digits": bool},
+        "FixedLength": {"length": int},
+        "Metaspace": _METASPACE,
+        "Punctuation": {"behavior": str},
+        "Split": {"pattern": _Pattern, "behavior": str, "invert": bool},
+        "UnicodeScripts": {},
+        "Whitespace": {},
+        "WhitespaceSplit": {},
+    },
+)
+
+
+class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    type_id: int
+
+
+class _Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Of a template: a special token or one of the texts."""
+
+    SpecialToken: _Place | UnsetType = UNSET
+    Sequence: _Place | UnsetType = UNSET
+
+
+class _SpecialToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    ids: list[int]
+    tokens: list[str]
+
+
+_PostProcessor: Any = _with_sequence(
+    "PostProcessor",
+    "processors",
+    {
+        "BertProcessing": {"sep": tuple[str, int], "cls": tuple[str, int]},
+        "ByteLevel": _BYTE_LEVEL,
+        "RobertaProcessing": {
+            "sep": tuple[str, int],
+            "cls": tuple[str, int],
+            "trim_offsets": bool,
+            "add_prefix_space": bool,
+        },
+        "TemplateProcessing": {
+            "single": list[_Piece],
+            "pair": list[_Piece],
+            "special_tokens": dict[str, _SpecialToken],
+        },
+    },
+)
+_Decoder: Any = _with_sequence(
+    "Decoder",
+    "decoders",
+    {
+        "BPEDecoder": {"suffix": str},
+        "ByteFallback": {},
+        "ByteLevel": _BYTE_LEVEL,
+        "CTC": {"pad_token": str, "word_delimiter_token": str, "cleanup": bool},
+        "Fuse": {},
+        "Metaspace": _METASPACE,
+        "Replace": {"pattern": _Pattern, "content": str},
+        "Strip": {"content": str, "start": int, "stop": int},
+        "WordPiece": {"prefix": str, "cleanup": bool},
+    },
+)
+_Model: Any = _structs(
+    "Model",
+    {
+        "BPE": {
+            "dropout": float | None,
+            "unk_token": str | None,
+            "continuing_subword_prefix": str | None,
+            "end_of_word_suffix": str | None,
+            "fuse_unk": bool,
+            "byte_fallback": bool,
+            "ignore_merges": bool,
+            "vocab": dict[str, int],
+            "merges": list[str | tuple[str, str]],
+        },
+        "Unigram": {"unk_id": int | None, "vocab": list[tuple[str, float]], "byte_fallback": bool},
+        "WordLevel": {"vocab": dict[str, int], "unk_token": str},
+        "WordPiece": {
+            "unk_token": str,
+            "continuing_subword_prefix": str,
+            "max_input_chars_per_word": int,
+            "vocab": dict[str, int],
+        },
+    },
+)
+
+
+class _AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: int
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+    special: bool = False
+
+
+_NULL = msgspec.Raw(b"null")
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: _Model
+    version: str = "1.0"
+    # Read so that files which have them parse, and left out: a call says itself whether it pads or truncates.
+    truncation: msgspec.Raw = _NULL
+    padding: msgspec.Raw = _NULL
+    added_tokens: list[_AddedToken] = []
+    normalizer: _Normalizer | None = None
+    pre_tokenizer: _PreTokenizer | None = None
+    post_processor: _PostProcessor | None = None
+    decoder: _Decoder | None = None
+
+
+def safe_tokenizer(data: bytes) -> str:
+    """A peer's ``tokenizer.json`` with what is known and bounded, for ``tokenizers.Tokenizer.from_str``.
+
+    Raises:
+        ModelMismatch: it holds an unknown rule or field, one that makes texts more than ``MOST_GROWTH`` times
+            longer, or one that is random.
+    """
+    try:
+        file = msgspec.json.decode(_with_model_type(data), type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _refused(str(error)[:200]) from error
+    _check_vocabulary(file)
+    growth = _growth(_list(file.normalizer, "normalizers")) * _growth(
+        _list(file.pre_tokenizer, "pretokenizers")
+    )
+    if getattr(file.model, "byte_fallback", False) is True:
+        growth *= BYTES_OF_CHARACTER
+        for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # which go into the bytes as well
+            growth *= 1 + len((getattr(file.model, name, None) or "").encode())
+    if growth > MOST_GROWTH:
+        raise _refused(f"its rules can make a text {growth:.0f} times longer; {MOST_GROWTH} is the limit")
+    decoded = _growth(_list(file.decoder, "decoders"))
+    if decoded > MOST_GROWTH:
+        raise _refused(f"its decoder can make a text {decoded:.0f} times longer; {MOST_GROWTH} is the limit")
+    for rule in _list(file.pre_tokenizer, "pretokenizers"):
+        if type(rule).__struct_config__.tag == "FixedLength" and not (rule.length or 0) > 0:
+            raise _refused("it cuts a text into pieces of no length")
+    added = sum(_added(rule) for rule in _list(file.post_processor, "processors"))
+    if added > MOST_ADDED:
+        raise _refused(f"it puts {added} special tokens around a text; {MOST_ADDED} is the limit")
+    return msgspec.json.encode(msgspec.structs.replace(file, truncation=_NULL, padding=_NULL)).decode()
+
+
+def _refused(why: str) -> ModelMismatch:
+    return ModelMismatch(
+        f"the executor's tokenizer.json is refused: {why}. Load a tokenizer that you trust with "
+        "AutoTokenizer.from_pretrained"
+    )
+
+
+def _with_model_type(data: bytes) -> bytes:
+    """Files of early versions do not say that their model is BPE."""
+    raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    model = msgspec.json.decode(raw.get("model", b"{}"), type=dict[str, msgspec.Raw])
+    if "type" in model or "merges" not in model:
+        return data
+    model["type"] = msgspec.Raw(b'"BPE"')
+    raw["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(raw)
+
+
+def _check_vocabulary(file: _File) -> None:
+    vocabulary = file.model.vocab
+    if vocabulary is UNSET:
+        raise _refused("it has no vocabulary")
+    tokens: Iterable[str] = vocabulary if isinstance(vocabulary, dict) else (token for token, _ in vocabulary)
+    identities = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    longest = max(map(len, (*tokens, *(token.content for token in file.added_tokens))), default=0)
+    if longest > MOST_TOKEN:
+        raise _refused(f"a token of {longest} characters; {MOST_TOKEN} is the limit")
+    if any(not 0 <= each < 1 << 31 for each in (*identities, *(token.id for token in file.added_tokens))):
+        raise _refused("a token's id is no number from 0 to 2^31 - 1")
+    _check_merges(file.model)
+    for rule in _list(file.decoder, "decoders"):
+        if type(rule).__struct_config__.tag == "Strip" and not 0 <= (rule.start or 0) + (rule.stop or 0) <= 1:
+            raise _refused("its decoder cuts more off a token than it may have")
+    if getattr(file.model, "dropout", None) not in (None, UNSET, 0.0):
+        raise _refused("its dropout makes tokens random")
+
+
+def _check_merges(model: Any) -> None:
+    """The library cuts a prefix off the second half of a merge unchecked, also through a letter.
+
+    Raises:
+        ModelMismatch: a half that does not begin with it.
+    """
+    prefix = getattr(model, "continuing_subword_prefix", None)
+    if not isinstance(prefix, str) or not prefix:
+        return
+    for merge in getattr(model, "merges", None) or ():
+        second = merge[1] if isinstance(merge, tuple) else merge.partition(" ")[2]
+        if not second.startswith(prefix):
+            raise _refused("a merge whose second half does not begin with the prefix of such")
+
+
+def _list(rule: Any, field: str) -> list[Any]:
+    """The rules of a sequence, or the single one."""
+    if rule is None:
+        return []
+    several = getattr(rule, field, None)
+    return [rule] if several is None else [] if several is UNSET else several
+
+
+def _growth(rules: list[Any]) -> float:
+    """How many times longer rules can make a text, one after the other."""
+    growth, form = 1.0, 1
+    for rule in rules:
+        kind = type(rule).__struct_config__.tag
+        if kind in _FORMS:
+            # One after the other they come to a form that stays, so only the largest counts.
+            growth *= max(1.0, _FORMS[kind] / form)
+            form = max(form, _FORMS[kind])
+        elif kind not in _KEEPS_FORM:
+            form = 1  # it may put in characters that are in no form
+        if kind == "BertNormalizer":
+            growth *= 3  # it puts spaces around characters, every time
+        elif kind == "ByteLevel":
+            growth *= BYTES_OF_CHARACTER + (getattr(rule, "add_prefix_space", False) is True)
+        elif kind == "Precompiled":
+            growth *= _longest_of_charsmap(rule.precompiled_charsmap)
+        elif kind == "Prepend":
+            growth *= 1 + len(rule.prepend or "")
+        elif kind == "Metaspace":
+            growth *= 1 + max(len(getattr(rule, name) or "") for name in ("replacement", "str_rep"))
+        elif kind == "Replace":
+            growth *= _growth_of_replace(rule)
+        elif kind == "BPEDecoder":
+            growth *= 1 if rule.suffix else 2
+        elif kind == "WordPiece":
+            growth *= 2
+        elif kind == "CTC":
+            growth *= 1 if rule.word_delimiter_token and rule.pad_token else 2
+    return growth
+
+
+def _growth_of_replace(rule: Any) -> float:
+    pattern, content = rule.pattern or _Pattern(), rule.content or ""
+    if pattern.String is not UNSET:
+        return max(
+            1.0, len(content) / max(1, len(pattern.String)) if pattern.String else 1.0 + 2 * len(content)
+        )
+    if pattern.Regex in _NEVER_LONGER and len(content) <= 1:
+        return 1.0
+    return 1.0 + 2 * len(content)  # it may match before and behind each character
+
+
+def _longest_of_charsmap(encoded: Any) -> int:
+    """The longest replacement in SentencePiece's table: a trie's size, the trie, strings that end with 0.
+
+    Raises:
+        ModelMismatch: following the trie would leave it, or the strings, which the library does not check.
+    """
+    try:
+        blob = base64.b64decode(encoded or "", validate=True)
+        size = int.from_bytes(blob[:4], "little")
+        trie, strings = np.frombuffer(blob[4 : 4 + size], "<u4").astype(np.int64), blob[4 + size :]
+        text = strings.decode()
+    except ValueError as error:
+        raise _refused(f"its table of characters is damaged: {error}") from error
+    # A double array: from unit i a byte c leads to unit i ^ offset ^ c, and a word's end to i ^ offset, which
+    # holds where its replacement begins. Units with the highest bit hold such places and lead nowhere.
+    at, units = np.flatnonzero(trie < 1 << 31), trie[trie < 1 << 31]
+    bases = at ^ (units >> 10 << ((units & 1 << 9) >> 6))
+    ends = bases[units >> 8 & 1 == 1]
+    if not len(trie) or trie[0] >= 1 << 31 or (bases | 255).max(initial=0) >= len(trie):
+        raise _refused("its table of characters leads out of itself")
+    starts = np.array([*np.flatnonzero(np.frombuffer(strings, np.uint8) & 0xC0 != 0x80), len(strings)])
+    if not np.isin(trie[ends] & (1 << 31) - 1, starts).all():
+        raise _refused("its table of characters leads out of its strings")
+    return max(map(len, (*text.split("\0"), " ")))
+
+
+def _added(rule: Any) -> int:
+    """How many special tokens a post-processor puts around two texts.
+
+    Raises:
+        ModelMismatch: it leaves a text out or repeats it.
+    """
+    kind = type(rule).__struct_config__.tag
+    if kind != "TemplateProcessing":
+        return 4
+    special = {name: len(token.ids) for name, token in (rule.special_tokens or {}).items()}
+    for pieces, texts in ((rule.single or [], ["A"]), (rule.pair or [], ["A", "B"])):
+        if sorted(piece.Sequence.id for piece in pieces if piece.Sequence is not UNSET) != texts:
+            raise _refused("its template does not hold each text once")
+    pieces = [*(rule.single or []), *(rule.pair or [])]
+    named = [piece.SpecialToken.id for piece in pieces if piece.SpecialToken is not UNSET]
+    if not special.keys() >= set(named):
+        raise _refused("its template names a special token that it does not have")
+    return sum(special[name] for name in named)

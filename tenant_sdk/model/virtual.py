@@ -1,0 +1,244 @@
+"""VirtLinear: a linear layer whose product is computed by the executor (Symbiosis .3.2, VirtLayer)."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from shared.errors import ModelMismatch, NonFiniteError, RemoteWeightUnavailable
+from shared.wire.header import Direction, member_indices
+from shared.wire.messages import GroupInfo
+from tenant_sdk.connection.urgency import nobody_waits
+from tenant_sdk.model.remote_weight import RemoteWeight
+from tenant_sdk.products.privacy import Privacy
+
+
+@dataclass
+class _Last:
+    """The last request of a group in one thread, and the outputs of it that nobody took yet."""
+
+    input: weakref.ref[torch.Tensor]
+    context: tuple[int, bool, torch.dtype]
+    values: torch.Tensor | None  # a copy of an input that counts no versions
+    members: set[int]  # asked for with this input
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def is_for(self, x: torch.Tensor, context: tuple[int, bool, torch.dtype]) -> bool:
+        if self.input() is not x or self.context != context:
+            return False
+        return self.values is None or torch.equal(self.values, x)
+
+
+class Group:
+    """Layers that receive the same tensor: asked for together, with one request.
+
+    Who is asked for along with whom is learned while the model runs. All are at first; members whose
+    outputs were fetched but not used part from the others, because an adapter changes their input (IA3
+    on a feed-forward layer) or they are not called; a member that turns out to get the same tensor as
+    others joins them again.
+    """
+
+    def __init__(self, identity: int, info: GroupInfo, privacy: Privacy) -> None:
+        self.identity = identity
+        self.info = info
+        self._privacy = privacy
+        everyone = range(len(info.members))
+        self._together = [set(everyone) for _ in everyone]  # whom to ask for along with a member
+        self._threads = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """Copies of a model share the session."""
+        return self
+
+    def output(self, member: int, x: torch.Tensor) -> torch.Tensor:
+        """The member's bias-free output for x [..., D]: fresh, writable, [..., O], x's dtype."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if len(self.info.members) == 1:
+            return self._request(1, x, dtype)[0]
+        # Tensors made in inference mode have no version that would tell of writing in place.
+        version = -1 if x.is_inference() else x._version
+        context = (version, x.requires_grad and torch.is_grad_enabled(), dtype)
+        last: _Last | None = getattr(self._threads, "last", None)
+        if last is not None and last.is_for(x, context):
+            if member in last.outputs:
+                return last.outputs.pop(member)
+            if member not in last.members:  # it gets the same tensor after all
+                last.members.add(member)
+                for other in last.members:
+                    self._together[other] |= last.members
+                return self._request(1 << member, x, dtype)[0]
+        if last is not None:
+            self._part(last)
+        wanted = set(self._together[member])
+        members = sum(1 << i for i in wanted)
+        outputs = dict(zip(member_indices(members), self._request(members, x, dtype), strict=True))
+        taken = outputs.pop(member)
+        values = x.clone() if x.is_inference() else None
+        self._threads.last = _Last(weakref.ref(x), context, values, wanted, outputs)
+        return taken
+
+    def _part(self, last: _Last) -> None:
+        """Members whose outputs nobody took get another tensor than those whose were."""
+        unused = last.outputs.keys()
+        used = last.members - unused
+        for member in used:
+            self._together[member] -= unused
+        for member in unused:
+            self._together[member] -= used
+
+    def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        x = x.to(dtype)
+        if x.requires_grad and torch.is_grad_enabled():
+            outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(x, self, members)  # type: ignore[no-untyped-call]
+            return outputs
+        # Nothing to differentiate: decoding does not pay for the graph.
+        return self.forward_product(members, x)
+
+    def forward_product(self, members: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs [..., O_m] of the members for x [..., D], outside autograd."""
+        blocks = self.product(Direction.FORWARD, members, [x.detach().reshape(-1, x.shape[-1])])
+        return tuple(_own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
+
+    def product(self, direction: Direction, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
+
+        Raises:
+            NonFiniteError: before anything is sent.
+            ModelMismatch: the model's own configuration makes rows that do not fit these layers.
+        """
+        outputs = [self.info.members[i].outputs for i in member_indices(members)]
+        widths = [self.info.inputs] if direction == Direction.FORWARD else outputs
+        if [block.shape[-1] for block in blocks] != widths:
+            names = ", ".join(self.info.members[i].name for i in member_indices(members))
+            made = [block.shape[-1] for block in blocks]
+            raise ModelMismatch(
+                f"{names} takes rows of {widths} numbers, but the model makes rows of {made}: its "
+                "configuration does not fit the weights"
+            )
+        if not len(blocks[0]):  # an expert without tokens, an empty batch: nothing to ask for
+            made = outputs if direction == Direction.FORWARD else [self.info.inputs]
+            return [blocks[0].new_empty((0, width)) for width in made]
+        for block in blocks:
+            if not math.isfinite(block.sum().item()) and not block.isfinite().all():
+                raise NonFiniteError(self._where_not_finite(direction))
+        first = blocks[0]
+        if first.dtype == torch.float32 and first.device.type == "cpu":
+            return self._privacy.product(self.identity, direction, members, blocks)
+        plain = [block.to("cpu", torch.float32) for block in blocks]
+        results = self._privacy.product(self.identity, direction, members, plain)
+        return [result.to(first.device, first.dtype) for result in results]
+
+    def _where_not_finite(self, direction: Direction) -> str:
+        names = ", ".join(member.name for member in self.info.members)
+        if direction == Direction.FORWARD:
+            return (
+                f"the input of {names} holds NaN or infinity; nothing was sent. Look at the layers and "
+                "adapters before it, or lower the learning rate"
+            )
+        return (
+            f"the output gradient of {names} holds NaN or infinity; nothing was sent. Lower the learning "
+            "rate or the loss scale"
+        )
+
+
+class _GroupProduct(torch.autograd.Function):
+    """``y_m = x W_m^T`` for some members; backward ``gx = sum_m gy_m W_m``.
+
+    Nothing is saved: the gradient needs the weight alone (Symbiosis .3.6).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, members: int) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.members, ctx.shape = group, members, x.shape
+        with nobody_waits():
+            return group.forward_product(members, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        # A backward may reach only some members (their adapters are trained, others' are not).
+        reached = [
+            (index, grad)
+            for index, grad in zip(member_indices(ctx.members), grads, strict=True)
+            if grad is not None
+        ]
+        if not reached:
+            return None, None, None
+        members = sum(1 << index for index, _ in reached)
+        blocks = [grad.reshape(-1, grad.shape[-1]) for _, grad in reached]
+        with nobody_waits():
+            (gradient,) = ctx.group.product(Direction.BACKWARD, members, blocks)
+        return gradient.view(ctx.shape), None, None
+
+
+def _own(block: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
+    """The same memory as a tensor that is no view: autograd lets nobody write into one of several views."""
+    owner = torch.empty(0, dtype=block.dtype, device=block.device)
+    return owner.set_(block.untyped_storage(), block.storage_offset(), tuple(shape))  # type: ignore[call-overload, no-any-return]
+
+
+class _Virtual(nn.Module):
+    """What VirtLinear and VirtConv1D share."""
+
+    weight: Any  # a RemoteWeight in a Parameter
+    bias: Any  # nn.Parameter or None; the two base classes disagree
+
+    def _setup(self, group: Group, member: int, original: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._group, self._member = group, member
+        name = group.info.members[member].name
+        weight = original.weight
+        bias = getattr(original, "bias", None)
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        stand_in = RemoteWeight(name, weight.shape, weight.dtype, device)
+        self.weight = nn.Parameter(stand_in, requires_grad=False)
+        self.register_parameter("bias", bias)
+        self.train(original.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x W^T + b`` for x [..., D]: [..., O] in x's dtype."""
+        if self.weight.requires_grad:
+            raise RemoteWeightUnavailable(
+                f"{self._group.info.members[self._member].name} is to be trained in full, but its weight "
+                "stays with the provider; train an adapter, or keep the layer local with exclude="
+            )
+        out = self._group.output(self._member, x)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class VirtLinear(_Virtual, nn.Linear):
+    """An ``nn.Linear`` without its weight."""
+
+    def __init__(self, group: Group, member: int, original: nn.Linear) -> None:
+        """Stand in for ``original``, taking over its bias."""
+        self._setup(group, member, original)
+        self.in_features, self.out_features = original.in_features, original.out_features
+
+
+class VirtConv1D(_Virtual, Conv1D):
+    """A GPT-2-style ``Conv1D`` (weight stored as [D, O]) without its weight."""
+
+    def __init__(self, group: Group, member: int, original: Conv1D) -> None:
+        """Stand in for ``original``, taking over its bias."""
+        self._setup(group, member, original)
+        self.nx, self.nf = original.nx, original.nf
+
+
+def virtual_layer(group: Group, member: int, original: nn.Module) -> VirtLinear | VirtConv1D:
+    """The virtual layer of the right kind for a linear layer."""
+    if isinstance(original, Conv1D):
+        return VirtConv1D(group, member, original)
+    if isinstance(original, nn.Linear):
+        return VirtLinear(group, member, original)
+    raise TypeError(f"not a linear layer: {type(original).__name__}")

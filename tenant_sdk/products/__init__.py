@@ -1,0 +1,1 @@
+"""Products of frozen layers: hidden, sent, checked, and floats again."""

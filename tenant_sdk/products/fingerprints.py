@@ -1,0 +1,274 @@
+"""Fingerprint files: what verification needs of a checkpoint that the tenant trusts.
+
+A file holds, for every linear layer, secret random challenges, their products with the layer's integer
+planes, its scales, and what bounds depend on; of everything else that a tenant downloads the SHA-256.
+Whoever knows the challenges can forge answers, so the file is encrypted and authenticated (Fernet) under a
+key that is shown once and kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from cryptography.fernet import Fernet, InvalidToken
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from transformers.pytorch_utils import Conv1D
+
+from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from shared.ring.fixed_point import Bounds, bounds, column_squares, quantize_weight
+from shared.ring.product import PlaneProducts
+from shared.wire.header import Direction, member_indices
+from shared.wire.messages import GroupInfo, Manifest, Member
+from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.verification import (
+    Fingerprint,
+    IntegerProduct,
+    draw_challenge,
+    multiply_challenge,
+)
+from tenant_sdk.storage import disk_errors
+from tenant_sdk.trust.attestation import Trusted, linear_layers, names_of_tensors, prefix_of, skeleton
+
+_FORMAT = "symbiosis-fingerprints-2"
+
+
+class StoredFingerprints:
+    """The fingerprints of a file.
+
+    Args:
+        path: of the file.
+        key: as ``write_fingerprints`` returned it.
+
+    Raises:
+        ConfigurationError: no such file, no key, or a file that this key did not write: another one's,
+            truncated, or changed by somebody.
+    """
+
+    def __init__(self, path: str | Path, key: str | None) -> None:
+        if not key:
+            raise ConfigurationError(
+                f"{path} is encrypted: give fingerprint_key (`--fingerprint-key-env`), as `symbiosis-tenant "
+                "fingerprint` printed it"
+            )
+        try:
+            data = _fernet(key).decrypt(Path(path).read_bytes())
+            self._tensors = load(data)
+        except OSError as error:
+            raise ConfigurationError(f"cannot read the fingerprints {path}: {error.strerror}") from error
+        except (InvalidToken, SafetensorError) as error:
+            raise ConfigurationError(
+                f"{path} was not written under this key, or is truncated or was changed since; make it again "
+                "with `symbiosis-tenant fingerprint` from the checkpoint"
+            ) from error
+        if _metadata(data).get("format") != _FORMAT:
+            raise ConfigurationError(
+                f"{path} holds no fingerprints, or those of another version; make it again with "
+                "`symbiosis-tenant fingerprint` from the checkpoint"
+            )
+        self._path = path
+        self._trusted = msgspec.json.decode(_metadata(data)["trusted"], type=Trusted)
+        self._groups: tuple[GroupInfo, ...] = ()
+        self._made: dict[Kind, Fingerprint] = {}
+
+    def fit(self, manifest: Manifest) -> None:
+        """Use them for an executor.
+
+        Raises:
+            ModelMismatch: they were made from other weights, parameters or files than it claims to serve.
+        """
+        for group in manifest.groups:
+            for member in group.members:
+                self._check(group, member)
+            squares = torch.stack([self._of(m, "column squares") for m in group.members]).sum(0)
+            bound = Bounds(max(int(self._of(m, "row bound")) for m in group.members), int(squares.max()))
+            if tuple(bound) != group.bounds:
+                raise self._mismatch(group.members[0])
+        self.attest(manifest)
+        self._groups = manifest.groups
+
+    def attest(self, manifest: Manifest) -> None:
+        """Hold everything that is downloaded against the checkpoint that they were made of.
+
+        Raises:
+            ModelMismatch: an executor lists something else.
+        """
+        self._trusted.check(manifest, f"the checkpoint of {self._path}")
+
+    def _check(self, group: GroupInfo, member: Member) -> None:
+        scales = self._tensors.get(f"{member.name}/scales")
+        factor = self._tensors.get(f"{member.name}/forward")
+        if scales is None or factor is None:
+            raise ModelMismatch(
+                f"the fingerprints {self._path} do not have {member.name}, which the executor serves: they "
+                "are of another model"
+            )
+        if scales.shape != (member.outputs,) or factor.shape != (group.inputs,):
+            raise self._mismatch(member)
+
+    def _mismatch(self, member: Member) -> ModelMismatch:
+        return ModelMismatch(
+            f"the fingerprints {self._path} are of other weights than the executor claims for "
+            f"{member.name}: of another model, or the executor does not serve the model that it should"
+        )
+
+    def _of(self, member: Member, what: str) -> torch.Tensor:
+        # By the layer's name, not by its tensor's: which tensor a layer has is not for executors to say.
+        return self._tensors[f"{member.name}/{what}"]
+
+    def scales(self, group: int) -> torch.Tensor:
+        """Of all members of a group: float32 [O]."""
+        return torch.cat([self._of(member, "scales") for member in self._groups[group].members])
+
+    def get(self, kind: Kind, product: IntegerProduct) -> Fingerprint:
+        """See ``tenant_sdk.products.verification.Fingerprints``."""
+        made = self._made.get(kind)
+        if made is None:
+            made = self._made[kind] = self._make(kind)
+        return made
+
+    def _make(self, kind: Kind) -> Fingerprint:
+        info = self._groups[kind.group]
+        members = [info.members[i] for i in member_indices(kind.members)]
+        if kind.direction == Direction.FORWARD:
+            challenge = torch.cat([self._of(member, "challenge") for member in members], 1)
+            factor = torch.stack([self._of(member, "forward") for member in members]).sum(0)
+        else:
+            challenge = self._tensors[f"{info.inputs}/challenge"]
+            factor = torch.cat([self._of(member, "backward") for member in members])
+        return Fingerprint(challenge.reshape(-1), factor)
+
+
+def write_fingerprints(
+    folder: str | Path,
+    output: str | Path,
+    *,
+    key: str | None = None,
+    progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items,
+) -> str:
+    """Make the fingerprints of a checkpoint that the tenant trusts.
+
+    Args:
+        folder: the checkpoint.
+        output: the file, made with permissions for its owner alone; an existing one is replaced.
+        key: to write it under; default: a new one.
+        progress: wraps the layers to show how far it is.
+
+    Returns:
+        The key. Without it the file is useless, with it answers can be forged: keep them apart.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or has no linear layers.
+        ConfigurationError: the key is none, or the output is a folder.
+        StorageError: the file cannot be written.
+    """
+    output = Path(output)
+    if output.is_dir() or not (output.parent.is_dir() or not output.parent.exists()):
+        raise ConfigurationError(f"{output} cannot be a file; name one, in a folder, for the fingerprints")
+    key = key or Fernet.generate_key().decode()
+    cipher = _fernet(key)
+    checkpoint = Checkpoint(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
+        _add(tensors, name, checkpoint.member_weight(Member(name, 0, tensor, is_transposed)))
+    trusted = msgspec.json.encode(Trusted.of(checkpoint)).decode()
+    data = cipher.encrypt(save(tensors, {"format": _FORMAT, "trusted": trusted}))
+    temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
+    try:
+        with disk_errors(output, "the fingerprints", "Then run again."):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+            temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return key
+
+
+def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> None:
+    """The entries of one layer's weight [O, D]."""
+    outputs, inputs = weight.shape
+    planes, scales = quantize_weight(weight)
+    products = PlaneProducts(planes, [outputs])
+
+    def product(direction: Direction, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def multiply(rows: torch.Tensor) -> torch.Tensor:
+            out = torch.empty((len(rows), 2 * width), dtype=torch.int32)
+            products.product(direction, 1, rows, out)
+            return out
+
+        return multiply
+
+    # Gradients of several layers with the same input are summed, so those share a challenge.
+    common = f"{inputs}/challenge"
+    if common not in tensors:
+        tensors[common] = draw_challenge(os.urandom, inputs)
+    challenge = draw_challenge(os.urandom, outputs)
+    limit = bounds(planes)
+    tensors |= {
+        f"{name}/challenge": challenge,
+        f"{name}/forward": multiply_challenge(challenge, product(Direction.BACKWARD, inputs)),
+        f"{name}/backward": multiply_challenge(tensors[common], product(Direction.FORWARD, outputs)),
+        f"{name}/scales": scales,
+        f"{name}/row bound": torch.tensor(limit.forward),
+        f"{name}/column squares": column_squares(planes),
+    }
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """What a safetensors file says of itself."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header.get("__metadata__") or {}
+
+
+class Layer(NamedTuple):
+    """A linear layer of a checkpoint."""
+
+    name: str  # below the base model, as manifests name it
+    tensor: str  # that holds its weight
+    transposed: bool  # stored as [D, O]
+
+
+def checkpoint_layers(checkpoint: Checkpoint) -> list[Layer]:
+    """The linear layers whose weights a checkpoint holds; the head too, also if it is tied to the embeddings.
+
+    Raises:
+        CheckpointError: transformers does not know the model, or it has no linear layers.
+    """
+    model = skeleton(checkpoint)
+    aliases = {name: names for names in names_of_tensors(model) for name in names}
+    prefix = prefix_of(model)
+    found = []
+    for name, layer in linear_layers(model).items():
+        own = f"{name}.weight"
+        names = [own, *(aliases.get(own) or aliases.get(f"{prefix}.{own}") or ())]
+        stored = next((tensor for each in names if (tensor := checkpoint.stored_as(each, prefix))), None)
+        if stored is not None:
+            found.append(Layer(name, stored, isinstance(layer, Conv1D)))
+    if not found:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds the weights of no linear layer of {type(model).__name__}"
+        )
+    return found
+
+
+def _fernet(key: str) -> Fernet:
+    """The cipher of a key.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    try:
+        return Fernet(key.encode())
+    except ValueError as error:
+        raise ConfigurationError(
+            "the fingerprint key is not one: it has 44 characters, as `symbiosis-tenant fingerprint` "
+            "printed it"
+        ) from error

@@ -1,0 +1,84 @@
+"""Which products will be asked for next, judged by what followed what the last time. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from shared.wire.header import Direction
+
+
+class Kind(NamedTuple):
+    """Requests whose masks and effects are interchangeable, row by row."""
+
+    group: int
+    direction: Direction
+    members: int
+
+
+class Order(NamedTuple):
+    """Rows of masks to have multiplied."""
+
+    kind: Kind
+    rows: int
+
+
+class Forecast:
+    """Training and decoding repeat themselves: after each kind comes what came after it last time."""
+
+    def __init__(self) -> None:
+        self._next: dict[Kind, Order] = {}
+        self._last: Kind | None = None
+
+    def asked(self, kind: Kind, rows: int) -> None:
+        """A product of so many rows has been asked for."""
+        if self._last is not None:
+            self._next[self._last] = Order(kind, rows)
+        self._last = kind
+
+    def next_order(
+        self,
+        stock: Mapping[Kind, int],
+        *,
+        budget_bytes: int,
+        row_bytes: Callable[[Kind], int],
+        batch_rows: int,
+    ) -> Order | None:
+        """What to have multiplied next, or None if there is enough for the next request of every kind.
+
+        Products of one row cost nearly as much as products of many, so small requests are ordered
+        for many rows to come, as far as all kinds of a round fit into half of the budget.
+
+        Args:
+            stock: rows in store or ordered, by kind.
+            budget_bytes: what effects in store may take in all.
+            row_bytes: of one row's effect.
+            batch_rows: how many rows to order for requests that are smaller.
+        """
+        coming = self.round()
+        if not coming:
+            return None
+        round_bytes = sum(row_bytes(kind) for kind in coming)
+        batch = max(1, min(batch_rows, budget_bytes // (2 * round_bytes)))
+        for kind, rows in coming.items():
+            if stock.get(kind, 0) < max(rows, batch):
+                return Order(kind, max(rows, batch))
+        return None
+
+    def round(self) -> dict[Kind, int]:
+        """The kinds to come before the first comes again, nearest first, with their rows."""
+        kinds: dict[Kind, int] = {}
+        last = self._last
+        while last is not None and (order := self._next.get(last)) and order.kind not in kinds:
+            kinds[order.kind] = order.rows
+            last = order.kind
+        return kinds
+
+    def surplus(self, stock: Mapping[Kind, int], batch_rows: int) -> list[Kind]:
+        """Kinds of which there is more than ``next_order`` leads to: the tenant does something else now."""
+        coming = self.round()
+        return [
+            kind
+            for kind, rows in stock.items()
+            if rows > (2 * max(coming[kind], batch_rows) if kind in coming else 0)
+        ]

@@ -1,0 +1,177 @@
+"""Who computes the effect of a mask: an executor, or the tenant from a checkpoint of its own."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from shared.errors import ModelMismatch
+from shared.ring.fixed_point import bounds
+from shared.ring.mask_stream import MaskStream
+from shared.ring.product import PlaneProducts, group_planes
+from shared.wire.header import DTYPE_NAMES, Direction, Operation, member_indices
+from shared.wire.messages import Manifest
+from shared.wire.protocol import RING, GroupShape
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.trust.attestation import trusted_checkpoint
+
+
+class MaskSource(Protocol):
+    """Computes bias-free products of masks; shapes as in ``RemoteExecutor.product``."""
+
+    def effect(
+        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The product of float32 masks."""
+        ...
+
+    def close(self) -> None:
+        """Release the source."""
+        ...
+
+
+class SeedSource(Protocol):
+    """Computes the effects of masks that it expands from seeds; ring numerics."""
+
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """See ``RemoteExecutor.seed_effect``."""
+        ...
+
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """How many rows one call may ask for."""
+        ...
+
+    def close(self) -> None:
+        """Release the source."""
+        ...
+
+
+class ExecutorSource:
+    """An executor, over its bias-free endpoint. It sees every mask.
+
+    Args:
+        remote: the provider itself (the paper's scheme), or another executor of the same weights.
+        owned: whether closing the source closes the connection.
+    """
+
+    def __init__(self, remote: RemoteExecutor, *, owned: bool) -> None:
+        self._remote = remote
+        self._owned = owned
+
+    def effect(
+        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See MaskSource."""
+        return self._remote.product(Operation.EFFECT, group, direction, members, masks)
+
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """See SeedSource."""
+        return self._remote.seed_effect(group, direction, members, rows, seed)
+
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """See SeedSource."""
+        return self._remote.max_rows(group, direction, members)
+
+    def close(self) -> None:
+        """See MaskSource."""
+        if self._owned:
+            self._remote.close()
+
+
+class LocalSource:
+    """The tenant's own checkpoint: nobody else sees a mask. Each weight is read when it is needed.
+
+    Args:
+        folder: the checkpoint that the executor serves.
+        manifest: the executor's.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+        ModelMismatch: it holds other weights, parameters or files than the executor lists.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest) -> None:
+        self._checkpoint = trusted_checkpoint(folder, manifest)
+        self._groups = manifest.groups
+        # The executor multiplies with weights rounded to its numerics, so the effect must too.
+        self._served_dtype = DTYPE_NAMES.get(manifest.numerics, torch.float32)
+
+    def effect(
+        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See MaskSource."""
+        weights = [
+            self._checkpoint.member_weight(self._groups[group].members[i]).to(self._served_dtype).float()
+            for i in member_indices(members)
+        ]
+        if direction == Direction.FORWARD:
+            return [masks[0] @ weight.T for weight in weights]
+        total = masks[0] @ weights[0]
+        for mask, weight in zip(masks[1:], weights[1:], strict=True):
+            total += mask @ weight
+        return [total]
+
+    def close(self) -> None:
+        """See MaskSource."""
+
+
+class LocalRing:
+    """The tenant's own checkpoint as integers: two bytes a weight stay in memory once used.
+
+    Args and Raises: see LocalSource.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest) -> None:
+        self._checkpoint = trusted_checkpoint(folder, manifest)
+        self._groups = manifest.groups
+        self._made: dict[int, tuple[PlaneProducts, torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def seed_effect(
+        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+    ) -> torch.Tensor:
+        """See SeedSource."""
+        shape = GroupShape.of(self._groups[group], RING)
+        mask = MaskStream(seed).draw(rows, shape.plan(direction, members).request_columns)
+        return self.effect(group, direction, members, [mask])[0]
+
+    def effect(
+        self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See MaskSource."""
+        plan = GroupShape.of(self._groups[group], RING).plan(direction, members)
+        out = torch.empty((len(masks[0]), plan.answer_columns), dtype=torch.int32)
+        self._of(group)[0].product(direction, members, masks[0], out)
+        return [out]
+
+    def scales(self, group: int) -> torch.Tensor:
+        """Of all members of a group: float32 [O]."""
+        return self._of(group)[1]
+
+    def _of(self, group: int) -> tuple[PlaneProducts, torch.Tensor]:
+        with self._lock:
+            if group not in self._made:
+                info = self._groups[group]
+                planes, scales = group_planes(self._checkpoint, info)
+                if bounds(planes) != info.bounds:
+                    raise ModelMismatch(
+                        f"the executor claims other bounds for group {group} ({info.members[0].name}) than "
+                        "its weights have, so that products overflow or lose digits"
+                    )
+                self._made[group] = PlaneProducts(planes, [m.outputs for m in info.members]), scales
+            return self._made[group]
+
+    def max_rows(self, group: int, direction: Direction, members: int) -> int:
+        """See SeedSource: as many as one product may sensibly have."""
+        return 1 << 16
+
+    def close(self) -> None:
+        """See MaskSource."""
+        self._made.clear()

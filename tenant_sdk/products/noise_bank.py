@@ -1,0 +1,205 @@
+"""The paper's masking: a bank of noise whose effect is known beforehand (Symbiosis .3.8).
+
+What it is worth: little. If the executor computes the effects, as the paper has it, it has seen
+every mask and can subtract each. If somebody else does, a mask that serves twice still shows the
+difference of the two rows. Kept for fidelity and as the subject of the audit; SECURITY.md says more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.errors import ConfigurationError
+from shared.forks import Home, own
+from shared.wire.header import Direction, Operation, member_indices
+from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.products.mask_sources import MaskSource
+
+
+@dataclass(frozen=True)
+class NoiseBankOptions:
+    """Size and life of a bank.
+
+    ``masks`` K, a power of two up to 256, for each group and direction. ``scale`` is the noise's
+    standard deviation in units of the activations' root mean square; it is rounded up to a power
+    of two. A bank is replaced after ``rotate_rows`` rows or ``rotate_seconds``; the next one is
+    fetched in the background.
+    """
+
+    masks: int = 16
+    scale: float = 1.0
+    rotate_rows: int = 1 << 16
+    rotate_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        if not 1 <= self.masks <= 256 or self.masks & (self.masks - 1):
+            raise ConfigurationError(f"masks must be a power of two from 1 to 256, not {self.masks}")
+        if self.scale <= 0 or self.rotate_rows < 1 or self.rotate_seconds <= 0:
+            raise ConfigurationError("scale, rotate_rows and rotate_seconds must be positive")
+
+
+@dataclass
+class _Bank:
+    """K standard normal masks of one group and direction, and their effects.
+
+    ``masks`` holds one block forward, one for each member backward; ``effects`` always one for each
+    member, so that any selection of members can be served.
+    """
+
+    masks: list[torch.Tensor]
+    effects: list[torch.Tensor]
+    made: float
+    rows: int = 0
+    next: Future[_Bank] | None = None
+
+
+class NoiseBank:
+    """Privacy mode ``noise-bank``.
+
+    A row x is sent as ``x + a n_k`` with k drawn secretly for every row, and ``a (n_k W)`` is
+    subtracted from the answer. The scale a is a power of two near ``scale`` times the larger of the
+    row's and the mean root mean square, so that multiplying by it is exact and quiet rows hide
+    among loud ones.
+
+    Args:
+        remote: the executor that gets the masked rows.
+        source: computes the effects.
+        options: size and life of a bank.
+        entropy: secret random bytes.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteExecutor,
+        source: MaskSource,
+        options: NoiseBankOptions,
+        *,
+        entropy: Entropy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._remote, self._source, self._options = remote, source, options
+        self._entropy, self._clock = entropy, clock
+        self._banks: dict[tuple[int, Direction], _Bank] = {}
+        self._lock = threading.Lock()
+        self._home = Home()
+        own(self)
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-noise-bank")
+
+    def product(
+        self, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See ``tenant_sdk.products.privacy.Privacy``.
+
+        Raises:
+            ConnectionLost: this is a forked child.
+        """
+        self._home.check()
+        bank = self._bank(group, direction, len(blocks[0]))
+        started = time.perf_counter()
+        choice, silent = self._choose(blocks)
+        indices = member_indices(members)
+        if direction == Direction.FORWARD:
+            masks, effects = bank.masks, [bank.effects[i] for i in indices]
+        else:
+            masks = [bank.masks[i] for i in indices]
+            effects = [torch.stack([bank.effects[i] for i in indices]).sum(0)]
+        masked = [torch.addmm(block, choice, mask) for block, mask in zip(blocks, masks, strict=True)]
+        spent = time.perf_counter() - started
+        results = self._remote.product(Operation.PRODUCT, group, direction, members, masked)
+        started = time.perf_counter()
+        for result, effect in zip(results, effects, strict=True):
+            result.addmm_(choice, effect, alpha=-1)
+            if silent is not None:
+                # Nothing times a weight is nothing, not what rounding left of the mask: an optimizer
+                # that divides by the gradient's size would make a step of it.
+                result[silent] = 0.0
+        self._remote.stats.add(seconds_masking=spent + time.perf_counter() - started)
+        return results
+
+    def _choose(self, blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What mask each row gets, and which rows are zero.
+
+        Returns:
+            [T, K]: in each row one entry, the power of two a, in a secretly drawn column.
+            [T] bool, or None if no row is zero.
+        """
+        rows = blocks[0].shape[0]
+        norm = self._norms(blocks, torch.float32)
+        if not 1e-15 < norm.max() < np.inf:  # squares of such numbers leave float32
+            norm = self._norms(blocks, torch.float64)
+        width = sum(block.shape[1] for block in blocks)
+        loud = np.maximum(norm, norm.mean()) * (self._options.scale / width**0.5)
+        choice = np.zeros((rows, self._options.masks), np.float32)
+        picked = np.frombuffer(self._entropy(rows), np.uint8) & (self._options.masks - 1)
+        choice[np.arange(rows), picked] = np.ldexp(np.float32(1), np.frexp(loud)[1])
+        silent = norm == 0
+        return torch.from_numpy(choice), torch.from_numpy(silent) if silent.any() else None
+
+    @staticmethod
+    def _norms(blocks: list[torch.Tensor], dtype: torch.dtype) -> Any:
+        """L2 norm [T] of each row over all blocks."""
+        norms = [torch.linalg.vector_norm(block, dim=1, dtype=dtype).numpy() for block in blocks]
+        return norms[0] if len(norms) == 1 else np.linalg.norm(norms, axis=0)
+
+    def _bank(self, group: int, direction: Direction, rows: int) -> _Bank:
+        key = (group, direction)
+        with self._lock:
+            bank = self._banks.get(key)
+            if bank is not None and bank.next is not None and bank.next.done():
+                fetched, bank.next = bank.next, None  # if that failed, the next request tries again
+                bank = self._banks[key] = fetched.result()  # raises what the fetch raised
+            if bank is not None:
+                bank.rows += rows
+                options = self._options
+                old = self._clock() - bank.made > options.rotate_seconds
+                if bank.next is None and (old or bank.rows > options.rotate_rows):
+                    bank.next = self._fetcher.submit(self._make, group, direction)
+                return bank
+        made = self._make(group, direction)
+        with self._lock:
+            bank = self._banks.setdefault(key, made)
+            bank.rows += rows
+            return bank
+
+    def _make(self, group: int, direction: Direction) -> _Bank:
+        shape = self._remote.shapes[group]
+        count = len(shape.outputs)
+        if direction == Direction.FORWARD:
+            masks = [self._normal(shape.inputs)]
+            effects = self._source.effect(group, direction, (1 << count) - 1, masks)
+        else:
+            masks = [self._normal(width) for width in shape.outputs]
+            effects = [self._source.effect(group, direction, 1 << i, [masks[i]])[0] for i in range(count)]
+        return _Bank(masks, effects, self._clock())
+
+    def _normal(self, width: int) -> torch.Tensor:
+        """[K, width] standard normal by the Box-Muller transform of secret random bytes."""
+        count = self._options.masks * width
+        uniform = np.frombuffer(self._entropy(8 * count), np.uint32).reshape(2, count)
+        radius = np.sqrt(-2.0 * np.log((uniform[0] + 1.0) / 2.0**32))
+        angle = uniform[1] * (2.0 * np.pi / 2.0**32)
+        normal = (radius * np.cos(angle)).astype(np.float32)
+        return torch.from_numpy(normal.reshape(self._options.masks, width))
+
+    def forked(self) -> None:
+        """See ``shared.forks``."""
+        self._banks = {}
+
+    def close(self) -> None:
+        """Stop fetching and forget the masks; in a forked child, nothing."""
+        if self._home.left:
+            return
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
+        self._banks.clear()
+        self._source.close()

@@ -1,0 +1,443 @@
+"""What hides rows on the ring: pads, each a mask that is sent once and the effect that undoes it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Condition, Thread
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
+from shared.forks import Home, own
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import SEED_BYTES
+from shared.wire.protocol import GroupShape
+from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.connection.urgency import nobody_waits
+from tenant_sdk.products.forecast import Forecast, Kind, Order
+from tenant_sdk.products.mask_sources import MaskSource, SeedSource
+from tenant_sdk.products.noise_bank import NoiseBankOptions
+
+log = logging.getLogger(__name__)
+
+BATCH_ROWS = 64  # ordered at once for decoding
+ORDERS_UNDER_WAY = 2  # so that a source computes one while the other's answer travels
+EFFECT_ITEM_BYTES = 4
+
+
+class Pad(Protocol):
+    """The mask of one request, for the process that took it.
+
+    Both methods raise ConnectionLost in a forked child.
+    """
+
+    def request(self) -> torch.Tensor:
+        """The mask itself, int32 [T, C], for rows to be added to in place; once."""
+        ...
+
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """What to subtract from the answer's rows, part by part: contiguous int32 [n, 2 N] of each source.
+
+        Waits for what is not there yet.
+
+        Raises:
+            SymbiosisError: what a mask source failed with.
+        """
+        ...
+
+
+class Pads(Protocol):
+    """Where pads come from: one implementation for each privacy mode.
+
+    In a forked child there are none: ``take`` raises ConnectionLost, and ``close`` does nothing.
+    """
+
+    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
+        """A pad for a request; ``once``: one that is not going to be repeated like others."""
+        ...
+
+    def close(self) -> None:
+        """Stop background work and forget all masks."""
+        ...
+
+
+class NoPads:
+    """Privacy mode ``plain``: the mask is zero."""
+
+    def __init__(self, shapes: list[GroupShape]) -> None:
+        self._shapes, self._home = shapes, Home()
+
+    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
+        """See Pads."""
+        self._home.check()
+        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+        return _NoPad(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
+
+    def close(self) -> None:
+        """See Pads."""
+
+
+@dataclass(frozen=True)
+class _NoPad:
+    zeros: torch.Tensor
+    home: Home = field(default_factory=Home)
+
+    def request(self) -> torch.Tensor:
+        self.home.check()
+        return self.zeros
+
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        self.home.check()
+        yield slice(0, len(self.zeros)), []
+
+
+@dataclass
+class _Bank:
+    masks: torch.Tensor = field(repr=False)
+    effects: torch.Tensor = field(repr=False)
+    made: float
+    used: int = 0
+
+
+class BankPads:
+    """Privacy mode ``noise-bank`` on the ring: K uniform masks for each kind, one picked secretly a row.
+
+    The same weakness as with floats: a mask that serves twice shows the difference of two rows, and
+    whoever computed the effects knows every mask (``tenant_sdk.products.noise_bank``). The options'
+    ``scale`` has no meaning here: a uniform mask has no size.
+    """
+
+    def __init__(
+        self,
+        shapes: list[GroupShape],
+        source: MaskSource,
+        options: NoiseBankOptions,
+        entropy: Entropy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._shapes, self._source = shapes, source
+        self._options, self._entropy, self._clock = options, entropy, clock
+        self._banks: dict[Kind, _Bank] = {}
+        self._lock = Condition()
+        self._home = Home()
+        own(self)
+
+    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
+        """See Pads."""
+        self._home.check()
+        with self._lock:
+            bank, now = self._banks.get(kind), self._clock()
+            if (
+                bank is None
+                or bank.used > self._options.rotate_rows
+                or now - bank.made > self._options.rotate_seconds
+            ):
+                bank = self._banks[kind] = _Bank(*self._make(kind), made=now)
+            bank.used += rows
+        drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
+        picked = torch.from_numpy(drawn & (self._options.masks - 1))
+        return _BankPad(bank.masks[picked], bank.effects, picked)
+
+    def _make(self, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+        masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
+        (effects,) = self._source.effect(*kind, [masks])
+        return masks, effects
+
+    def forked(self) -> None:
+        """See ``shared.forks``."""
+        self._banks = {}
+
+    def close(self) -> None:
+        """See Pads."""
+        if self._home.left:
+            return
+        self._banks.clear()
+        self._source.close()
+
+
+@dataclass(frozen=True)
+class _BankPad:
+    masks: torch.Tensor = field(repr=False)
+    bank: torch.Tensor = field(repr=False)  # effects
+    picked: torch.Tensor = field(repr=False)
+    home: Home = field(default_factory=Home)
+
+    def request(self) -> torch.Tensor:
+        self.home.check()
+        return self.masks  # a copy: indexing made it
+
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        self.home.check()
+        yield slice(0, len(self.picked)), [self.bank[self.picked]]
+
+
+class _Batch:
+    """Rows that each mask source multiplies for one fresh seed of its own; handed out once, in order."""
+
+    def __init__(self, rows: int, streams: list[MaskStream], effects: list[Future[torch.Tensor]]) -> None:
+        self.rows = rows
+        self.streams = streams
+        self.effects = effects
+        self.used = 0
+        self.drawing = False  # how far the streams have gone is not known if that was interrupted
+
+    @property
+    def left(self) -> int:
+        return self.rows - self.used
+
+    @property
+    def failed(self) -> bool:
+        return self.drawing or any(
+            e.done() and (e.cancelled() or e.exception() is not None) for e in self.effects
+        )
+
+    def draw(self, rows: int, columns: int) -> torch.Tensor:
+        """The sum of the sources' masks of the next rows. The streams cannot be turned back."""
+        total = self.streams[0].draw(rows, columns)
+        for stream in self.streams[1:]:
+            total.add_(stream.draw(rows, columns))
+        return total
+
+
+class OneTimePad:
+    """A mask and its effect that serve one request and no other.
+
+    The mask is handed over once and the rows are added to it in place, so that afterwards it exists
+    nowhere; the key streams that made it have gone on.
+    """
+
+    def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, list[Future[torch.Tensor]]]]) -> None:
+        self._home = Home()
+        self._mask: torch.Tensor | None = mask
+        self._parts = parts  # rows, where they begin in the effects, and the effects
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a copy of a one-time pad would hand its mask over again")
+
+    def request(self) -> torch.Tensor:
+        """See Pad.
+
+        Raises:
+            RuntimeError: it was handed over before.
+            ConnectionLost: this is a forked child.
+        """
+        self._home.check()
+        mask, self._mask = self._mask, None
+        if mask is None:
+            raise RuntimeError("a one-time pad was asked for its mask twice")
+        return mask
+
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """See Pad."""
+        at = 0
+        for rows, start, effects in self._parts:
+            self._home.check()  # nothing arrives in a child
+            try:
+                there = [effect.result()[start : start + rows] for effect in effects]
+            except CancelledError:
+                raise ConnectionLost("the session was closed while an effect was under way") from None
+            yield slice(at, at + rows), there
+            at += rows
+
+
+class OneTimePads:
+    """Privacy mode ``one-time``: a fresh uniform mask for every row, from sources that do not collude.
+
+    Each source gets a seed of its own and returns the effect of what it expands to; the mask is the sum
+    of all expansions, so it is uniform for the provider unless it colludes with every one of them, and a
+    source sees nothing but a random seed. Effects do not depend on data: they are fetched ahead,
+    as far as the budget allows, and what is not there when it is needed is asked for while the
+    provider works.
+
+    Args:
+        shapes: the provider's groups.
+        sources: at least one.
+        budget_bytes: what effects in store or ordered ahead may take.
+        entropy: secret random bytes; the operating system's.
+    """
+
+    def __init__(
+        self,
+        shapes: list[GroupShape],
+        sources: list[SeedSource],
+        *,
+        budget_bytes: int,
+        entropy: Entropy,
+    ) -> None:
+        if not sources:
+            raise ConfigurationError("one-time masks need at least one mask source")
+        self._shapes, self._sources, self._entropy = shapes, sources, entropy
+        self.budget_bytes, self.batch_rows = budget_bytes, BATCH_ROWS
+        self._pools = [
+            ThreadPoolExecutor(ORDERS_UNDER_WAY, thread_name_prefix=f"symbiosis-mask-source-{i}")
+            for i in range(len(sources))
+        ]
+        self._changed = Condition()  # guards all below
+        self._store: dict[Kind, deque[_Batch]] = {}
+        self._under_way = 0
+        self._forecast = Forecast()
+        self._resting = True  # until the first request, and after a source failed
+        self._closed = False
+        self._warned = not budget_bytes  # whoever gives none knows
+        self._satisfied = False  # nothing under way, and nothing to order
+        self._home = Home()
+        own(self)
+        Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
+
+    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
+        """See Pads. Never waits.
+
+        Raises:
+            ConnectionLost: the session is closed, or this process is not the one that opened it.
+        """
+        self._home.check()
+        columns = self._shapes[kind.group].plan(kind.direction, kind.members).request_columns
+        masks: list[torch.Tensor] = []
+        parts: list[tuple[int, int, list[Future[torch.Tensor]]]] = []
+        with self._changed:
+            if self._closed:
+                raise ConnectionLost("the session is closed")
+            batches = self._store.setdefault(kind, deque())
+            missing = rows
+            while missing:
+                if batches and batches[0].failed:
+                    batches.popleft()
+                    continue
+                if not batches:
+                    self._order(kind, min(missing, self._max_rows(kind)))
+                batch = batches[0]
+                count = min(missing, batch.left)
+                batch.drawing = True
+                masks.append(batch.draw(count, columns))
+                parts.append((count, batch.used, batch.effects))
+                batch.used += count
+                batch.drawing = False
+                if batch.left == 0:
+                    batches.popleft()  # or its effects would stay in memory until the kind is asked for again
+                missing -= count
+            if not once:
+                self._forecast.asked(kind, rows)
+            self._resting = False
+            if sum(batch.left for batch in batches) < max(rows, self.batch_rows):
+                self._changed.notify_all()
+        return OneTimePad(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
+
+    @property
+    def _stock(self) -> dict[Kind, int]:
+        """Rows in store or ordered."""
+        return {kind: sum(batch.left for batch in batches) for kind, batches in self._store.items()}
+
+    @property
+    def _stored_bytes(self) -> int:
+        return sum(rows * self._row_bytes(kind) for kind, rows in self._stock.items())
+
+    def _max_rows(self, kind: Kind) -> int:
+        return min(source.max_rows(*kind) for source in self._sources)
+
+    def _row_bytes(self, kind: Kind) -> int:
+        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+        return plan.answer_columns * EFFECT_ITEM_BYTES * len(self._sources)
+
+    def _order(self, kind: Kind, rows: int) -> None:
+        """Have every source multiply the mask of a fresh seed."""
+        seeds = [self._entropy(SEED_BYTES) for _ in self._sources]
+        effects = [
+            pool.submit(copy_context().run, partial(source.seed_effect, *kind, rows, seed))
+            for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
+        ]
+        self._store.setdefault(kind, deque()).append(
+            _Batch(rows, [MaskStream(seed) for seed in seeds], effects)
+        )
+        self._under_way += len(effects)
+        for effect in effects:
+            effect.add_done_callback(self._arrived)
+
+    def _arrived(self, effect: Future[torch.Tensor]) -> None:
+        with self._changed:
+            self._under_way -= 1
+            if effect.cancelled() or effect.exception() is not None:
+                self._resting = True  # whoever needs the effect gets the error; do not ask on and on
+            self._changed.notify_all()
+
+    def _fetch_ahead(self) -> None:
+        with nobody_waits(), self._changed:
+            while not self._closed:
+                if not self._resting and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
+                    order = self._forecast.next_order(
+                        self._stock,
+                        budget_bytes=self.budget_bytes,
+                        row_bytes=self._row_bytes,
+                        batch_rows=self.batch_rows,
+                    )
+                    if order is not None and self._make_room(order):
+                        try:
+                            self._order(order.kind, min(order.rows, self._max_rows(order.kind)))
+                        except RuntimeError:
+                            return  # the interpreter ends, and its pools take no more work
+                        continue
+                    self._satisfied = self._under_way == 0
+                    if self._satisfied:
+                        self._changed.notify_all()
+                self._changed.wait()
+
+    def fill(self, budget_bytes: int, timeout: float) -> None:
+        """Fetch ahead what a budget allows, wait until it is there, and fetch no more: for measurements.
+
+        Raises:
+            RequestTimeout: it took longer than ``timeout`` seconds.
+            ConnectionLost: this is a forked child.
+        """
+        self._home.check()
+        with self._changed:
+            self.budget_bytes, self._satisfied, self._warned = budget_bytes, False, True
+            self._changed.notify_all()
+            full = self._changed.wait_for(lambda: self._satisfied, timeout)
+            self.budget_bytes = 0
+        if not full:
+            raise RequestTimeout(f"the mask sources did not fill the store within {timeout:.0f} s")
+
+    def _make_room(self, order: Order) -> bool:
+        """Whether an order fits into the budget, perhaps after throwing away what will not be used."""
+        size = order.rows * self._row_bytes(order.kind)
+        if size > self.budget_bytes:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "the budget for masks, %.1f MiB, is too small to fetch effects ahead for requests of %d "
+                    "rows, which take %.1f MiB each; they are asked for when needed, which is slower",
+                    self.budget_bytes / 2**20,
+                    order.rows,
+                    size / 2**20,
+                )
+            return False
+        if size > self.budget_bytes - self._stored_bytes:
+            for kind in self._forecast.surplus(self._stock, self.batch_rows):
+                self._store[kind].popleft()
+        return size <= self.budget_bytes - self._stored_bytes
+
+    def forked(self) -> None:
+        """See ``shared.forks``."""
+        self._store = {}
+
+    def close(self) -> None:
+        """See Pads."""
+        if self._home.left:
+            return
+        with self._changed:
+            self._closed = True
+            self._store.clear()
+            self._changed.notify_all()
+        for source in self._sources:
+            source.close()  # which ends what is under way
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)  # one may be opening a connection

@@ -1,0 +1,178 @@
+"""Checking that an answer is the product it must be, without computing it (Freivalds 1977).
+
+For a secret random z, ``u . z = x . (W z)`` holds for the right u. z is one vector of uniform int32 over
+both planes, and the sums are taken modulo 2^64. A wrong answer that is not noticed has an error d with
+``d . z = 0`` modulo 2^64. Its entries are under 2^32 in size; take one that is not zero, 2^k times an odd
+number with k < 32, and fix all other entries of z: that entry of z is then determined modulo 2^(64 - k),
+so at most one of its 2^32 values fits. Hence a wrong row passes with probability at most 2^-32. The
+check is on the unmasked integers, so it covers the provider and the mask sources alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from shared.errors import VerificationError
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import PLANES, SEED_BYTES, Direction, member_indices
+from shared.wire.messages import GroupInfo
+from shared.wire.protocol import GroupShape
+from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.products.forecast import Kind
+
+_DIGITS = 4
+TRIAL_ROWS = 40  # a falsified fingerprint passes with probability 2^-40
+
+# Kind and int32 rows [n, C] to the integer products [n, 2 N].
+IntegerProduct = Callable[[Kind, torch.Tensor], torch.Tensor]
+
+
+class FingerprintRefuted(Exception):
+    """A fingerprint and the products that it is for do not fit each other."""
+
+
+class Fingerprint(NamedTuple):
+    """Secret z and ``W z`` of one kind of product."""
+
+    challenge: torch.Tensor  # int32 [2 N], the planes one behind the other
+    factor: torch.Tensor  # int64 [C], modulo 2^64
+
+
+class Fingerprints(Protocol):
+    """Where fingerprints come from."""
+
+    def get(self, kind: Kind, product: IntegerProduct) -> Fingerprint:
+        """The fingerprint of a kind; ``product`` is the session's own, with its masks."""
+        ...
+
+
+def transposed(kind: Kind) -> Kind:
+    """The product in the other direction, with which a fingerprint is made."""
+    other = Direction.BACKWARD if kind.direction == Direction.FORWARD else Direction.FORWARD
+    return Kind(kind.group, other, kind.members)
+
+
+def draw_challenge(entropy: Entropy, width: int) -> torch.Tensor:
+    """A secret z: uniform int32 [2, width]."""
+    return MaskStream(entropy(SEED_BYTES)).draw(PLANES, width)
+
+
+def multiply_challenge(
+    challenge: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """``W z`` modulo 2^64: int64 [C] from z [2, N] and the transposed product, [n, N] to [n, 2 C].
+
+    That product is modulo 2^32, so z is multiplied digit by digit, in base 256, which keeps each far
+    below: the digits are random, and so sums of N terms are near sqrt(N) 2^14, not N 2^14. Each plane's
+    part of z wants that plane's product alone; the others are left.
+    """
+    rest, digits = challenge.long(), []
+    for _ in range(_DIGITS - 1):
+        digit = (rest + 128 & 255) - 128
+        digits.append(digit)
+        rest = rest - digit >> 8
+    rows = torch.stack([*digits, rest]).to(torch.int32)  # the last may be 128
+    answers = product(rows.view(_DIGITS * PLANES, -1)).long().view(_DIGITS, PLANES, PLANES, -1)
+    parts = answers[:, 0, 0] + answers[:, 1, 1]
+    return sum((parts[i] << 8 * i for i in range(_DIGITS)), torch.zeros_like(parts[0]))
+
+
+class LiveFingerprints:
+    """Made when a kind is first asked for, through products of the session itself or of a checkpoint.
+
+    Through the session, z travels under one-time masks like any row, so nobody who could use it
+    learns it. What is checked then is that the executors go on multiplying with the weights that they
+    multiplied z with, and that no one of them deviates alone; that these are the right weights, only
+    fingerprints of the tenant's own checkpoint can show.
+
+    Args:
+        entropy: secret random bytes.
+        product: None for the session's own.
+    """
+
+    def __init__(
+        self, shapes: list[GroupShape], entropy: Entropy, product: IntegerProduct | None = None
+    ) -> None:
+        self._shapes, self._entropy, self._product = shapes, entropy, product
+        self._made: dict[Kind, Fingerprint] = {}
+
+    def get(self, kind: Kind, product: IntegerProduct) -> Fingerprint:
+        """See Fingerprints."""
+        made = self._made.get(kind)
+        if made is None:
+            plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+            challenge = draw_challenge(self._entropy, plan.answer_columns // PLANES)
+            multiply = self._product or product
+            factor = multiply_challenge(challenge, lambda rows: multiply(transposed(kind), rows))
+            made = Fingerprint(challenge.view(-1), factor)
+            if self._product is None:
+                self._try(kind, made, plan.request_columns, multiply)
+            made = self._made.setdefault(kind, made)
+        return made
+
+    def _try(self, kind: Kind, made: Fingerprint, columns: int, multiply: IntegerProduct) -> None:
+        """Check random rows before any of the tenant's.
+
+        A fingerprint that one executor falsified would fit some rows of the tenant's and not others, and
+        so tell that executor about them. It does not fit these: every row finds every falsification with
+        probability 1/2 or more, also one of 2^63, which rows of even numbers do not show.
+        """
+        rows = MaskStream(self._entropy(SEED_BYTES)).draw(TRIAL_ROWS, columns) >> 24
+        answers = multiply(kind, rows).long()
+        if not torch.equal((answers * made.challenge).sum(1), (rows.long() * made.factor).sum(1)):
+            raise FingerprintRefuted
+
+
+class Verifier:
+    """Decides what to check, and checks it.
+
+    Args:
+        fingerprints: of the executors' weights.
+        groups: for messages.
+        rate: of requests, more than 0 and at most 1; which ones is drawn secretly.
+        entropy: secret random bytes.
+        parties: who may have been wrong, for messages.
+    """
+
+    def __init__(
+        self,
+        fingerprints: Fingerprints,
+        groups: tuple[GroupInfo, ...],
+        *,
+        rate: float,
+        entropy: Entropy,
+        parties: str,
+    ) -> None:
+        self._fingerprints, self._groups = fingerprints, groups
+        self._threshold = max(1, round(rate * 2**32))
+        self._entropy, self._parties = entropy, parties
+
+    def fingerprint(self, kind: Kind, product: IntegerProduct) -> Fingerprint | None:
+        """What to check the next request of a kind with, or None if it is not drawn.
+
+        The fingerprint is made either way: executors see when one is, and what comes next.
+
+        Raises:
+            VerificationError: the fingerprint that the executors made is wrong.
+        """
+        try:
+            made = self._fingerprints.get(kind, product)
+        except FingerprintRefuted:
+            raise self.error(kind) from None
+        if self._threshold < 1 << 32 and int.from_bytes(self._entropy(4)) >= self._threshold:
+            return None
+        return made
+
+    def error(self, kind: Kind) -> VerificationError:
+        """A wrong answer to a request of this kind, in words."""
+        members = self._groups[kind.group].members
+        names = ", ".join(members[i].name for i in member_indices(kind.members))
+        return VerificationError(
+            f"a wrong answer: the {kind.direction.name.lower()} product of group {kind.group} ({names}) is "
+            f"not what the weights give. {self._parties} computed it. Nothing of it was used, and this "
+            "session asks for nothing more. Go on from your last checkpoint in a new session, with other "
+            "executors if you can, and tell the operators"
+        )

@@ -1,0 +1,233 @@
+"""What a tenant trusts, held against what an executor's manifest lists.
+
+Everything that a tenant downloads (configuration, tokenizer, embeddings, norms, head) is listed in the
+manifest with its SHA-256, and refused if it is not that. So a manifest that lists what a checkpoint of the
+tenant's own holds, or what an executor of another operator lists, stands for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import transformers
+from torch import device, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError, ModelMismatch
+from shared.wire.messages import Manifest, Member
+
+# What executors that do not collude must agree on.
+ATTESTED = (
+    "weights",
+    "numerics",
+    "groups",
+    "architecture",
+    "base_prefix",
+    "parameters",
+    "unavailable",
+    "files",
+    "digest",
+)
+
+
+class Trusted(msgspec.Struct, frozen=True):
+    """What a checkpoint holds besides the weights of linear layers.
+
+    ``files``: SHA-256 by name. ``tensors``: of each tensor of the model that the checkpoint stores, SHA-256
+    by the names that it has in the model's state dict; tied parameters are one tensor with several.
+    """
+
+    architecture: str
+    base_prefix: str
+    files: dict[str, str]
+    tensors: tuple[dict[str, str], ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Trusted:
+        """Of a checkpoint, which is read whole.
+
+        Raises:
+            CheckpointError: transformers does not know the model.
+        """
+        model = skeleton(checkpoint)
+        prefix = prefix_of(model)
+        hashes: dict[str, str] = {}
+        tensors = []
+        for names in names_of_tensors(model):
+            stored = {name: tensor for name in names if (tensor := checkpoint.stored_as(name, prefix))}
+            for tensor in set(stored.values()) - hashes.keys():
+                hashes[tensor] = checkpoint.sha256(tensor)
+            if stored:
+                first = hashes[next(iter(stored.values()))]
+                tensors.append({name: hashes[stored[name]] if name in stored else first for name in names})
+        return cls(
+            type(model).__name__,
+            prefix,
+            {info.name: info.sha256 for info in checkpoint.tenant_files()},
+            tuple(tensors),
+        )
+
+    def check(self, manifest: Manifest, what: str) -> None:
+        """Hold a manifest against it.
+
+        Args:
+            what: is trusted, in words.
+
+        Raises:
+            ModelMismatch: the manifest lists something else, more, or less.
+        """
+        for mine, theirs, name in (
+            (self.architecture, manifest.architecture, "architecture"),
+            (self.base_prefix, manifest.base_prefix, "base_prefix"),
+        ):
+            if mine != theirs:
+                raise ModelMismatch(f"the executor says {name} {theirs[:80]!r}, {what}: {mine!r}")
+        files = {info.name: info.sha256 for info in manifest.files}
+        for name in sorted(self.files.keys() | files.keys()):
+            if self.files.get(name) != files.get(name):
+                raise ModelMismatch(
+                    f"the executor's {name} is not that of {what}: tokenizer and configuration decide how "
+                    "many rows a text has, so both must have the same files"
+                )
+        known = {name: sha256 for names in self.tensors for name, sha256 in names.items()}
+        for info in manifest.parameters:
+            if known.get(info.name) != info.sha256:
+                raise ModelMismatch(f"the executor's parameter {info.name[:80]} is not that of {what}")
+        listed, served = {info.name for info in manifest.parameters}, set(_served(manifest))
+        for names in self.tensors:
+            # A tensor with several names, such as an embedding that is the head too, is needed for each.
+            if not (listed & names.keys() or names.keys() <= served):
+                raise ModelMismatch(f"the executor leaves out the parameter {min(names)}, which {what} has")
+
+
+def open_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
+    """The tenant's copy of what the executor serves.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+        ModelMismatch: it holds other weights than the executor serves.
+    """
+    checkpoint = Checkpoint(folder)
+    if not checkpoint.holds(manifest):
+        raise ModelMismatch(
+            f"the checkpoint {folder} does not hold the weights that the executor serves "
+            f"({manifest.model}, weights {manifest.weights[:16]})"
+        )
+    for member in (member for group in manifest.groups for member in group.members):
+        _check_tensor(checkpoint, member)
+    return checkpoint
+
+
+def trusted_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
+    """The tenant's copy of what the executor serves, which is also right about all else that it lists.
+
+    Raises:
+        CheckpointError, ModelMismatch: as ``open_checkpoint``; other parameters or files.
+    """
+    checkpoint = open_checkpoint(folder, manifest)
+    Trusted.of(checkpoint).check(manifest, f"the checkpoint {folder}")
+    return checkpoint
+
+
+def _check_tensor(checkpoint: Checkpoint, member: Member) -> None:
+    """Refuse a layer that is said to have another layer's weight, of which the digest shows nothing."""
+
+    def belongs(tensor: str) -> bool:
+        return f".{tensor}".endswith(f".{member.name}.weight")
+
+    # A tied weight may be stored under another name, but then its own is not there.
+    if not belongs(member.tensor) and any(belongs(name) for name in checkpoint.names()):
+        raise ModelMismatch(
+            f"the executor says that {member.name} has the weight {member.tensor}, which is another layer's "
+            f"in {checkpoint.folder}"
+        )
+
+
+def check_agreement(url: str, source: Manifest, provider: Manifest) -> None:
+    """Whether a mask source lists what the provider lists.
+
+    Raises:
+        ModelMismatch: it does not; one of the two lies, or is mistaken.
+    """
+    for field in ATTESTED:
+        mine, theirs = getattr(source, field), getattr(provider, field)
+        if mine != theirs:
+            raise ModelMismatch(
+                f"provider and mask source {url} do not serve the same: {_difference(field, mine, theirs)}. "
+                "One of them is mistaken or lies; ask both which checkpoint they serve (the source: "
+                f"{source.model[:80]!r}, {source.numerics[:20]}, digest {source.digest[:16]}; the provider: "
+                f"{provider.model[:80]!r}, {provider.numerics[:20]}, digest {provider.digest[:16]})"
+            )
+
+
+def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The model of a checkpoint of the tenant's own, without values.
+
+    Raises:
+        CheckpointError: transformers does not know it.
+    """
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+        model_class = getattr(transformers, (config.architectures or [""])[0])
+        with device("meta"):
+            model: PreTrainedModel = model_class(config)
+    except Exception as error:
+        # Every architecture fails in a way of its own on a configuration that makes no sense.
+        raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error!r}") from error
+    return model
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model below a PEFT wrapper, or the model itself."""
+    get = getattr(model, "get_base_model", None)
+    return get() if callable(get) else model
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of a model by their name below the base model, as manifests name them.
+
+    A layer that PEFT has wrapped goes by the name that it had before.
+    """
+    inner = base_model(model)
+    prefix = getattr(inner, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and hasattr(inner, prefix) else ""
+    return {
+        name.removeprefix(prefix).removesuffix(".base_layer"): module
+        for name, module in inner.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
+
+
+def names_of_tensors(model: PreTrainedModel) -> list[list[str]]:
+    """The names of each tensor of a model; tied ones are one tensor with several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def prefix_of(model: PreTrainedModel) -> str:
+    """The attribute that holds the base model, or nothing."""
+    prefix = model.base_model_prefix
+    return prefix if hasattr(model, prefix) else ""
+
+
+def _served(manifest: Manifest) -> Iterator[str]:
+    """The weights of layers that the executor multiplies with, as a state dict may name them."""
+    for group in manifest.groups:
+        if not group.head:
+            for member in group.members:
+                yield f"{member.name}.weight"
+                yield f"{manifest.base_prefix}.{member.name}.weight"
+
+
+def _difference(field: str, mine: object, theirs: object) -> str:
+    if field in ("files", "parameters"):
+        one, other = ({each.name: each for each in listed} for listed in (mine, theirs))  # type: ignore[attr-defined]
+        differ = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
+        return f"{field[:-1]} {min(differ)[:80]}" if differ else f"another order of {field}"
+    return f"another {field}"

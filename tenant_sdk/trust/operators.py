@@ -1,0 +1,262 @@
+"""Who is on the other end: provider and mask sources must not be the same operator."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+import threading
+import warnings
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from shared.errors import ConfigurationError
+from tenant_sdk.connection.handshake import split_url
+
+# What can show that two parties are one operator, or lets one of them act as the other. The words are those
+# of ``allow_same``.
+SIGNS = {
+    "host": "host",
+    "address": "address",
+    "key": "certificate key",
+    "machine": "machine",
+    "authority": "certificate authority",
+    "token": "token",
+}
+_SYSTEMS = "the operating system"
+SYSTEM = "system"  # as a mask source's authority: those of the operating system
+
+
+class Identity(NamedTuple):
+    """What tells operators apart, as far as a tenant can see."""
+
+    host: str
+    address: str
+    key: bytes  # of the certificate
+    here: bool  # it is on this machine
+
+
+class Operators:
+    """Remembers everybody who answered under which URL, and refuses two parties that are one.
+
+    It notices mistakes, not operators that hide behind two names: that two are independent is for the
+    tenant to know.
+
+    Args:
+        allowed: signs that are only noted.
+    """
+
+    def __init__(self, allowed: Collection[str]) -> None:
+        self._allowed = allowed
+        self._known: dict[Hashable, dict[Identity, str]] = {}  # of each party all identities, and their URLs
+        self._lock = threading.Lock()
+        self.same = ""  # what was found, in words
+
+    def meet(self, url: str, sock: ssl.SSLSocket | None, party: Hashable = None) -> None:
+        """Compare a new connection with those of other parties; at every connection, also a later one.
+
+        Args:
+            url: under which it was reached.
+            sock: the connection, after TLS; None: the executor is on this machine, without TLS.
+            party: which provider or mask source it is; default: what the URL says, so that two under
+                one URL are one.
+
+        Raises:
+            ConfigurationError: a sign that is not allowed, in common with any earlier connection of another.
+        """
+        mine = _THIS_MACHINE if sock is None else _identity(url, sock)
+        with self._lock:
+            for known, identities in self._known.items():
+                if known == (party or url):
+                    continue
+                for theirs, other in identities.items():
+                    if signs := _equal(mine, theirs):
+                        self.same = f"{url} and {other} have the same {_words(signs)}"
+                    if forbidden := [sign for sign in signs if sign not in self._allowed]:
+                        raise ConfigurationError(f"{self.same}: {_advice(forbidden)}")
+            self._known.setdefault(party or url, {})[mine] = url
+
+
+def allowed_signs(allow_same: Collection[str], allow_same_operator: bool) -> frozenset[str]:
+    """Which signs are waived.
+
+    Raises:
+        ConfigurationError: a name that is none of ``SIGNS``.
+    """
+    if isinstance(allow_same, str) or not set(allow_same) <= SIGNS.keys():
+        raise ConfigurationError(f"allow_same is a set of some of {', '.join(SIGNS)}, not {allow_same!r}")
+    return frozenset(SIGNS if allow_same_operator else allow_same)
+
+
+def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]) -> list[str]:
+    """The mask sources' tokens, each its own: a token is never shown to another operator.
+
+    Args:
+        token: of the provider.
+        given: for each mask source that is an executor behind a token.
+
+    Raises:
+        ConfigurationError: one is missing, or is the provider's or another source's.
+    """
+    if "token" in allowed:
+        return [each or token for each in given]
+    if None in given or "" in given:
+        raise ConfigurationError(
+            "give the mask source's own token: mask_source_token=... (`--mask-source-token-env`). The "
+            "provider's is not sent to another operator, who could then act as this tenant there; "
+            f"{_waiver(['token'])}"
+        )
+    if len({token, *given}) <= len(given):
+        raise ConfigurationError(
+            "provider and mask sources have the same token: each operator could act as this tenant at the "
+            f"other. Ask each for a token of its own; {_waiver(['token'])}"
+        )
+    return [str(each) for each in given]
+
+
+def own_authorities(
+    ca: str | Path | None, given: Sequence[str | Path | None], allowed: Collection[str]
+) -> list[str | Path | None]:
+    """The mask sources' certificate authorities; private ones are each party's own.
+
+    Who holds an authority's key and sits on the path can answer in the place of everybody whom that authority
+    vouches for. A provider whose authority also vouches for the mask source could take its place.
+
+    Args:
+        ca: PEM file of the provider's authority; None: the operating system's.
+        given: for each mask source that is reached by TLS.
+
+    Returns:
+        For each PEM file, or None for the operating system's.
+
+    Raises:
+        ConfigurationError: a private authority is missing, or vouches for two parties; an unreadable file.
+    """
+    if "authority" in allowed:
+        return [ca if each is None else None if each == SYSTEM else each for each in given]
+    if ca is not None and None in given:
+        raise ConfigurationError(
+            "give the mask source's own authority: mask_source_ca=FILE (`--mask-source-ca`), or 'system' for "
+            "those of the operating system. The provider's, given with ca=, could sign a certificate for the "
+            f"mask source's address, and read what is sent there; {_waiver(['authority'])}"
+        )
+    chosen = [None if each == SYSTEM else each for each in given]
+    seen: dict[bytes, str | Path] = {}
+    files = [ca, *chosen]
+    for at, file in enumerate(files):
+        if file is None and (not any(files) or None in files[:at]):
+            continue  # the operating system's may vouch for several
+        keys = _keys_of(file)
+        for key in keys & seen.keys():
+            raise ConfigurationError(
+                f"{file or _SYSTEMS} and {seen[key]} hold the same certificate authority, which could take "
+                "the place of either party and read both. Ask each operator for its own; "
+                f"{_waiver(['authority'])}"
+            )
+        seen |= dict.fromkeys(keys, file or _SYSTEMS)
+    return chosen
+
+
+def _keys_of(file: str | Path | None) -> set[bytes]:
+    """What tells the authorities of a file apart, as OpenSSL finds them; None: the operating system's.
+
+    Certificates, and of a file their public keys too: one key may have several certificates.
+    """
+    if file is None:
+        return _keys_of_the_system()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(file)
+        found = set(context.get_ca_certs(binary_form=True))
+        keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigurationError(f"cannot use the authority's certificate file {file}: {error}") from error
+    return found | keys
+
+
+def _keys_of_the_system() -> set[bytes]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_default_certs()
+    # OpenSSL reads its directories' files only when it looks for one of them.
+    paths = ssl.get_default_verify_paths()
+    folders = os.environ.get(paths.openssl_capath_env, paths.openssl_capath)
+    for folder in folders.split(os.pathsep):
+        for path in sorted(Path(folder).glob("*.[0-9]*")):  # named by a hash, as OpenSSL finds them
+            with suppress(OSError):  # ssl.SSLError, too: others than certificates
+                context.load_verify_locations(path)
+    found = set(context.get_ca_certs(binary_form=True))
+    keys = set()
+    for each in found:
+        # Some certificates are older than the rules, of which this would warn, or fail.
+        with suppress(ValueError), warnings.catch_warnings(action="ignore"):
+            keys.add(_public_key(x509.load_der_x509_certificate(each)))
+    return found | keys
+
+
+def _public_key(certificate: x509.Certificate) -> bytes:
+    return certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _words(signs: Iterable[str]) -> str:
+    return ", ".join(SIGNS[sign] for sign in signs)
+
+
+def _advice(signs: list[str]) -> str:
+    return (
+        "provider and mask sources must be run by operators that do not collude, or whoever runs both "
+        f"subtracts every mask. Name executors of different operators; {_waiver(signs)}"
+    )
+
+
+def _waiver(signs: list[str]) -> str:
+    names = "{" + ", ".join(repr(sign) for sign in signs) + "}"
+    options = " ".join(f"--allow-same {sign}" for sign in signs)
+    return (
+        f"if that is meant, allow_same={names} (`{options}`); to try it out on one machine, "
+        "allow_same_operator=True (`--allow-same-operator`)"
+    )
+
+
+_THIS_MACHINE = Identity("", "", b"", here=True)
+
+
+def _identity(url: str, sock: ssl.SSLSocket) -> Identity:
+    key = _public_key(x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b""))
+    try:
+        address, own = (_plain_address(end()[0]) for end in (sock.getpeername, sock.getsockname))
+    except OSError:  # it has ended already, and will say so to whoever reads from it
+        address = own = ""
+    here = address != "" and (address == own or ipaddress.ip_address(address).is_loopback)
+    return Identity(_host(url), address, key, here)
+
+
+def _host(url: str) -> str:
+    """The name as it is looked up: one name has many spellings."""
+    host = split_url(url)[0]
+    try:
+        host = host.encode("idna").decode()
+    except UnicodeError:
+        pass  # it is looked up in vain
+    return host.rstrip(".").lower()
+
+
+def _equal(one: Identity, other: Identity) -> list[str]:
+    """The signs that two have in common."""
+    signs = [name for name in ("host", "address", "key") if getattr(one, name) == getattr(other, name)]
+    signs = [name for name in signs if getattr(one, name)]  # who is here without TLS has none of them
+    return [*signs, "machine"] if one.here and other.here else signs
+
+
+def _plain_address(address: str) -> str:
+    """An IPv4 address in IPv6 clothes is the same machine's."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)

@@ -1,0 +1,1 @@
+"""What the commands `finetune` and `generate` do."""

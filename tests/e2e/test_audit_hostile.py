@@ -1,0 +1,120 @@
+"""Attacks by a provider that does more than watch: on products broken on purpose, and on streams made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from audits import PLAN, Short, lines
+
+from security.attacks.streams import SpeculationWatch, Stream, TopicFromTraffic, from_told
+from security.claims import CLAIMS
+from security.findings import Hostile
+from security.hostile import HostileProvider
+from security.plan import Result
+from tenant_sdk.model import loading as model_loading
+from tenant_sdk.products import pads, verification
+
+RNG = np.random.default_rng(0)
+SMALL = replace(PLAN, oracle_lies=8, imprinted_steps=4, speculated_prompts=8, topic_prompts=2)
+
+
+@contextmanager
+def provider(folder: Path) -> Iterator[HostileProvider]:
+    audit = Short()
+    with audit.executors(folder) as parties:
+        yield HostileProvider(parties, folder, SMALL, lines(), RNG, audit.confidence)
+
+
+def judged(hostile: list[Hostile]) -> dict[str, bool]:
+    """Claims about hostile providers, and controls, that say something of these attacks."""
+    findings = [each for h in hostile for each in (h.defended, h.control)]
+    result = Result(findings, hostile)
+    names = {h.attack for h in hostile}
+    verdicts = {c.identity: c.verdict(result) for c in CLAIMS if names & set(c.attack.split(", "))}
+    return {name: verdict.holds for name, verdict in verdicts.items()}
+
+
+def test_who_stops_says_nothing(tmp_path: Path) -> None:
+    with provider(tmp_path) as hostile:
+        assert judged(hostile.abort_oracle()) == {"abort-oracle": True, "control-abort-oracle": True}
+
+
+def test_a_fingerprint_that_nobody_tries_is_an_oracle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fits the row that has a zero where it is wrong, and not the other."""
+    monkeypatch.setattr(verification.LiveFingerprints, "_try", lambda *_: None)
+    with provider(tmp_path) as hostile:
+        (found,) = hostile.abort_oracle()
+    assert not found.same
+    assert judged([found]) == {"abort-oracle": False, "control-abort-oracle": True}
+
+
+def test_crafted_parameters_say_nothing_under_masks(tmp_path: Path) -> None:
+    with provider(tmp_path) as hostile:
+        assert judged(hostile.imprints()) == {"imprinted-parameters": True, "control-imprinted": True}
+
+
+def test_crafted_parameters_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pads.OneTimePads, "take", lambda self, kind, rows, **_: pads.NoPads(self._shapes).take(kind, rows)
+    )
+    with provider(tmp_path) as hostile:
+        found = hostile.imprints()
+    assert [each.defended.success.value > 0.9 for each in found] == [True, True]
+    assert judged(found) == {"imprinted-parameters": False, "control-imprinted": True}
+
+
+def test_one_row_a_step_says_nothing(tmp_path: Path) -> None:
+    with provider(tmp_path) as hostile:
+        assert judged(hostile.speculation()) == {"no-speculation": True, "control-speculation": True}
+
+
+def test_speculation_that_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load: Callable[..., Any] = model_loading.load_model
+
+    def eager(*given: Any, **options: Any) -> Any:
+        model = load(*given, **options)
+        model.generation_config.prompt_lookup_num_tokens = 8
+        return model
+
+    monkeypatch.setattr(model_loading, "load_model", eager)
+    with provider(tmp_path) as hostile:
+        (found,) = hostile.speculation()
+    assert not found.same
+    assert not judged([found])["no-speculation"]
+
+
+def test_what_was_not_tried_does_not_hold() -> None:
+    claims = ("abort-oracle", "imprinted-parameters", "no-speculation", "control-abort-oracle")
+    claims += ("control-imprinted", "control-speculation")
+    for claim in (claim for claim in CLAIMS if claim.identity in claims):
+        verdict = claim.verdict(Result())
+        assert not verdict.holds
+        assert verdict.figure.startswith("not measured")
+
+
+def test_topics_of_different_lengths() -> None:
+    """Are told apart; topics that differ in nothing are not, but for luck."""
+
+    def streams(gap: float) -> list[Stream]:
+        lengths = RNG.integers(10, 20, 400) + np.tile([0, gap], 200).astype(int)
+        return [Stream((int(n), 1, 1), (0.0, *np.cumsum(RNG.uniform(1, 2, 2)))) for n in lengths]
+
+    topics = [0, 1] * 200
+    for gap, least, most in ((15, 0.9, 1.0), (0, 0.35, 0.65)):
+        guesses = TopicFromTraffic().attack((streams(gap), topics[:200]), RNG)
+        right = float(np.mean(guesses.numpy() == np.array(topics[200:])))
+        assert least <= right <= most
+
+
+def test_streams_that_are_all_the_same_give_one_guess() -> None:
+    same = [Stream((24, 1, 1), (0.0, 1.0, 2.0))] * 8
+    assert not SpeculationWatch().attack((same, [0, 1] * 2), RNG).any()
+    assert from_told([1.0, 5.0, 2.0, 4.0], ["a"] * 4, [0, 1]).tolist() == [False, True]

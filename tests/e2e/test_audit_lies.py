@@ -1,0 +1,97 @@
+"""Attacks that answer or ask: what they do when the product is broken on purpose, or their own tools are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from audits import MODEL, lied_to
+
+from provider.engine.batching import Batcher
+from provider.executor.base import BaseExecutor
+from security.attacks import active
+from security.attacks.active import POISONED_ROWS, CanaryRows, LyingProvider, Poison
+from security.executors import AuditError
+from security.public_model import PublicModel
+from shared.wire.header import Direction
+from tenant_sdk.products import mask_sources, verification
+
+RNG = np.random.default_rng(0)
+
+
+def test_answers_that_nobody_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification.Verifier, "fingerprint", lambda *_: None)
+    assert lied_to(tmp_path)[1] == {"verified", "verified-effects"}
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
+def test_one_direction_that_nobody_checks(
+    direction: Direction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprint = verification.Verifier.fingerprint
+
+    def lenient(self: Any, kind: Any, product: Any) -> Any:
+        made = fingerprint(self, kind, product)
+        return None if kind.direction == direction else made
+
+    monkeypatch.setattr(verification.Verifier, "fingerprint", lenient)
+    result, refuted = lied_to(tmp_path)
+    assert refuted == {"verified", "verified-effects"}
+    assert {finding.success.value for finding in result.findings} == {0.0, 0.5}
+
+
+def test_effects_that_are_not_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that has its effects from elsewhere is not lied to, and the audit must not pass that over."""
+    there = mask_sources.LocalRing(MODEL, BaseExecutor(MODEL, numerics="ring").manifest)
+    monkeypatch.setattr(
+        mask_sources.ExecutorSource, "seed_effect", lambda _, *asked: there.seed_effect(*asked)
+    )
+    with pytest.raises(AuditError, match="told once, not 0 times"):
+        lied_to(tmp_path)
+
+
+def test_a_liar_that_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LyingProvider, "run", Batcher.run)
+    with pytest.raises((AuditError, IndexError)):
+        lied_to(tmp_path)
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_every_bit_can_be_altered(bit: int) -> None:
+    answer = torch.from_numpy(RNG.integers(-(2**31), 2**31, (POISONED_ROWS, 6)).astype(np.int32))
+    changed = (active._altered("one bit", bit, answer, answer, RNG) ^ answer).view(-1)
+    assert changed[changed != 0].tolist() == [(1 << bit) - (1 << 32) * (bit == 31)]
+
+
+@pytest.mark.parametrize("kind", Poison.LIES)
+def test_a_lie_is_another_answer(kind: str) -> None:
+    answer, old = (torch.from_numpy(RNG.integers(-99, 99, (POISONED_ROWS, 6)).astype(np.int32)) for _ in "ab")
+    lie = active._altered(kind, 3, answer, old, RNG)
+    assert lie.shape == answer.shape
+    assert not torch.equal(lie, answer)
+
+
+@pytest.fixture(scope="module", params=["float32", "ring"])
+def canaries(request: pytest.FixtureRequest) -> Any:
+    executor = BaseExecutor(MODEL, numerics=request.param)
+    weight = PublicModel(MODEL, executor.manifest).weight(1)
+    return lambda: CanaryRows(1, 320, weight).attack(executor, RNG)
+
+
+def test_canaries_come_home(canaries: Any) -> None:
+    found = canaries()
+    assert (found.wrong, found.replies) == (0, 320)
+
+
+def test_canaries_that_always_get_another_tenants_answer(
+    canaries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first time, and always the same."""
+    run = Batcher.run
+    monkeypatch.setattr(
+        Batcher, "run", lambda self, tenant, header, blocks: run(self, tenant, header, [blocks[0].roll(1, 1)])
+    )
+    assert canaries().wrong == 320

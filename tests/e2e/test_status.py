@@ -1,0 +1,129 @@
+"""The status page: what it samples, and what a browser without a network makes of it."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from provider.engine.batching import Done
+from provider.observe.admin import AdminServer
+from provider.observe.metrics import Metrics
+from provider.observe.status import PAGE, Status
+from shared.wire.header import Direction, Header, Operation, RequestClass
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def counted() -> Metrics:
+    """Metrics of an executor that did some work."""
+    metrics = Metrics()
+    metrics.watch(lambda: 3, lambda: 1 << 20, lambda: (98, 2))
+    return metrics
+
+
+def work(metrics: Metrics) -> None:
+    """Two requests of two tenants in one product of 40 rows."""
+    metrics.batch(40, 0.25, 0.2)
+    for tenant, rows in (("alice", 30), ("bob", 10)):
+        request = Header(Operation.PRODUCT, Direction.FORWARD, 1, 0, 1, rows, 64, 1)
+        answer = request._replace(operation=Operation.REPLY)
+        metrics.product(tenant, request, answer, Done([], RequestClass.DECODE, 0.001, 0.002))
+
+
+@contextmanager
+def shown(status: Status, metrics: Metrics) -> Iterator[AdminServer]:
+    admin = AdminServer(metrics, 0, lambda: True, status)
+    try:
+        yield admin
+    finally:
+        admin.close()
+        status.close()
+
+
+def test_a_sample_is_what_happened_since_the_last() -> None:
+    metrics = counted()
+    status = Status(metrics, {"model": "m"})
+    status.close()
+    work(metrics)
+    status.sample(1000.0, 0.5)
+    status.sample(1001.0, 1.0)
+    first, second = status.report()["samples"][-2:]
+    assert first == {
+        "time": 1000.0,
+        "rows_per_second": 80.0,
+        "requests_per_second": 4.0,
+        "rows_per_product": 40.0,
+        "busy": 0.5,
+        "waiting": 3.0,
+        "sessions": 0.0,
+        "met": -1.0,  # no token since
+        "refused": 0.0,
+    }
+    assert second["rows_per_second"] == second["busy"] == 0.0
+    assert status.report()["tenants"] == [
+        {"name": "alice", "rows": 30.0, "bytes": 2 * 30 * 64 * 4},
+        {"name": "bob", "rows": 10.0, "bytes": 2 * 10 * 64 * 4},
+    ]
+
+
+def test_tokens_of_an_interval() -> None:
+    counts = [90, 10]
+    metrics = Metrics()
+    metrics.watch(lambda: 0, lambda: 0, lambda: (counts[0], counts[1]))
+    status = Status(metrics, {})
+    status.close()
+    counts[:] = [99, 11]
+    status.sample(0.0, 1.0)
+    assert status.report()["samples"][-1]["met"] == pytest.approx(0.9)
+
+
+def get(admin: AdminServer, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    with closing(http.client.HTTPConnection("127.0.0.1", admin.port, timeout=20)) as client:
+        client.request("GET", path, headers=headers)
+        answer = client.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+
+
+def test_the_page_needs_no_network_and_no_other_site_reads_it() -> None:
+    assert not re.search(rb"https?://(?!www\.w3\.org)|@import|url\(|<link|<img|<script src", PAGE)
+    metrics = counted()
+    with shown(Status(metrics, {"model": "m"}), metrics) as admin:
+        code, headers, body = get(admin, "/")
+        assert (code, body) == (200, PAGE)
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+        assert get(admin, "/status.json")[0] == 200
+        assert get(admin, "/", Host="evil.example")[0] == 403
+        assert get(admin, "/metrics", Host=f"evil.example:{admin.port}")[0] == 403
+        assert get(admin, "/metrics", Host="localhost")[0] == 200
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
+def test_a_browser_shows_the_figures(tmp_path: Path) -> None:
+    metrics = counted()
+    status = Status(metrics, {"model": "<b>a model</b>", "summary": "LlamaForCausalLM, ring, 48 groups"})
+    status.close()  # only the samples that are taken here
+    for second in range(30):
+        work(metrics)
+        status.sample(1000.0 + second, 1.0)
+    with shown(status, metrics) as admin:
+        assert CHROMIUM is not None
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", "--dump-dom"]
+        command.append(f"http://127.0.0.1:{admin.port}/")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    page = done.stdout
+    assert "&lt;b&gt;a model&lt;/b&gt;" in page
+    assert re.search(r'id="rows_per_second">40<', page)
+    assert re.search(r'id="rows_per_product">40\.0<', page)
+    assert re.search(r'id="busy">25 %<', page)
+    assert re.search(r'id="met">none decoded<', page)
+    assert re.search(r"<td>alice</td><td>900</td><td>0\.4 MiB</td>", page)
+    assert page.count("last 29 s") == 8
+    assert len(re.findall(r'<path d="M0\.00 ', page)) >= 6

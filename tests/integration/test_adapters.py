@@ -1,0 +1,104 @@
+"""The methods of the command line: each trains on virtual layers, is saved and loaded, or says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Executor
+
+import tenant_sdk
+from shared.errors import ConfigurationError, ModelMismatch
+from tenant_sdk.tuning.adapters import METHODS, AdapterOptions, add_adapter, find_method, load_adapter
+
+
+@pytest.fixture(scope="module")
+def sessions(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> Iterator[Callable[[str], tenant_sdk.Session]]:
+    opened: dict[str, tenant_sdk.Session] = {}
+
+    def of(architecture: str) -> tenant_sdk.Session:
+        if architecture not in opened:
+            opened[architecture] = serve(checkpoint(architecture)).connect()
+        return opened[architecture]
+
+    yield of
+    for session in opened.values():
+        session.close()
+
+
+# LoHa and LoKr know no Conv1D, which GPT-2 is made of.
+PAIRS = [(a, m) for a in ("llama", "gpt2", "opt", "qwen3", "gemma2") for m in METHODS]
+
+
+@pytest.mark.parametrize(("architecture", "method"), PAIRS)
+def test_trains_and_survives_its_folder(
+    architecture: str, method: str, sessions: Callable[[str], tenant_sdk.Session], tmp_path: Path
+) -> None:
+    session = sessions(architecture)
+    options = AdapterOptions(method, rank=3, virtual_tokens=4, steps=5)
+    torch.manual_seed(0)
+    if architecture == "gpt2" and method in ("loha", "lokr"):
+        with pytest.raises(ConfigurationError, match=f"{method} does not fit GPT2LMHeadModel"):
+            add_adapter(session.load_model(progress=False), options)
+        return
+    model = add_adapter(session.load_model(progress=False), options)
+    ids = torch.randint(3, 128, (2, 9))
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    loaded = load_adapter(session.load_model(progress=False), tmp_path)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+        # Same arithmetic, same executor: only the order of rows in a product may differ.
+        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_default_adapts_every_layer_but_the_head(
+    sessions: Callable[[str], tenant_sdk.Session],
+) -> None:
+    model = add_adapter(sessions("llama").load_model(progress=False), AdapterOptions())
+    assert {name.rpartition(".")[2] for name in model.peft_config["default"].target_modules} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+
+
+def test_chosen_layers(sessions: Callable[[str], tenant_sdk.Session]) -> None:
+    model = sessions("llama").load_model(progress=False)
+    for options, message in (
+        (AdapterOptions(targets=("no_such_layer",)), "lora does not fit LlamaForCausalLM"),
+        (AdapterOptions("ia3", targets=("q_proj",)), "chooses its layers itself"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            add_adapter(model, options)
+    model = add_adapter(sessions("llama").load_model(progress=False), AdapterOptions(targets=("q_proj",)))
+    assert model.peft_config["default"].target_modules == {"q_proj"}
+
+
+@pytest.mark.parametrize("name", ["dora", "PiSSA", "olora"])
+def test_methods_that_read_base_weights(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="reads the base weights"):
+        find_method(name)
+
+
+def test_folders_without_a_fitting_adapter(
+    sessions: Callable[[str], tenant_sdk.Session], tmp_path: Path
+) -> None:
+    model = add_adapter(sessions("gpt2").load_model(progress=False), AdapterOptions(rank=2))
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    with pytest.raises(ModelMismatch, match="made for another base model"):
+        load_adapter(sessions("llama").load_model(progress=False), tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"half of it")
+    with pytest.raises(ConfigurationError, match="cannot read the adapter"):
+        load_adapter(sessions("gpt2").load_model(progress=False), tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"no adapter_model\.safetensors"):
+        load_adapter(sessions("gpt2").load_model(progress=False), tmp_path)
+    with pytest.raises(ConfigurationError, match=r"no adapter_config\.json"):
+        load_adapter(sessions("gpt2").load_model(progress=False), tmp_path / "nowhere")

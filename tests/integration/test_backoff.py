@@ -1,0 +1,174 @@
+"""How long the SDK waits before it sends a refused request again, and what it sends; nothing here sleeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from channels import ask, channel_to
+from hypothesis import given
+from hypothesis import strategies as st
+from raw_peers import ERROR, Peer
+from ring_sessions import Trio, one_time, products, seeds, taken_down
+
+import tenant_sdk.connection.remote as remote_module
+from shared.errors import RequestRefused, peer_seconds
+from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.backoff import GROWTH_ENDS, LEAST, pause
+from tenant_sdk.connection.remote import RemoteExecutor
+
+pytest_plugins = ("ring_fixtures",)
+
+CHANCE = st.floats(0, 1, exclude_max=True)
+
+
+@given(attempt=st.integers(0, 10_000), asked=st.floats(0, 1e6), chance=CHANCE)
+def test_a_pause_is_never_shorter_than_asked_or_than_the_floor(
+    attempt: int, asked: float, chance: float
+) -> None:
+    least = max(asked, LEAST)
+    assert least <= pause(attempt, asked, chance) <= 1.5 * max(asked, GROWTH_ENDS)
+    assert pause(attempt, asked, chance) <= pause(attempt + 1, asked, chance)
+    assert pause(attempt, asked, 0.0) <= pause(attempt, asked, chance)
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    assert [pause(attempt, 1e-9, 0.0) for attempt in range(4)] == [0.05, 0.1, 0.2, 0.4]
+    assert pause(10_000, 0.0, 0.0) == GROWTH_ENDS
+    assert pause(0, 1.0, 0.5) == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("nonsense", [-1.0, -1e-300, math.nan, math.inf, -math.inf, None])
+def test_seconds_that_cannot_be_are_none(nonsense: float | None) -> None:
+    assert peer_seconds(nonsense) is None
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9, 3.0, 1e308])
+def test_seconds_that_can_be(seconds: float) -> None:
+    assert peer_seconds(seconds) == seconds
+
+
+def test_a_negative_time_from_an_executor_is_none(tls_dir: Path) -> None:
+    """For whoever sleeps for as long as an error says."""
+
+    def script(peer: Peer) -> None:
+        fields, _ = peer.receive()
+        refusal = {"code": "overloaded", "message": "x", "retry_after": -1.0}
+        peer.control(ERROR, refusal, fields.request_id)
+        peer.at_end()
+
+    with channel_to(tls_dir, script) as channel, pytest.raises(RequestRefused) as caught:
+        ask(channel)
+    assert caught.value.retry_after is None
+
+
+class Clock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 0.0, list[float]()
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+class Refusing:
+    """Of a channel what asks and answers: refuses so many times, then answers."""
+
+    timeout, peer = 60.0, "wss://executor"
+
+    def __init__(self, refusals: float, retry_after: float | None) -> None:
+        self.refusals, self.retry_after, self.sent = refusals, retry_after, 0
+
+    def ask(self) -> Any:
+        self.sent += 1
+        return self
+
+    def wait(self, pending: object) -> Any:
+        if self.sent <= self.refusals:
+            raise RequestRefused("overloaded", "wait", retry_after=self.retry_after)
+        return self
+
+    payload = torch.ones(1)
+
+
+def wait_for(channel: Refusing, clock: Clock, monkeypatch: pytest.MonkeyPatch, chance: float = 0.0) -> Any:
+    """What a RemoteExecutor does with this channel's refusals."""
+    monkeypatch.setattr(remote_module, "time", clock)
+    remote: Any = object.__new__(RemoteExecutor)
+    remote.stats, remote._told, remote._channel = remote_module.Stats(), math.inf, channel
+    remote._chance = lambda: chance
+    try:
+        return remote._answer(channel, channel.ask), remote
+    except RequestRefused:
+        return None, remote
+
+
+@pytest.mark.parametrize("retry_after", [0.0, 1e-9])
+def test_an_executor_that_asks_for_no_pause_does_not_get_upload_after_upload(
+    retry_after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, clock = Refusing(math.inf, retry_after), Clock()
+    payload, _ = wait_for(channel, clock, monkeypatch)
+    assert payload is None
+    assert channel.sent < 40
+    assert 50 < clock.now < channel.timeout
+
+
+def test_pauses_are_counted_and_then_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, clock = Refusing(3, 0.06), Clock()
+    payload, remote = wait_for(channel, clock, monkeypatch, chance=0.5)
+    assert payload is not None
+    assert clock.slept == pytest.approx([0.075, 0.125, 0.25])
+    assert (remote.stats.refusals, remote.stats.seconds_throttled) == (3, pytest.approx(0.45))
+
+
+@pytest.mark.parametrize("retry_after", [None, 60.0, 1e308])
+def test_what_cannot_come_in_time_is_an_error_at_once(
+    retry_after: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, clock = Refusing(math.inf, retry_after), Clock()
+    payload, _ = wait_for(channel, clock, monkeypatch)
+    assert (payload, channel.sent, clock.slept) == (None, 1, [])
+
+
+def test_what_is_sent_again_is_the_same_bytes_to_the_same_executor(
+    trio: Callable[[str], Trio], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masked rows and a source's seed; a mask that served them serves nothing else."""
+    provider, source, _ = trio("llama")
+    refused: set[bytes] = set()
+    wait = remote_module.Channel.wait
+
+    def first_refused(self: Any, pending: Any) -> Any:
+        answer = wait(self, pending)
+        if answer.header.operation == Operation.REPLY and self.peer not in refused and armed:
+            refused.add(self.peer)
+            raise RequestRefused("overloaded", "wait", retry_after=1e-9)
+        return answer
+
+    armed = False
+    monkeypatch.setattr(remote_module.Channel, "wait", first_refused)
+    with one_time(provider, source, mask_budget_mib=0.0) as session:
+        rows = torch.randn((2, 64), generator=torch.Generator().manual_seed(0))
+        expected = session._privacy.product(0, Direction.FORWARD, 1, [rows])[0]
+        armed = True
+        with taken_down() as sent:
+            got = session._privacy.product(0, Direction.FORWARD, 1, [rows])[0]
+        assert session.stats.refusals == 2
+    assert torch.equal(got, expected)
+    for bodies, executor in ((products(sent), provider), (seeds(sent), source)):
+        first, second = bodies
+        assert first == second
+        assert {message.url for message in sent if message.body == first} == {executor.url}

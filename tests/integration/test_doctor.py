@@ -1,0 +1,199 @@
+"""Doctor's findings, in this process: what can be wrong, in the order in which it is looked for."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from conftest import Executor
+
+from provider.executor.base import BaseExecutor
+from provider.serve.certificates import write_certificates
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
+from shared.wire.messages import Limits
+from tenant_sdk.doctor import Finding, Target, examine
+
+TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]
+ALL = [*TLS, "token", "protocol", "manifest", "digest"]
+SPEED = ["round trip", "upload", "download"]
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch, token_file: tuple[Path, str]) -> None:
+    monkeypatch.setenv("TENANT_TOKEN", token_file[1])
+
+
+def look(executor: Executor, url: str | None = None, **options: object) -> dict[str, Finding]:
+    given = {"ca": executor.ca, "token_env": "TENANT_TOKEN"} | options
+    findings = list(examine(Target(url or executor.url, **given)))  # type: ignore[arg-type]
+    assert all(finding.ok is not False for finding in findings[:-1])
+    assert all(finding.cure for finding in findings if not finding.ok)
+    assert len({finding.step for finding in findings}) == len(findings)
+    return {finding.step: finding for finding in findings}
+
+
+def failure(executor: Executor, url: str | None = None, **options: object) -> Finding:
+    last = list(look(executor, url, **options).values())[-1]
+    assert last.ok is False
+    return last
+
+
+def test_all_is_well(llama: Executor) -> None:
+    found = look(llama)
+    assert list(found) == [*ALL, *SPEED]
+    assert all(finding.ok for step, finding in found.items() if step != "key exchange")
+    assert "for localhost, 127.0.0.1, ::1, by CN=Symbiosis development CA" in found["certificate"].detail
+    assert "LlamaForCausalLM" in found["manifest"].detail
+    assert "tokens/s" in found["round trip"].detail
+
+
+def test_a_ring_executor(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> None:
+    found = look(serve(checkpoint("llama"), numerics="ring"))
+    assert list(found) == [*ALL, *SPEED]
+    assert "ring, takes int32 on the wire" in found["manifest"].detail
+
+
+def test_a_digest_is_pinned(llama: Executor) -> None:
+    with llama.connect() as session:
+        digest = session.manifest.digest
+    assert look(llama, digest=digest)["digest"].detail == f"{digest}, as pinned"
+    wrong = failure(llama, digest="0" * 64)
+    assert wrong.step == "digest"
+    assert digest in wrong.detail
+
+
+def test_without_a_token_it_checks_what_it_can(llama: Executor) -> None:
+    found = look(llama, token_env=None)
+    assert list(found) == [*TLS, "protocol", "token"]
+    assert found["protocol"].ok
+    assert found["token"].ok is None
+    assert "--token-env" in found["token"].cure
+
+
+def test_small_limits_are_kept(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> None:
+    limits = Limits(max_message_bytes=1 << 16, max_rows=7)
+    assert list(look(serve(checkpoint("llama"), limits=limits))) == [*ALL, *SPEED]
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "wrong", "cure"),
+    [
+        ({"url": "ws://localhost:1"}, "url", "in the clear", "--provider"),
+        ({"url": "wss://localhost:x"}, "url", "Port could not be cast", "--provider"),
+        ({"ca": Path("missing.pem")}, "authority", "missing.pem", "--ca"),
+        ({"url": "wss://a..b:1"}, "dns", "cannot resolve", "typing error"),
+        ({"ca": None}, "tls", "The server shows: CN=Symbiosis server", "ca.pem"),
+        ({"wire_dtype": "float16"}, "manifest", "float16", "options"),
+    ],
+)
+def test_what_can_be_wrong(
+    llama: Executor, options: dict[str, object], step: str, wrong: str, cure: str
+) -> None:
+    found = failure(llama, **options)  # type: ignore[arg-type]
+    assert found.step == step
+    assert wrong in found.detail
+    assert cure in found.cure
+
+
+def test_a_token_with_white_space(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENANT_TOKEN", "two words")
+    found = failure(llama)
+    assert (found.step, found.detail) == ("token", "the token in TENANT_TOKEN holds white space")
+
+
+def test_another_protocol_version(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenant_sdk.connection.handshake.SUBPROTOCOL", "symbiosis.v99")
+    for options in ({}, {"token_env": None}):
+        found = failure(llama, **options)  # type: ignore[arg-type]
+        assert found.step == "protocol"
+        assert "install the version" in found.cure
+
+
+@pytest.fixture
+def with_certificates(
+    tmp_path: Path, checkpoint: Callable[[str], Path], token_file: tuple[Path, str]
+) -> Iterator[Callable[..., Executor]]:
+    """An executor whose certificates are made to order: ``start(hosts, now, days, client_ca)``."""
+    servers: list[Server] = []
+
+    def start(
+        hosts: tuple[str, ...] = ("127.0.0.1",),
+        now: datetime.datetime | None = None,
+        days: int = 365,
+        client_ca: bool = False,
+    ) -> Executor:
+        write_certificates(tmp_path, hosts, now=now or datetime.datetime.now(datetime.UTC), days=days)
+        base = BaseExecutor(checkpoint("llama"))
+        context = server_context(tmp_path, tmp_path / "ca.pem" if client_ca else None)
+        tokens = TokenFile(token_file[0])
+        servers.append(Server(Service.of(base), context=context, tokens=tokens, port=0))
+        return Executor(servers[-1].url, token_file[1], tmp_path / "ca.pem")
+
+    yield start
+    for server in servers:
+        server.drain(1.0)
+
+
+def test_a_certificate_for_another_host(with_certificates: Callable[..., Executor]) -> None:
+    found = failure(with_certificates(("executor.example",)))
+    assert found.step == "tls"
+    assert "it is for another host than '127.0.0.1'" in found.detail
+    assert "for executor.example, by CN=Symbiosis development CA" in found.detail
+
+
+@pytest.mark.parametrize(("days", "wrong"), [(-30, "it has expired"), (30, "not valid yet")])
+def test_a_certificate_of_another_time(
+    with_certificates: Callable[..., Executor], days: int, wrong: str
+) -> None:
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    found = failure(with_certificates(now=now, days=7))
+    assert found.step == "tls"
+    assert wrong in found.detail
+
+
+def test_a_certificate_that_expires_soon(with_certificates: Callable[..., Executor]) -> None:
+    found = look(with_certificates(days=5))
+    assert found["certificate"].ok is None
+    assert "only 4 days left" in found["certificate"].detail
+    assert found["download"].ok
+
+
+def test_a_client_certificate_that_is_asked_for(
+    with_certificates: Callable[..., Executor], tmp_path: Path
+) -> None:
+    executor = with_certificates(client_ca=True)
+    found = failure(executor)
+    assert "client_certificate" in found.detail
+    pair = (tmp_path / "client.pem", tmp_path / "client.key")
+    assert list(look(executor, client_certificate=pair)) == [*ALL, *SPEED]
+
+
+def test_a_port_of_something_else(llama: Executor) -> None:
+    def answer(listener: socket.socket) -> None:
+        for _ in range(2):  # doctor comes back to look at the certificate
+            connection, _address = listener.accept()
+            with connection:
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+                connection.recv(1 << 16)
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        thread = threading.Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        found = failure(llama, f"wss://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join(10)
+    assert found.step == "tls"
+    assert "is this the executor's port?" in found.detail
+
+
+def test_a_port_that_keeps_silent(llama: Executor) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        found = failure(llama, f"wss://127.0.0.1:{listener.getsockname()[1]}", timeout=0.3)
+    assert found.step == "tls"
+    assert "timed out" in found.detail

@@ -1,0 +1,198 @@
+"""Packing, perplexity, and a training that is interrupted, resumed, and meets a full disk."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import Executor
+from safetensors.torch import load_file
+
+import tenant_sdk
+from shared.errors import ConfigurationError, StorageError
+from tenant_sdk.tuning.finetuning import Report, Training, finetune, pack, perplexity, read_tokens
+
+
+class Letters:
+    """A tokenizer: one token a letter, within the tiny models' vocabulary."""
+
+    def __call__(self, text: str, verbose: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(letter) % 100 for letter in text]}
+
+
+@pytest.fixture(scope="module")
+def session(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> Iterator[tenant_sdk.Session]:
+    with serve(checkpoint("llama")).connect() as opened:
+        yield opened
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "notes.txt"
+    path.write_text("Rex, terrier, 4 y. Plan: rest. " * 12)
+    return path
+
+
+def train(
+    session: tenant_sdk.Session, training: Training, show: Callable[..., None] = lambda *_: None
+) -> tuple[Report, list[str]]:
+    said: list[str] = []
+    model = session.load_model(progress=False)
+    report = finetune(training, model, Letters(), session.manifest.digest, show=show, say=said.append)
+    return report, said
+
+
+def options(text: Path, name: str, **more: Any) -> Training:
+    small: dict[str, Any] = {"steps": 4, "batch_size": 2, "sequence_length": 16, "save_steps": 2, "rank": 2}
+    return Training(text, text.parent / name, **(small | more))
+
+
+def test_packing() -> None:
+    assert pack(range(7), 3, keep_tail=False) == [[0, 1, 2], [3, 4, 5]]
+    assert pack(range(8), 3, keep_tail=True) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert pack(range(7), 3, keep_tail=True) == [[0, 1, 2], [3, 4, 5]]  # one token predicts nothing
+    assert pack(range(2), 3, keep_tail=False) == [[0, 1]]
+
+
+def test_reading(tmp_path: Path) -> None:
+    for content, message in ((b"\xff\xfe", "not plain text in UTF-8"), (b"", "no text to learn from")):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(ConfigurationError, match=message):
+            read_tokens(tmp_path / "file", Letters())
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_tokens(tmp_path / "missing", Letters())
+
+
+def test_perplexity_weighs_every_predicted_token_the_same(session: tenant_sdk.Session) -> None:
+    model = session.load_model(progress=False)
+    blocks = pack(list(range(3, 50)), 10, keep_tail=True)
+    assert len(blocks[-1]) == 7
+    nats: list[float] = []
+    with torch.no_grad():
+        for block in blocks:
+            logits = model(input_ids=torch.tensor([block])).logits[0].log_softmax(-1)
+            nats += [-float(logits[i, token]) for i, token in enumerate(block[1:])]
+    assert perplexity(model.train(), blocks, 3) == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+    assert model.training
+
+
+def test_a_training(session: tenant_sdk.Session, text: Path) -> None:
+    shown: list[tuple[int, int, float | None]] = []
+    training = options(text, "adapter", held_out=text, learning_rate=0.05, steps=8)
+    report, said = train(session, training, lambda *step: shown.append(step))
+    assert report.steps == 8
+    assert report.last_loss < report.first_loss
+    assert report.perplexity_after is not None
+    assert report.perplexity_before is not None
+    assert report.perplexity_after < report.perplexity_before
+    assert [step for step, _, loss in shown if loss is None] == list(range(1, 9))
+    assert all(total == 8 for _, total, _ in shown)
+    assert any("372 tokens in 23 blocks of 16; 8 steps" in line for line in said)
+    assert {path.name for path in text.parent.iterdir()} == {"notes.txt", "adapter"}
+    names = {path.name for path in training.output.iterdir()}
+    assert names == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    with pytest.raises(ConfigurationError, match="exists already"):
+        train(session, training)
+
+
+def test_one_time_masks_train_the_same_adapter(
+    session: tenant_sdk.Session, serve: Callable[..., Executor], checkpoint: Callable[[str], Path], text: Path
+) -> None:
+    one, other = (serve(checkpoint("llama"), numerics="ring") for _ in range(2))
+    plain, _ = train(session, options(text, "plain"))
+    masks: dict[str, Any] = {"mask_sources": [other.url], "allow_same_operator": True}
+    with one.connect(privacy="one-time", **masks) as hidden:
+        report, _ = train(hidden, options(text, "hidden"))
+        stats = hidden.stats
+    # Fixed point against float32, four steps of AdamW.
+    assert report.last_loss == pytest.approx(plain.last_loss, abs=1e-3)
+    assert stats.effect_rows >= stats.rows > stats.verified_rows > 0
+
+
+def test_epochs_become_steps(session: tenant_sdk.Session, text: Path) -> None:
+    report, _ = train(session, options(text, "adapter", steps=None, epochs=0.5, batch_size=8))
+    assert report.steps == 2  # half of 23 blocks, 8 at a time
+
+
+@pytest.mark.parametrize("method", ["adalora", "prefix"])
+def test_methods_that_need_more_than_a_configuration(
+    session: tenant_sdk.Session, text: Path, method: str
+) -> None:
+    report, _ = train(session, options(text, "adapter", method=method, steps=6, held_out=text))
+    assert report.perplexity_after is not None
+    config = peft.PeftConfig.from_pretrained(str(text.parent / "adapter"))
+    if method == "adalora":
+        assert sum(map(sum, config.rank_pattern.values())) < 3 * 14  # it gave up some of its rank 3
+
+
+def test_resumed_training_gives_the_adapter_of_an_uninterrupted_one(
+    session: tenant_sdk.Session, text: Path
+) -> None:
+    train(session, options(text, "whole"))
+
+    def stop_in_step_3(step: int, total: int, loss: float | None) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(session, options(text, "resumed"), stop_in_step_3)
+    assert (text.parent / "resumed.checkpoints" / "checkpoint-3").is_dir()  # not only the one of step 2
+    assert not (text.parent / "resumed").exists()
+    with pytest.raises(ConfigurationError, match="--resume"):
+        train(session, options(text, "resumed"))
+    with pytest.raises(ConfigurationError, match="rank was 2, now 3"):
+        train(session, options(text, "resumed", rank=3, resume=True))
+    first: list[int] = []
+    train(session, options(text, "resumed", resume=True), lambda step, *_: first.append(step))
+    assert min(first) == 4
+    one, other = (
+        load_file(text.parent / name / "adapter_model.safetensors") for name in ("whole", "resumed")
+    )
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
+    assert not (text.parent / "resumed.checkpoints").exists()
+
+
+def test_a_disk_that_is_full_at_the_end(
+    session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = peft.PeftModel.save_pretrained
+
+    def full(model: Any, folder: str, **more: Any) -> None:
+        save(model, folder, **more)
+        if ".partial-" in folder:
+            (Path(folder) / "adapter_model.safetensors").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peft.PeftModel, "save_pretrained", full)
+        with pytest.raises(StorageError, match="No space left on device; free some space there") as caught:
+            train(session, options(text, "adapter"))
+    assert "--resume" in str(caught.value)
+    assert {path.name for path in text.parent.iterdir()} == {"notes.txt", "adapter.checkpoints"}
+    report, _ = train(session, options(text, "adapter", resume=True))  # nothing left to train
+    assert report.steps == 4
+    assert load_file(text.parent / "adapter" / "adapter_model.safetensors")
+
+
+def test_too_little_space_is_noticed_before_the_training(
+    session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenant_sdk.tuning.finetuning.free_megabytes", lambda _: 1.0)
+    with pytest.raises(StorageError, match="only 1 MB are free"):
+        train(session, options(text, "adapter"))
+    assert not (text.parent / "adapter.checkpoints").exists()
+
+
+def test_no_room_for_text(session: tenant_sdk.Session, text: Path) -> None:
+    with pytest.raises(ConfigurationError, match="128 of them for virtual tokens"):
+        train(session, options(text, "adapter", method="prompt", virtual_tokens=128))

@@ -1,0 +1,268 @@
+"""Forked children: they send nothing and get no masks, whatever their process id; the parent goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from channels import channel_to, error_of, submit
+from conftest import Executor
+from forking import as_in_a_new_namespace, bytes_sent, fork, in_child, refused
+from memory_sources import KINDS, SHAPES, Entropy, MemorySource, product
+from parity import load_local
+from raw_peers import SECONDS, Peer, eventually
+from ring_sessions import WAYS, Trio, one_time, products, seeds, session_in, taken_down
+from test_noise_bank import FORWARD, MemoryExecutor, blocks_for, make_bank
+
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import Operation
+from tenant_sdk import ConnectionLost, NoiseBankOptions
+from tenant_sdk.connection.websocket_channel import WebsocketChannel
+from tenant_sdk.products.pads import BankPads, NoPads, OneTimePads, Pads
+
+pytest_plugins = ("ring_fixtures",)
+
+IDS = torch.arange(3, 11).view(1, 8)
+
+
+class MemoryBank(MemorySource):
+    """Effects of masks, too."""
+
+    def effect(self, *kind: Any) -> list[torch.Tensor]:
+        *kind, (masks,) = kind
+        return [product(type(KINDS[0])(*kind), masks)]
+
+
+def open_channels() -> list[WebsocketChannel]:
+    return [o for o in gc.get_objects() if type(o) is WebsocketChannel and o._sock.fileno() >= 0]
+
+
+@contextmanager
+def locked(*locks: Any) -> Iterator[None]:
+    """Another thread holds them, which a child does not have."""
+    taken, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        for lock in locks:
+            lock.acquire()
+        taken.set()
+        assert leave.wait(SECONDS)
+        for lock in locks:
+            lock.release()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(SECONDS)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join(SECONDS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_child_with_its_parents_process_id_sends_nothing(
+    way: str, trio: Callable[[str], Trio], checkpoint: Callable[[str], Path]
+) -> None:
+    """And the parent goes on, with right answers under masks that nobody has seen."""
+    expected = load_local(checkpoint("llama"))(IDS).logits
+    options = {"mask_budget_mib": 0.0}  # or the store is filled meanwhile, which sends seeds
+    with taken_down() as sent, session_in(way, trio("llama"), checkpoint("llama"), **options) as session:
+        model: Any = session.load_model(progress=False)
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
+        channels, requests = open_channels(), session.stats.requests
+        before = [bytes_sent(channel._sock) for channel in channels]
+        linear = model.model.layers[0].self_attn.q_proj
+        layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session._remote
+        unsent = remote._submit(remote.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows])
+
+        def child() -> None:
+            refused(
+                lambda: linear(rows),
+                lambda: model(IDS),
+                lambda: session._privacy.product(layer.identity, FORWARD, 1, [rows]),
+                lambda: remote.scales(0),
+                lambda: session.load_model(progress=False),
+                unsent,
+                *(lambda c=channel: submit(c) for channel in channels),  # type: ignore[misc]
+                *(channel.ping for channel in channels),
+            )
+            for channel in channels:
+                channel.close()
+                assert channel._sock.fileno() == -1
+            session.close()
+            gc.collect()
+
+        pads: Any = session._privacy._pads
+        locks = [getattr(pads, name) for name in ("_lock", "_changed") if hasattr(pads, name)]
+        with locked(remote._reconnecting, remote.stats.lock, *locks, *(c._lock for c in channels)):
+            in_child(child)
+        assert [bytes_sent(channel._sock) for channel in channels] == before
+        assert session.stats.requests == requests
+        assert unsent().any()
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
+        assert session.stats.requests > requests
+    if way in ("one source", "two sources", "local"):
+        blocks = [body[at : at + 16] for body in products(sent) for at in range(0, len(body), 16)]
+        assert len(set(blocks)) == len(blocks)
+        assert len(set(seeds(sent))) == len(seeds(sent))
+
+
+def test_a_child_of_a_channel_that_broke_does_not_connect_again(llama: Executor) -> None:
+    with llama.connect() as session:
+        remote = session._remote
+        remote.channel._break(ConnectionLost("broken for the test"))
+        in_child(lambda: refused(lambda: remote.channel, lambda: session.load_tokenizer()))
+
+
+def all_pads() -> dict[str, Pads]:
+    bank = NoiseBankOptions(masks=4)
+    return {
+        "one-time": OneTimePads(SHAPES, [MemorySource()], budget_bytes=1 << 20, entropy=Entropy()),
+        "bank": BankPads(SHAPES, MemoryBank(), bank, Entropy()),
+        "none": NoPads(SHAPES),
+    }
+
+
+@pytest.mark.parametrize("kind", ["one-time", "bank", "none"])
+def test_a_child_gets_no_pads_and_uses_none_of_its_parents(kind: str) -> None:
+    """Neither from the store nor a pad, or a key stream, that it has in its hands."""
+    pads: Any = all_pads()[kind]
+    for _ in range(2):
+        pads.take(KINDS[2], 3)
+    pad, stream = pads.take(KINDS[2], 3), MaskStream(bytes(32))
+    first = stream.draw(1, 4)
+
+    def child() -> None:
+        refused(
+            lambda: pads.take(KINDS[2], 3),
+            lambda: pads.take(KINDS[0], 1),
+            pad.request,
+            lambda: list(pad.effects()),
+            lambda: stream.draw(1, 4),
+        )
+        pads.close()
+        assert not getattr(pads, "_store", None)
+        assert not getattr(pads, "_banks", None)
+        assert MaskStream(bytes(32)).draw(1, 4).equal(first)  # one of its own
+
+    with locked(*(getattr(pads, name) for name in ("_lock", "_changed") if hasattr(pads, name))):
+        in_child(child)
+    assert pad.request().shape[0] == 3
+    assert list(pad.effects())
+    assert not stream.draw(1, 4).equal(first)
+    pads.close()
+
+
+def test_a_child_that_nobody_told_of() -> None:
+    """Forked by native code, it has another process id and nothing more to know itself by."""
+    pads: Any = all_pads()["one-time"]
+    pad = pads.take(KINDS[0], 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 0)
+        refused(lambda: pads.take(KINDS[0], 1), pad.request)
+    pads.close()
+
+
+def test_a_child_has_no_bank_of_noise() -> None:
+    executor = MemoryExecutor()
+    bank = make_bank(executor)
+    blocks = blocks_for(FORWARD, 1)
+    bank.product(0, FORWARD, 1, blocks)
+
+    def child() -> None:
+        refused(lambda: bank.product(0, FORWARD, 1, blocks))
+        assert not bank._banks
+        bank.close()
+
+    with locked(bank._lock):
+        in_child(child)
+    bank.product(0, FORWARD, 1, blocks)
+    bank.close()
+
+
+def test_a_child_keeps_no_connection_of_its_parent_alive(tls_dir: Path, threads: ThreadPoolExecutor) -> None:
+    """The parent closes: who waits is told at once, and the executor sees the end, while a child lives."""
+    ended = threading.Event()
+
+    def script(peer: Peer) -> None:
+        while not peer.at_end():
+            pass
+        ended.set()
+
+    read, write = os.pipe()
+    with channel_to(tls_dir, script) as channel:
+        waiting = threads.submit(channel.wait, submit(channel))
+        eventually(lambda: channel._leading)
+        with as_in_a_new_namespace():
+            child = fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)  # until the parent lets go
+            os._exit(0)
+        try:
+            channel.close()
+            assert isinstance(error_of(waiting), ConnectionLost)
+            assert ended.wait(SECONDS)
+        finally:
+            os.close(write)
+            os.close(read)
+            os.waitpid(child, 0)
+
+
+def test_a_forked_data_loader(trio: Callable[[str], Trio], tmp_path: Path) -> None:
+    """Workers are children; training in the parent goes on."""
+    from test_trainer import adapt, losses, trainer
+
+    provider, source, _ = trio("llama")
+    with one_time(provider, source) as session:
+        model = session.load_model(progress=False)
+        run = trainer(adapt(model), tmp_path, max_steps=4, eval_strategy="no", dataloader_num_workers=2)
+        run.train()
+        assert len(losses(run)["loss"]) == 4
+        assert session.stats.verified_rows > 0
+
+
+SCRIPT = Path(__file__).parents[1] / "namespaced.py"
+
+
+def test_a_child_in_a_process_id_namespace_of_its_own(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    """Process 1 of a container forks process 1 of another."""
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    try:
+        tried = subprocess.run([*unshare, "true"], capture_output=True, text=True, timeout=60)
+        problem = tried.stderr
+    except FileNotFoundError as error:
+        problem = str(error)
+    if problem:
+        pytest.skip(f"no namespaces here: {problem}")
+    executor = serve(checkpoint("llama"), numerics="ring")
+    command = [
+        *unshare,
+        sys.executable,
+        str(SCRIPT),
+        executor.url,
+        str(executor.ca),
+        str(checkpoint("llama")),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "TOKEN": executor.token, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["child", "1", "ok", "parent", "1", "ok"]

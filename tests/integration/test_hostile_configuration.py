@@ -1,0 +1,214 @@
+"""Hostile configurations: no model larger than the manifest says, nothing loaded, no say in generation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from conftest import Executor
+from hostile_files import config_of, nothing_opens
+from transformers import GenerationConfig
+
+from shared.errors import ModelMismatch
+from shared.wire.messages import Manifest, ParameterInfo, digest_of
+from tenant_sdk.model.configuration import LENGTHS, TOKENS, generation_configuration, model_configuration
+from tenant_sdk.model.loading import _model_class
+
+pytest_plugins = ("hostile_fixtures",)
+
+Hostile = Callable[..., Executor]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 2_000_000_000},
+        {"num_hidden_layers": 1_000_000_000},
+        {"num_hidden_layers": 10**30},
+        {"num_labels": 10**12},
+        {"vocab_size": 10**15},
+        {"hidden_size": 1 << 40},
+        {"intermediate_size": 10**9},
+        {"head_dim": 128},  # within what the manifest accounts for, and another shape
+        {"num_hidden_layers": 3},
+        {"rope_parameters": {"a": {"b": {"c": {"d": {"e": {"f": {"g": {}}}}}}}}},
+    ],
+)
+def test_a_configuration_that_the_manifest_does_not_account_for(
+    change: dict[str, Any], hostile: Hostile, llama: Executor
+) -> None:
+    config = config_of(llama)[0] | change
+    executor = hostile({"config.json": json.dumps(config).encode()})
+    with executor.connect() as session, pytest.raises(ModelMismatch):
+        session.load_model(progress=False)
+
+
+def test_tables_that_a_model_computes_are_bounded(
+    hostile: Hostile, serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    """A causal mask of positions squared, where the manifest has as many positions."""
+    executor = hostile({}, architecture="gpt_bigcode")
+    with executor.connect() as session:
+        remote = session._remote
+        (info,) = (info for info in remote.manifest.files if info.name == "config.json")
+        config = json.loads(remote.file(info)) | {"n_positions": 1 << 20}
+        parameters = tuple(
+            msgspec.structs.replace(each, shape=(1 << 20, *each.shape[1:])) if "wpe" in each.name else each
+            for each in remote.manifest.parameters
+        )
+        lied = msgspec.structs.replace(remote.manifest, parameters=parameters)
+        remote.manifest = msgspec.structs.replace(lied, digest=digest_of(lied))
+        remote.file = lambda info: json.dumps(config).encode()  # type: ignore[method-assign]
+        with pytest.raises(ModelMismatch, match=r"tables of|cannot be built"):
+            session.load_model(progress=False)
+
+
+def test_more_parameters_than_this_machine_has_memory_for(hostile: Hostile) -> None:
+    with hostile({}).connect() as session:
+        remote = session._remote
+        parameters = tuple(
+            msgspec.structs.replace(each, shape=(1 << 30, 1 << 20)) if "embed" in each.name else each
+            for each in remote.manifest.parameters
+        )
+        remote.manifest = msgspec.structs.replace(remote.manifest, parameters=parameters)
+        with pytest.raises(ModelMismatch, match="GiB for this machine"):
+            session.load_model(progress=False)
+
+
+def test_parameters_that_the_model_does_not_have(hostile: Hostile) -> None:
+    """They would say how large the configuration's numbers may be."""
+
+    def lie(manifest: Manifest) -> Manifest:
+        extra = ParameterInfo("model.extra", (1 << 18, 1), "float32", "0" * 64)
+        return msgspec.structs.replace(manifest, parameters=(*manifest.parameters, extra))
+
+    with (
+        hostile({}, lie=lie).connect() as session,
+        pytest.raises(ModelMismatch, match=r"model\.extra, which"),
+    ):
+        session.load_model(progress=False)
+
+
+@pytest.mark.parametrize("value", ["PATH", "gpt2", True, {"name": "gpt2"}, ["gpt2"]])
+def test_nothing_in_a_configuration_is_loaded(value: Any, llama: Executor, secret: Path) -> None:
+    """Paths, names of models to fetch, kernels, code: under every key by which anything is loaded."""
+    raw, manifest = config_of(llama)
+    value = str(secret) if value == "PATH" else value
+    for key in (
+        "auto_map",
+        "_name_or_path",
+        "name_or_path",
+        "_attn_implementation",
+        "attn_implementation",
+        "experts_implementation",
+        "_experts_implementation_internal",
+        "quantization_config",
+        "backbone",
+        "backbone_config",
+        "use_timm_backbone",
+        "use_pretrained_backbone",
+        "tokenizer_class",
+        "custom_pipelines",
+        "compile_config",
+        "cache_implementation",
+        "use_kernels",
+        "adapter_path",
+        "_commit_hash",
+        "transformers_weights",
+    ):
+        with nothing_opens(secret):
+            try:
+                config = model_configuration(json.dumps(raw | {key: value}).encode(), manifest, {})
+            except ModelMismatch:
+                continue
+        assert str(secret) not in str(config.to_dict())
+        if key not in ("custom_pipelines", "transformers_weights"):
+            assert getattr(config, key, None) in (None, "", "sdpa", False), key
+
+
+@pytest.mark.parametrize("model_type", ["mra", "rwkv", "yoso"])
+def test_model_types_that_fetch_code(model_type: str, llama: Executor) -> None:
+    """They load compiled kernels from a public hub as soon as they are built."""
+    raw, manifest = config_of(llama)
+    for change in ({"model_type": model_type}, {"text_config": {"model_type": model_type}}):
+        with pytest.raises(ModelMismatch, match=f"{model_type} .*fetch"):
+            model_configuration(json.dumps(raw | change).encode(), manifest, {})
+
+
+@pytest.mark.parametrize("model_type", ["detr", "timm_wrapper", "of-tomorrow", "../llama", None, 3])
+def test_model_types_that_load_from_elsewhere(model_type: Any, llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    raw = json.dumps({"model_type": model_type}).encode()
+    with pytest.raises(ModelMismatch):
+        _model_class(manifest, model_configuration(raw, manifest, {}), None)
+
+
+# -- how text is generated --------------------------------------------------------------------------
+
+STRANGE: dict[type, Any] = {
+    bool: True,
+    int: 7,
+    float: 0.5,
+    str: "dynamic",
+    type(None): 5,
+    dict: {},
+    list: [1],
+}
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
+def test_generation_is_the_tenants(where: str, hostile: Hostile, llama: Executor) -> None:
+    """Of every option that transformers has, token ids and lengths are taken, and no other."""
+    options = {
+        name: STRANGE[type(value)]
+        for name, value in GenerationConfig().to_dict().items()
+        if name not in (*TOKENS, *LENGTHS, "transformers_version", "use_cache")
+    }
+    options |= {
+        "prompt_lookup_num_tokens": 10,
+        "num_beams": 3,
+        "assistant_early_exit": 1,
+        "stop_strings": "x",
+    }
+    raw = config_of(llama)[0]
+    files: dict[str, bytes | None] = {"generation_config.json": None, "config.json": json.dumps(raw).encode()}
+    files[where] = json.dumps((raw if where == "config.json" else {"eos_token_id": 5}) | options).encode()
+    with hostile(files).connect() as session:
+        model = session.load_model(progress=False)
+    ours = model.generation_config.to_diff_dict()
+    assert ours.keys() <= {*TOKENS, *LENGTHS, "transformers_version"}
+    assert not model.config._get_generation_parameters()
+
+
+def test_tokens_of_one_step_are_one_row(hostile: Hostile) -> None:
+    """Prompt lookup, which the provider asks for, would show where generated tokens occur in the prompt."""
+    evil = json.dumps({"prompt_lookup_num_tokens": 10, "max_new_tokens": 12}).encode()
+    with hostile({"generation_config.json": evil}).connect() as session:
+        model = session.load_model(progress=False)
+        prompt = torch.tensor([[5, 6, 7, 8] * 5])
+        before = session.stats.rows
+        made = model.generate(input_ids=prompt, max_new_tokens=6, eos_token_id=None, pad_token_id=0)
+        groups = sum(not group.head for group in session.manifest.groups)
+        assert made.shape[1] == 26
+        assert session.stats.rows - before == groups * (20 + 5)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"eos_token_id": "x"},
+        {"eos_token_id": [-1]},
+        {"max_length": 1 << 40},
+        {"max_length": [1]},
+        {"pad_token_id": True},
+        {"bos_token_id": 1.5},
+    ],
+)
+def test_ids_and_lengths_are_numbers(given: dict[str, Any]) -> None:
+    with pytest.raises(ModelMismatch, match=r"generation_config\.json"):
+        generation_configuration(json.dumps(given).encode(), None)

@@ -1,0 +1,322 @@
+"""Tenants that ask for more than their share, over real TLS, and what others notice of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Executor
+from raw_peers import SECONDS, eventually, metric, open_raw, product
+
+from provider.engine.batching import Batcher, shapes_of
+from provider.engine.latency import LatencyModel
+from provider.engine.scheduler import Opportunistic
+from provider.executor.base import BaseExecutor
+from provider.observe.metrics import Metrics
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.quota import Limit, Quotas
+from provider.session.tenant import Service
+from shared.errors import ConnectionLost, RequestRefused, SymbiosisError
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import Direction, Operation
+from tenant_sdk import Session
+from tenant_sdk.connection.urgency import nobody_waits
+
+WIDTH = 64
+ROW = bytes(4 * WIDTH)
+
+
+class Shop:
+    """A ring executor with quotas, and tenants with tokens of their own."""
+
+    def __init__(self, folder: Path, tls_dir: Path, work: Path, *limits: Limit) -> None:
+        self.tokens = TokenFile(work / "tokens.json")
+        self.tokens.add("nobody")
+        self.base = BaseExecutor(folder, numerics="ring")
+        metrics = Metrics()
+        self.policy = Opportunistic(LatencyModel(shapes_of(self.base)))
+        self.batcher = Batcher(self.base, self.policy, on_batch=metrics.batch)
+        self.quotas = Quotas(*limits)
+        self.server = Server(
+            Service(self.base, self.batcher, metrics, self.quotas),
+            context=server_context(tls_dir),
+            tokens=self.tokens,
+            port=0,
+        )
+        self.ca = tls_dir / "ca.pem"
+        self._known: dict[str, Executor] = {}
+
+    def executor(self, tenant: str) -> Executor:
+        """What a tenant knows of it."""
+        if tenant not in self._known:
+            self._known[tenant] = Executor(
+                self.server.url, self.tokens.add(tenant), self.ca, server=self.server
+            )
+        return self._known[tenant]
+
+    def at_rest(self) -> None:
+        """Nothing is left of anybody's requests."""
+        eventually(lambda: self.quotas.in_flight() == (0, 0))
+        eventually(lambda: not self.batcher._requests and not self.batcher._busy)
+        assert not self.policy._queue
+        assert not self.policy.counters._waiting
+
+
+@pytest.fixture
+def shop(checkpoint: Callable[[str], Path], tls_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
+    """Open one with quotas: ``shop(Limit(...), Limit(...))``."""
+    made: list[Shop] = []
+
+    def open_shop(*limits: Limit) -> Shop:
+        made.append(Shop(checkpoint("llama"), tls_dir, tmp_path, *limits))
+        return made[-1]
+
+    yield open_shop
+    for each in made:
+        each.server.drain(SECONDS)
+
+
+def ask(session: Session, rows: torch.Tensor, group: int = 0) -> torch.Tensor:
+    """A forward product of a group's first member."""
+    return session._remote.product(Operation.PRODUCT, group, Direction.FORWARD, 1, [rows])[0]
+
+
+def integers(seed: int, rows: int = 1) -> torch.Tensor:
+    return MaskStream(seed.to_bytes(32, "little")).draw(rows, WIDTH)
+
+
+def reference(base: BaseExecutor, rows: torch.Tensor, group: int = 0) -> torch.Tensor:
+    return base.product(group, Direction.FORWARD, 1, [rows])[0]
+
+
+@contextlib.contextmanager
+def others_go_on(shop: Shop) -> Iterator[Session]:
+    """A polite tenant asks all the while; every answer must be right, and none takes seconds."""
+    stop, slowest, failed = threading.Event(), [0.0], list[BaseException]()
+    with shop.executor("polite").connect() as session:
+        rows = integers(7, 3)
+        expected = reference(shop.base, rows)
+
+        def go_on() -> None:
+            try:
+                while not stop.is_set():
+                    started = time.monotonic()
+                    assert torch.equal(ask(session, rows), expected)
+                    slowest[0] = max(slowest[0], time.monotonic() - started)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        try:
+            yield session
+            eventually(lambda: bool(failed) or session.stats.requests > 20)
+        finally:
+            stop.set()
+            thread.join(SECONDS)
+        assert not failed
+        assert not thread.is_alive()
+        assert slowest[0] < 5.0  # a product takes less than a millisecond; the machine may be busy
+
+
+def test_ten_thousand_requests_and_no_answer_is_read(shop: Callable[..., Shop]) -> None:
+    """The executor stops reading from such a tenant, and holds one of its requests."""
+    here = shop(Limit(bytes_in_flight=1 << 20))
+    rude = here.executor("rude")
+    message = product(200, WIDTH, dtype=6, request_id=1)
+    with others_go_on(here), open_raw(rude) as peer:
+        peer.hello()
+        data = peer.frame(message + ROW * 200)
+        peer.sock.settimeout(1.0)
+        sent = 0
+        with contextlib.suppress(TimeoutError, OSError):
+            for _ in range(10_000):
+                peer.send(data)
+                sent += 1
+        assert sent < 10_000
+        assert here.quotas.in_flight()[1] <= 2 << 20
+    here.at_rest()
+
+
+def test_a_frame_that_stops_in_the_middle(shop: Callable[..., Shop]) -> None:
+    """What was admitted for it is given back when the tenant is gone."""
+    here = shop(Limit(), Limit(bytes_in_flight=1 << 20))
+    with others_go_on(here):
+        with open_raw(here.executor("slow")) as peer:
+            peer.hello()
+            whole = peer.frame(product(500, WIDTH, dtype=6) + ROW * 500)
+            peer.send(whole[: len(whole) // 2])
+            eventually(lambda: here.quotas.in_flight()[0] >= 500)
+        eventually(lambda: here.quotas.in_flight()[0] < 500)
+    here.at_rest()
+
+
+def test_one_row_at_a_time_as_fast_as_it_can(shop: Callable[..., Shop]) -> None:
+    """Many connections of one tenant get no more than a tenant with one, when both always wait."""
+    here = shop(Limit(), Limit())
+    flood = here.executor("flood")
+    stop = threading.Event()
+
+    def pour(session: Session) -> None:
+        while not stop.is_set():
+            ask(session, integers(1))
+
+    with contextlib.ExitStack() as stack, others_go_on(here):
+        sessions = [stack.enter_context(flood.connect()) for _ in range(8)]
+        threads = [threading.Thread(target=pour, args=(session,)) for session in sessions]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: sum(session.stats.requests for session in sessions) > 400)
+        stop.set()
+        for thread in threads:
+            thread.join(SECONDS)
+    here.at_rest()
+
+
+def test_fine_tuning_that_calls_itself_decoding(shop: Callable[..., Shop]) -> None:
+    """Its class follows from its rows; the answer is right all the same."""
+    here = shop()
+    with others_go_on(here), open_raw(here.executor("liar")) as peer:
+        peer.hello()
+        rows = integers(3, 900)
+        peer.message(product(900, WIDTH, dtype=6, request_class=1), rows.numpy().tobytes())
+        _, body = peer.receive()
+        assert torch.equal(
+            torch.frombuffer(bytearray(body), dtype=torch.int32).view(900, -1), reference(here.base, rows)
+        )
+    name = "symbiosis_reply_seconds_count"
+    eventually(lambda: metric(here.executor("x"), name, request_class="prefill") == 1)
+    here.at_rest()
+
+
+def test_over_the_quota_the_tenant_waits_and_goes_on(
+    shop: Callable[..., Shop], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so: in the log, and in its statistics."""
+    here = shop(Limit(requests_per_second=20))
+    with here.executor("busy").connect() as session, caplog.at_level(logging.WARNING, "tenant_sdk"):
+        for seed in range(50):
+            assert torch.equal(ask(session, integers(seed)), reference(here.base, integers(seed)))
+        stats = session.stats
+    assert stats.refusals > 0
+    assert stats.seconds_throttled > 0
+    assert stats.requests == 50
+    assert caplog.text.count("is overloaded, or this tenant over its quota") == 1
+    assert metric(here.executor("x"), "symbiosis_refused_total", code="overloaded") == stats.refusals
+    here.at_rest()
+
+
+def test_an_executor_that_stays_overloaded_is_an_error_in_time(shop: Callable[..., Shop]) -> None:
+    here = shop(Limit(requests_per_second=0.001))
+    executor = here.executor("busy")
+    with executor.connect(timeout=5.0) as session:
+        ask(session, integers(1))
+        with pytest.raises(RequestRefused) as caught:  # at once: it would have to wait for an hour
+            ask(session, integers(1))
+        assert caught.value.code == "overloaded"
+        assert caught.value.retry_after is not None
+        assert caught.value.retry_after > 1
+        assert session.stats.refusals == 0
+
+
+def test_other_refusals_are_not_repeated(shop: Callable[..., Shop]) -> None:
+    here = shop()
+    with here.executor("plain").connect() as session:
+        with pytest.raises(RequestRefused, match="too_large"):
+            session._remote.seed_effect(0, Direction.FORWARD, 1, 1 << 20, bytes(32))
+        assert session.stats.refusals == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tenants_that_connect_ask_cancel_die_and_come_back(shop: Callable[..., Shop], seed: int) -> None:
+    """In random order, until the executor drains: every reply is the reference product of its request."""
+    here = shop(Limit(bytes_in_flight=1 << 20, requests_per_second=500), Limit(bytes_in_flight=2 << 20))
+    groups = len(here.base.manifest.groups)
+    replies = [0] * 6
+    executors = [here.executor(f"tenant-{number % 4}") for number in range(6)]
+
+    def tenant(number: int) -> None:
+        draw = random.Random(seed * 100 + number)
+        executor = executors[number]
+        for _ in range(draw.randrange(3, 6)):
+            how = draw.choice(["ask", "ask", "die in a frame", "cancel", "die before the answer"])
+            if how in ("ask", "cancel"):
+                with executor.connect() as session:
+                    for _ in range(draw.randrange(1, 12)):
+                        info = here.base.manifest.groups[group := draw.randrange(groups)]
+                        rows = MaskStream(draw.randbytes(32)).draw(draw.choice([1, 2, 40]), info.inputs)
+                        assert torch.equal(ask(session, rows, group), reference(here.base, rows, group))
+                        replies[number] += 1
+                    if how == "cancel":  # close the session under a request that another thread waits for
+                        with ThreadPoolExecutor(1) as threads:
+                            waiting = threads.submit(ask, session, integers(1, 500))
+                            session.close()
+                            with contextlib.suppress(ConnectionLost):
+                                assert torch.equal(
+                                    waiting.result(SECONDS), reference(here.base, integers(1, 500))
+                                )
+            else:
+                with open_raw(executor) as peer:
+                    peer.hello()
+                    frame = peer.frame(product(300, WIDTH, dtype=6) + ROW * 300)
+                    peer.send(
+                        frame if how == "die before the answer" else frame[: draw.randrange(1, len(frame))]
+                    )
+
+    with ThreadPoolExecutor(6) as threads:
+        for each in [threads.submit(tenant, number) for number in range(6)]:
+            each.result(SECONDS)
+    assert all(replies) or sum(replies) > 10
+    eventually(lambda: metric(executors[0], "symbiosis_connections") == 0)
+    here.at_rest()
+    assert here.server.drain(SECONDS)
+    with pytest.raises(SymbiosisError):
+        executors[0].connect()
+
+
+def test_draining_under_load_loses_no_answer_that_was_begun(shop: Callable[..., Shop]) -> None:
+    """Whoever has an answer has the right one; the rest is told that the executor leaves."""
+    here = shop()
+    rows = integers(2, 20)
+    expected = reference(here.base, rows)
+    answered: list[bool] = []
+    executors = [here.executor(f"tenant-{number}") for number in range(4)]
+
+    def tenant(executor: Executor) -> None:
+        with executor.connect() as session:
+            while True:
+                try:
+                    answered.append(torch.equal(ask(session, rows), expected))
+                except SymbiosisError:
+                    return
+
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(tenant, executor) for executor in executors]
+        eventually(lambda: len(answered) > 50)
+        assert here.server.drain(SECONDS)
+        for each in running:
+            each.result(SECONDS)
+    assert all(answered)
+    here.at_rest()
+
+
+def test_the_request_class_travels(shop: Callable[..., Shop]) -> None:
+    """What the SDK declares is what the executor counts."""
+    here = shop()
+    executor = here.executor("one")
+    with executor.connect() as session:
+        ask(session, integers(1))
+        with nobody_waits():
+            ask(session, integers(1))
+        ask(session, integers(1, 100))
+    for name in ("decode", "prefill", "finetuning"):
+        eventually(lambda: metric(executor, "symbiosis_reply_seconds_count", request_class=name) == 1)  # noqa: B023

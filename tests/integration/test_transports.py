@@ -1,0 +1,299 @@
+"""What does not depend on what carries the messages: TLS websocket, front door, shared memory, a call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from channels import error_of
+from conftest import TENANT
+from forking import in_child, refused
+from parity import fixed_result, load_local, token_ids
+from raw_peers import SECONDS, eventually
+from transports import TRANSPORTS, Everywhere, Start
+
+import provider.inprocess
+import tenant_sdk
+from provider.engine.batching import Batcher, Done
+from provider.executor.base import BaseExecutor
+from provider.observe.metrics import Metrics
+from provider.session.tenant import Service
+from shared.checkpoint import Checkpoint
+from shared.errors import AuthenticationError, ConfigurationError, ConnectionLost, RequestRefused
+from shared.wire.header import Direction, Header, Operation
+from shared.wire.messages import Limits
+from shared.wire.protocol import GroupShape, TenantProtocol
+from tenant_sdk.connection.channel import Channel
+
+pytest_plugins = ("transport_fixtures", "wire_fixtures")
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def llama_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Everywhere:
+    return everywhere(checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def ring_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Everywhere:
+    return everywhere(checkpoint("llama"), numerics="ring")
+
+
+def product(session: tenant_sdk.Session, *blocks: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """Of group 0, whose members are q, k and v: 64 to 64, 32 and 32."""
+    given = {"direction": Direction.FORWARD, "members": 1} | options
+    return session._remote.product(Operation.PRODUCT, 0, given["direction"], given["members"], list(blocks))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits(llama_everywhere: Everywhere, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((40, 64), generator=generator)
+    gradients = [torch.randn((40, width), generator=generator) for width in (64, 32)]
+    found = []
+    for transport in TRANSPORTS:
+        with llama_everywhere.connect(transport, wire_dtype=dtype) as session:
+            forward = product(session, x, members=7)
+            backward = product(session, *gradients, direction=Direction.BACKWARD, members=3)
+            files = [session._remote.file(info) for info in session._remote.manifest.files]
+            info = session._remote.manifest.parameters[0]
+            parameter = torch.cat(list(session._remote.parameter(info)))
+            found.append(([*forward, *backward, parameter], files))
+    for tensors, files in found[1:]:
+        assert files == found[0][1]
+        for one, other in zip(tensors, found[0][0], strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_time_masks(
+    transport: str, ring_everywhere: Everywhere, checkpoint: Callable[[str], Path]
+) -> None:
+    sources = [f"local:{checkpoint('llama')}"]
+    with ring_everywhere.connect(transport, privacy="one-time", mask_sources=sources) as session:
+        got = fixed_result(session.load_model(progress=False), token_ids())
+        assert session.stats.verified_rows == session.stats.rows > 0
+    expected = fixed_result(load_local(checkpoint("llama")), token_ids())
+    assert float((got - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("source", TRANSPORTS)
+def test_a_mask_source_on_the_same_machine_is_refused(
+    transport: str, source: str, ring_everywhere: Everywhere
+) -> None:
+    options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [ring_everywhere.where(source)]}
+    if source in ("tls", "front door"):
+        options["mask_source_ca"] = ring_everywhere.ca
+    with pytest.raises(ConfigurationError, match=r"machine.*--allow-same-operator"):
+        ring_everywhere.connect(transport, **options, allow_same={"token", "authority"})
+    with ring_everywhere.connect(transport, **options, allow_same_operator=True) as session:
+        layer = session.load_model(progress=False).model.layers[0].mlp.down_proj
+        with torch.no_grad():
+            layer(torch.ones(1, 96))
+        assert session.stats.effect_rows > 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_threads(
+    transport: str,
+    llama_everywhere: Everywhere,
+    checkpoint: Callable[[str], Path],
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Of all sizes at once, so that memory grows under those that are under way; no answer changes later."""
+    weight = Checkpoint(checkpoint("llama")).read("model.layers.0.self_attn.q_proj.weight")
+    with llama_everywhere.connect(transport) as session:
+
+        def work(seed: int) -> None:
+            random, generator = Random(seed), torch.Generator().manual_seed(seed)
+            kept = []
+            for _ in range(10):
+                x = torch.randn((random.choice([1, 2, 7, 3000]), 64), generator=generator)
+                kept.append((x, product(session, x)[0]))
+            for x, y in kept:
+                torch.testing.assert_close(y, x @ weight.T, atol=1e-4, rtol=1e-4)
+                y.zero_()  # it is ours
+
+        for future in [threads.submit(work, seed) for seed in range(12)]:
+            assert error_of(future) is None
+        assert session.stats.requests == 120
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_requests_over_the_limits(
+    transport: str, everywhere: Start, checkpoint: Callable[[str], Path]
+) -> None:
+    """Are split, or refused if they were not; and the session goes on."""
+    small = everywhere(checkpoint("llama"), limits=Limits(max_message_bytes=1 << 16, max_rows=100))
+    weight = Checkpoint(checkpoint("llama")).read("model.layers.0.self_attn.q_proj.weight")
+    with small.connect(transport) as session:
+        x = torch.randn(1050, 64)
+        torch.testing.assert_close(product(session, x)[0], x @ weight.T, atol=1e-5, rtol=1e-4)
+        assert session.stats.requests == 11
+        channel = session._remote.channel
+
+        def header(rows: int) -> Callable[[TenantProtocol], Header]:
+            shape = GroupShape(64, (64, 32, 32))
+            return lambda protocol: protocol.product(
+                Operation.PRODUCT, 0, shape, Direction.FORWARD, 1, rows, torch.float32
+            )
+
+        for rows in (101, 256) if transport in ("tls", "front door") else (101, 300, 100_000):
+            with pytest.raises(RequestRefused) as caught:
+                channel.wait(channel.submit(header(rows), [torch.zeros(rows, 64)]))
+            assert caught.value.code == "too_large"
+        assert torch.equal(product(session, x[:1])[0], product(session, x[:1])[0])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_errors_have_their_type_and_leave_the_session_open(
+    transport: str, llama_everywhere: Everywhere
+) -> None:
+    with llama_everywhere.connect(transport) as session:
+        for wrong, code in (
+            ({"group": 99}, "group"),
+            ({"members": 0}, "members"),
+            ({"rows": 0}, "zero_rows"),
+            ({"dtype": 6}, "dtype"),
+        ):
+            channel = session._remote.channel
+
+            def header(protocol: TenantProtocol, wrong: dict[str, int] = wrong) -> Header:
+                good = protocol.product(
+                    Operation.PRODUCT, 0, GroupShape(64, (64, 32, 32)), Direction.FORWARD, 1, 1, torch.float32
+                )
+                return good._replace(**wrong)
+
+            rows = torch.zeros((wrong.get("rows", 1), 64))
+            with pytest.raises(RequestRefused) as caught:
+                channel.wait(channel.submit(header, [rows]))
+            assert caught.value.code == code
+        with pytest.raises(RequestRefused, match="non_finite"):
+            product(session, torch.full((1, 64), torch.nan))
+        session._remote.channel.ping()
+        assert not session._remote.channel.broken
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_wrong_token(transport: str, llama_everywhere: Everywhere) -> None:
+    with pytest.raises(AuthenticationError, match="refused the token"):
+        llama_everywhere.connect(transport, token="not-a-token")
+    with llama_everywhere.connect(transport) as session:
+        product(session, torch.zeros(1, 64))
+    assert llama_everywhere.metric("symbiosis_tenant_rows_total", tenant=TENANT) > 0
+    eventually(lambda: llama_everywhere.metric("symbiosis_connections") == 0)
+
+
+class Slow:
+    """A scheduler that waits to be told."""
+
+    def __init__(self, executor: BaseExecutor) -> None:
+        self._batcher = Batcher(executor)
+        self.busy, self.go = threading.Event(), threading.Event()
+
+    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
+        self.busy.set()
+        assert self.go.wait(SECONDS)
+        return self._batcher.run(tenant, header, blocks)
+
+    def answered(self, header: Header, stop: Callable[[], bool]) -> None:
+        """Nothing to do meanwhile."""
+
+
+def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
+    while True:
+        session._remote._submit(channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
+        channel.wait(next(iter(channel._pending.values())))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_draining_answers_what_has_arrived(
+    transport: str, everywhere: Start, checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
+) -> None:
+    def slow(executor: BaseExecutor) -> Service:
+        return Service(executor, Slow(executor), Metrics())
+
+    one = everywhere(checkpoint("llama"), service=slow)
+    scheduler: Any = one.service.scheduler
+    with one.connect(transport) as session:
+        channel = session._remote.channel  # later it would open a new one
+        under_way = threads.submit(product, session, torch.ones(1, 64))
+        assert scheduler.busy.wait(SECONDS)
+        drained = threads.submit(one.end)
+        eventually(lambda: one.server.draining)
+        scheduler.go.set()
+        assert error_of(under_way) is None
+        with pytest.raises(ConnectionLost, match=r"shutting down|broke"):
+            ask_for_ever(session, channel)
+        assert drained.result(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_forked_process_sends_nothing(transport: str, llama_everywhere: Everywhere) -> None:
+    with llama_everywhere.connect(transport) as session:
+        channel = session._remote.channel
+
+        def child() -> None:
+            refused(lambda: product(session, torch.ones(1, 64)), channel.ping)
+            channel.close()
+            session.close()
+
+        in_child(child)
+        channel.ping()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_closing_while_others_wait(
+    transport: str, everywhere: Start, checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
+) -> None:
+    def slow(executor: BaseExecutor) -> Service:
+        return Service(executor, Slow(executor), Metrics())
+
+    one = everywhere(checkpoint("llama"), service=slow)
+    scheduler: Any = one.service.scheduler
+    session = one.connect(transport)
+    futures = [threads.submit(product, session, torch.ones(1, 64)) for _ in range(4)]
+    assert scheduler.busy.wait(SECONDS)
+    eventually(lambda: sum(p.waited for p in session._remote.channel._pending.values()) == 4)
+    session.close()
+    scheduler.go.set()  # where the executor is a call, that one is carried through
+    for future in futures:
+        assert isinstance(error_of(future), ConnectionLost)
+    eventually(lambda: one.metric("symbiosis_connections") == 0)
+
+
+def test_options_of_tls_without_tls(llama_everywhere: Everywhere, tmp_path: Path) -> None:
+    ca = llama_everywhere.ca
+    for transport in ("colocated", "inprocess"):
+        with pytest.raises(ConfigurationError, match="ca is for TLS"):
+            llama_everywhere.connect(transport, ca=ca)
+        with pytest.raises(ConfigurationError, match="client_certificate is for TLS"):
+            llama_everywhere.connect(transport, client_certificate=(ca, ca))
+        with pytest.raises(ConfigurationError, match="mask_source_ca is for TLS"):
+            llama_everywhere.connect(
+                "tls",
+                privacy="noise-bank",
+                mask_sources=[llama_everywhere.where(transport)],
+                mask_source_ca=ca,
+            )
+
+
+def test_the_executor_in_a_notebook(checkpoint: Callable[[str], Path]) -> None:
+    """The snippet of ``provider/inprocess.py``: no certificates, no tokens."""
+    assert 'connect(endpoint, privacy="plain")' in (provider.inprocess.__doc__ or "")
+    with provider.inprocess.serve(checkpoint("llama")) as endpoint:
+        session = tenant_sdk.connect(endpoint, privacy="plain")
+        got = fixed_result(session.load_model(progress=False), token_ids())
+    expected = fixed_result(load_local(checkpoint("llama")), token_ids())
+    torch.testing.assert_close(got, expected)
+    with pytest.raises(ConnectionLost):
+        product(session, torch.ones(1, 64))
+    session.close()

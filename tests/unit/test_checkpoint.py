@@ -1,0 +1,111 @@
+"""Checkpoint folders: what is read, what is refused, and that the digest covers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model
+
+from provider.catalog.discovery import discover
+from provider.executor.base import BaseExecutor
+from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError
+from shared.wire.messages import digest_of
+
+
+def test_a_missing_folder_says_what_a_checkpoint_is(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json.*save_pretrained"):
+        Checkpoint(tmp_path / "nowhere")
+
+
+def test_pickles_are_never_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="never read; convert with"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not safetensors at all", b"\xff" * 64])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(damage)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(tmp_path: Path, index: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_cannot_leave_the_folder(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    shutil.copy(checkpoint("llama") / "model.safetensors", tmp_path / "outside.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError):
+        Checkpoint(folder)
+
+
+def test_shards_hold_what_one_file_holds(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    make_model("llama").save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    whole, sharded = Checkpoint(checkpoint("llama")), Checkpoint(tmp_path)
+    assert whole.names() == sharded.names()
+    for name in whole.names():
+        assert torch.equal(whole.read(name), sharded.read(name))
+    groups = discover(whole).groups
+    assert whole.weights_digest(groups) == sharded.weights_digest(discover(sharded).groups)
+
+
+def test_rows_are_read_without_the_rest(checkpoint: Callable[[str], Path]) -> None:
+    source = Checkpoint(checkpoint("llama"))
+    name = "model.embed_tokens.weight"
+    assert torch.equal(source.read(name, slice(3, 7)), source.read(name)[3:7])
+    assert source.describe(name) == ((128, 64), torch.float32)
+
+
+def test_the_digest_changes_with_one_bit_of_one_served_weight(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    original = Checkpoint(checkpoint("llama"))
+    model = make_model("llama")
+    with torch.no_grad():
+        weight = model.model.layers[1].mlp.down_proj.weight
+        weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(1.0))
+    model.save_pretrained(tmp_path)
+    changed = Checkpoint(tmp_path)
+    assert original.weights_digest(discover(original).groups) != changed.weights_digest(
+        discover(changed).groups
+    )
+
+
+def test_the_digest_covers_what_tenants_download(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    original = BaseExecutor(checkpoint("llama")).manifest
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 1
+    model.save_pretrained(tmp_path)
+    changed = BaseExecutor(tmp_path).manifest
+    assert original.weights == changed.weights
+    assert original.digest != changed.digest
+    assert digest_of(changed) == changed.digest
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert BaseExecutor(tmp_path).manifest.digest not in (original.digest, changed.digest)
+
+
+def test_a_file_that_no_tenant_takes_is_not_served(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(" " * (1 << 16) + "{}")
+    with pytest.raises(CheckpointError, match="no tenant takes more than 65536"):
+        BaseExecutor(tmp_path)

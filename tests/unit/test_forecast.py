@@ -1,0 +1,130 @@
+"""What is fetched ahead: a policy without I/O."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.wire.header import Direction
+from tenant_sdk.products.forecast import Forecast, Kind, Order
+
+A, B, C, D = (Kind(group, Direction.FORWARD, 1) for group in range(4))
+PLENTY = 1 << 40
+
+
+def forecast(*asked: tuple[Kind, int]) -> Forecast:
+    made = Forecast()
+    for kind, rows in asked:
+        made.asked(kind, rows)
+    return made
+
+
+def next_order(
+    made: Forecast,
+    stock: dict[Kind, int],
+    *,
+    budget: int = PLENTY,
+    row_bytes: dict[Kind, int] | None = None,
+    batch_rows: int = 1,
+) -> Order | None:
+    return made.next_order(
+        stock,
+        budget_bytes=budget,
+        row_bytes=lambda kind: (row_bytes or {}).get(kind, 100),
+        batch_rows=batch_rows,
+    )
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert next_order(forecast(), {}) is None
+    assert next_order(forecast((A, 3)), {}) is None
+    assert next_order(forecast((A, 3), (B, 3)), {}) is None  # what follows B has not been seen
+
+
+def test_a_round_comes_again_nearest_first() -> None:
+    made = forecast((A, 2), (B, 3), (C, 4), (A, 2))
+    assert list(made.round().items()) == [(B, 3), (C, 4), (A, 2)]
+    stock: dict[Kind, int] = {}
+    ordered = []
+    while (order := next_order(made, stock)) is not None:
+        ordered.append(order)
+        stock[order.kind] = stock.get(order.kind, 0) + order.rows
+    assert ordered == [Order(B, 3), Order(C, 4), Order(A, 2)]
+
+
+def test_what_is_in_stock_is_not_ordered() -> None:
+    made = forecast((A, 2), (B, 3), (A, 2))
+    assert next_order(made, {B: 3}) == Order(A, 2)
+    assert next_order(made, {B: 2}) == Order(B, 3)
+    assert next_order(made, {B: 6, A: 2}) is None
+
+
+def test_a_kind_that_follows_itself() -> None:
+    made = forecast((A, 1), (A, 1))
+    assert made.round() == {A: 1}
+    assert next_order(made, {A: 1}) is None
+    assert next_order(made, {}) == Order(A, 1)
+
+
+def test_a_new_habit_replaces_the_old() -> None:
+    made = forecast((A, 64), (B, 64), (A, 64), (B, 64), (A, 64))
+    for _ in range(2):  # from training to decoding
+        for kind in (C, D):
+            made.asked(kind, 1)
+    assert made.round() == {C: 1, D: 1}
+
+
+def test_what_the_new_habit_does_not_need_is_surplus() -> None:
+    made = forecast((A, 1), (B, 1), (A, 1), (C, 1), (D, 8), (C, 1))
+    assert made.round() == {D: 8, C: 1}
+    stock = {A: 1, B: 0, C: 8, D: 17}
+    assert made.surplus(stock, batch_rows=4) == [A, D]
+    assert made.surplus({**stock, C: 9}, batch_rows=4) == [A, C, D]
+    assert made.surplus({}, batch_rows=4) == []
+    assert forecast().surplus({A: 1}, batch_rows=4) == [A]
+
+
+def test_small_requests_are_ordered_for_many_rows_to_come() -> None:
+    made = forecast((A, 1), (B, 1), (A, 1))
+    assert next_order(made, {}, batch_rows=64) == Order(B, 64)
+    assert next_order(made, {B: 64}, batch_rows=64) == Order(A, 64)
+
+
+def test_large_requests_are_ordered_as_they_are() -> None:
+    assert next_order(forecast((A, 512), (A, 512)), {}, batch_rows=64) == Order(A, 512)
+
+
+def test_a_round_of_batches_takes_half_of_the_budget() -> None:
+    made = forecast((A, 1), (B, 1), (C, 1), (A, 1))
+    row_bytes = {A: 10, B: 20, C: 30}
+    for budget, rows in ((PLENTY, 64), (2 * 60 * 64, 64), (2 * 60 * 10, 10), (2 * 60, 1), (10, 1), (0, 1)):
+        order = next_order(made, {}, budget=budget, row_bytes=row_bytes, batch_rows=64)
+        assert order == Order(B, rows)
+
+
+KINDS = st.sampled_from([A, B, C, D])
+
+
+@given(
+    asked=st.lists(st.tuples(KINDS, st.integers(1, 100)), max_size=12),
+    stock=st.dictionaries(KINDS, st.integers(0, 300)),
+    budget=st.integers(0, 100_000),
+    batch_rows=st.integers(1, 64),
+)
+def test_whatever_was_asked(
+    asked: list[tuple[Kind, int]], stock: dict[Kind, int], budget: int, batch_rows: int
+) -> None:
+    """Nothing is ordered that was never asked for, enough for the request and not too much; what is ordered
+    is not surplus; and it ends."""
+    made = forecast(*asked)
+    largest = dict.fromkeys((kind for kind, _ in asked), 0)
+    for kind, rows in asked:
+        largest[kind] = max(largest[kind], rows)
+    ordered: dict[Kind, int] = {}
+    while (order := next_order(made, {**stock, **ordered}, budget=budget, batch_rows=batch_rows)) is not None:
+        assert 1 <= order.rows <= max(largest[order.kind], batch_rows)
+        before = ordered.get(order.kind, stock.get(order.kind, 0))
+        assert before < max(largest[order.kind], batch_rows)
+        ordered[order.kind] = before + order.rows
+    assert ordered.keys() <= largest.keys()
+    assert not set(made.surplus(ordered, batch_rows)) & set(ordered)

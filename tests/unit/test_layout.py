@@ -1,0 +1,83 @@
+"""The rules of ARCHITECTURE.md that a reader relies on: who imports whom, and how long files are."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("shared", "tenant_sdk", "provider", "security")
+OURS_ALLOWED = {
+    "shared": {"shared"},
+    "tenant_sdk": {"tenant_sdk", "shared"},
+    "provider": {"provider", "shared"},
+    "security": set(PACKAGES),
+}
+SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq"}
+NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top-level names of all modules that a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def sources(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"no source files in {package}"
+    return files
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_lies_below_them(package: str) -> None:
+    for path in sources(package):
+        ours = imports_of(path) & set(PACKAGES)
+        assert ours <= OURS_ALLOWED[package], f"{path} imports {ours - OURS_ALLOWED[package]}"
+
+
+def test_shared_needs_few_libraries() -> None:
+    for path in sources("shared"):
+        foreign = imports_of(path) - set(sys.stdlib_module_names) - {"shared"}
+        assert foreign <= SHARED_LIBRARIES, f"{path} imports {foreign - SHARED_LIBRARIES}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_can_unpickle(package: str) -> None:
+    for path in sources(package):
+        assert not imports_of(path) & NEVER, path
+        calls = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and node.attr == "load"
+        ]
+        owners = {node.value.id for node in calls if isinstance(node.value, ast.Name)}
+        assert "torch" not in owners, f"{path} calls torch.load"
+
+
+def test_policy_code_does_no_io() -> None:
+    for name in (
+        "shared/wire/protocol.py",
+        "shared/wire/websocket.py",
+        "shared/wire/header.py",
+        "shared/wire/messages.py",
+    ):
+        assert not imports_of(ROOT / name) & {"socket", "ssl", "select", "asyncio", "time", "random", "os"}, (
+            name
+        )
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "tests", "examples", "benchmarks"])
+def test_files_are_short(package: str) -> None:
+    folder = ROOT / package
+    long = {p: n for p in folder.rglob("*.py") if (n := len(p.read_text().splitlines())) > 500}
+    assert not long, long

@@ -1,0 +1,432 @@
+"""One-time masks are used once by construction, and fetched ahead within their budget.
+
+The sources are in memory, and honest unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_sources import KINDS, SHAPES, Entropy, MemorySource, columns, product
+from raw_peers import eventually
+
+from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
+from shared.ring.mask_stream import MaskStream
+from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.pads import BATCH_ROWS, ORDERS_UNDER_WAY, OneTimePads, Pad
+
+MIB = 1 << 20
+
+
+@contextmanager
+def one_time_pads(*sources: MemorySource, budget: int = MIB, seed: int = 0) -> Iterator[OneTimePads]:
+    pads = OneTimePads(SHAPES, list(sources), budget_bytes=budget, entropy=Entropy(seed))
+    try:
+        yield pads
+    finally:
+        pads.close()
+
+
+def row_bytes(kind: Kind) -> int:
+    """Of an effect from one source."""
+    return SHAPES[kind.group].plan(kind.direction, kind.members).answer_columns * 4
+
+
+def effect_of(pad: Pad, kind: Kind, rows: int) -> torch.Tensor:
+    """What is to be taken off the answer, of all sources together: int32 [rows, 2 N]."""
+    total = torch.zeros((rows, row_bytes(kind) // 4), dtype=torch.int32)
+    seen = 0
+    for part, effects in pad.effects():
+        assert part.start == seen
+        seen = part.stop
+        for effect in effects:
+            total[part] += effect
+    assert seen == rows
+    return total
+
+
+def in_store(pads: OneTimePads, kinds: list[Kind], rows: int) -> None:
+    """Wait until effects of so many rows of each kind are there."""
+
+    def there() -> bool:
+        with pads._changed:
+            return pads._under_way == 0 and all(pads._stock.get(kind, 0) >= rows for kind in kinds)
+
+    eventually(there)
+
+
+def at_rest(pads: OneTimePads) -> None:
+    """Wait until nothing is under way."""
+    eventually(lambda: pads._under_way == 0)
+
+
+def use(pads: OneTimePads, kind: Kind, rows: int) -> torch.Tensor:
+    """A whole request; its mask."""
+    pad = pads.take(kind, rows)
+    mask = pad.request()
+    assert torch.equal(effect_of(pad, kind, rows), product(kind, mask))
+    return mask
+
+
+# -- once -----------------------------------------------------------------------------------------
+
+
+def test_a_pad_hands_over_its_mask_once() -> None:
+    with one_time_pads(MemorySource()) as pads:
+        pad = pads.take(KINDS[0], 3)
+        pad.request()
+        with pytest.raises(RuntimeError, match="twice"):
+            pad.request()
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pad_cannot_be_copied(again: Callable[[Any], Any]) -> None:
+    """Or a copy would hand over the mask that the pad has handed over."""
+    with one_time_pads(MemorySource()) as pads:
+        pad = pads.take(KINDS[0], 3)
+        with pytest.raises(TypeError, match="mask over again"):
+            again(pad)
+
+
+def test_a_mask_exists_nowhere_once_rows_were_added() -> None:
+    """The rows are added to the mask's own memory, and nothing else holds it or its seed."""
+    source = MemorySource()
+    with one_time_pads(source) as pads:
+        pad = pads.take(KINDS[2], 13)  # a size of this test's own: tensors of others may still be about
+        mask = pad.request()
+        kept = mask.clone()
+        mask += 1
+        at_rest(pads)  # the source has multiplied its own copy, and let go of it
+        gc.collect()
+        everywhere = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.int32]
+        assert not any(o is not kept and o.shape == kept.shape and torch.equal(o, kept) for o in everywhere)
+        (seed,) = {order.seed for order in source.orders if order.kind == KINDS[2]}
+        source.orders.clear()
+        assert not any(o is not seed and o == seed for o in gc.get_objects() if type(o) is bytes)
+
+
+KIND_AND_ROWS = st.tuples(st.integers(0, len(KINDS) - 1), st.integers(1, 9))
+WORK = st.lists(st.lists(KIND_AND_ROWS, max_size=8), min_size=1, max_size=4)
+
+
+@settings(max_examples=40)
+@given(work=WORK, budget=st.sampled_from([0, 700, 20_000, MIB]), limit=st.sampled_from([1, 3, 1000]))
+def test_no_stretch_of_a_key_stream_serves_twice(
+    work: list[list[tuple[int, int]]], budget: int, limit: int
+) -> None:
+    """Threads take what they like: every row is a row of one seed's expansion, each of them at most
+    once, with its own effect, and every seed has one order."""
+    source = MemorySource(limit)
+
+    def run(requests: list[tuple[int, int]]) -> list[tuple[Kind, torch.Tensor, torch.Tensor]]:
+        done = []
+        for index, rows in requests:
+            kind = KINDS[index]
+            pad = pads.take(kind, rows)
+            done.append((kind, pad.request(), effect_of(pad, kind, rows)))
+        return done
+
+    with one_time_pads(source, budget=budget) as pads, ThreadPoolExecutor(len(work)) as threads:
+        results = [each for future in [threads.submit(run, one) for one in work] for each in future.result()]
+    assert len({order.seed for order in source.orders}) == len(source.orders)
+    expansions: dict[tuple[Kind, bytes], tuple[bytes, int]] = {}
+    for order in source.orders:
+        drawn = MaskStream(order.seed).draw(order.rows, columns(order.kind))
+        for at, row in enumerate(drawn):
+            expansions[order.kind, row.numpy().tobytes()] = order.seed, at
+    used = []
+    for kind, masks, effects in results:
+        assert torch.equal(effects, product(kind, masks))
+        used += [expansions[kind, row.numpy().tobytes()] for row in masks]
+    assert len(set(used)) == len(used) == sum(rows for one in work for _, rows in one)
+
+
+@settings(max_examples=15)
+@given(work=WORK, budget=st.sampled_from([0, 2000, MIB]), limits=st.tuples(*[st.integers(1, 5)] * 2))
+def test_several_sources_have_seeds_of_their_own(
+    work: list[list[tuple[int, int]]], budget: int, limits: tuple[int, int]
+) -> None:
+    """The mask is the sum of what each expands to, and no source's part alone."""
+    sources = [MemorySource(limit) for limit in limits]
+    with one_time_pads(*sources, budget=budget) as pads:
+        masks = [use(pads, KINDS[i], rows) for one in work for i, rows in one]
+        at_rest(pads)
+    seeds = [{order.seed for order in source.orders} for source in sources]
+    assert not seeds[0] & seeds[1]
+    asked = [sorted((order.kind, order.rows) for order in source.orders) for source in sources]
+    assert asked[0] == asked[1]
+    alone = {
+        row.numpy().tobytes()
+        for source in sources
+        for order in source.orders
+        for row in MaskStream(order.seed).draw(order.rows, columns(order.kind))
+    }
+    rows = [row.numpy().tobytes() for mask in masks for row in mask]
+    assert len(set(rows)) == len(rows)
+    assert not set(rows) & alone
+
+
+def test_rows_of_an_effect_that_failed_are_given_to_nobody() -> None:
+    """A pad whose effect does not come fails; the next one has a fresh mask."""
+    source = MemorySource()
+    with one_time_pads(source) as pads:
+        source.error = RequestTimeout("no answer")
+        failed = pads.take(KINDS[0], 2)
+        lost = failed.request()
+        for _ in range(2):
+            with pytest.raises(RequestTimeout, match="no answer"):
+                effect_of(failed, KINDS[0], 2)
+        source.error = None
+        masks = [use(pads, KINDS[0], 2) for _ in range(3)]
+    assert not any(torch.equal(row, other) for row in lost for mask in masks for other in mask)
+
+
+def test_an_interrupted_draw_spoils_its_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a mask is drawn: nobody can say how far the key stream went, and so which effects are
+    the next rows'. A tenant that goes on in the same session gets another batch."""
+    source, draw = MemorySource(), MaskStream.draw
+
+    def interrupted(self: MaskStream, rows: int, columns: int) -> torch.Tensor:
+        draw(self, rows, columns)
+        raise KeyboardInterrupt
+
+    kind = KINDS[2]
+    with one_time_pads(source) as pads:
+        for _ in range(3):
+            use(pads, kind, 2)
+        in_store(pads, [kind], 10)
+        with monkeypatch.context() as patch:
+            patch.setattr(MaskStream, "draw", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pads.take(kind, 2)
+        for _ in range(5):
+            use(pads, kind, 2)
+        with pads._changed:
+            assert pads._stock[kind] == sum(batch.left for batch in pads._store[kind])
+
+
+def test_a_pad_across_several_orders() -> None:
+    source = MemorySource(limit=4)
+    with one_time_pads(source, budget=0) as pads:
+        use(pads, KINDS[3], 3)
+        use(pads, KINDS[3], 11)
+    assert [order.rows for order in source.orders] == [3, 4, 4, 3]
+
+
+def test_a_forked_process_gets_no_masks() -> None:
+    """It would continue the same key streams as its parent, and so use masks twice."""
+    with one_time_pads(MemorySource()) as pads:
+        use(pads, KINDS[0], 1)
+        use(pads, KINDS[0], 1)
+        at_rest(pads)
+        read, write = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads
+            child = os.fork()
+        if child == 0:
+            told = b"a mask"
+            try:
+                pads.take(KINDS[0], 1)
+            except ConnectionLost:
+                told = b"refused"
+            except BaseException as error:
+                told = repr(error).encode()
+            finally:
+                os.write(write, told)
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(read, 1000) == b"refused"
+        os.close(read)
+        os.close(write)
+        use(pads, KINDS[0], 1)
+
+
+def test_at_least_one_source() -> None:
+    with pytest.raises(ConfigurationError, match="at least one"):
+        OneTimePads(SHAPES, [], budget_bytes=0, entropy=Entropy())
+
+
+# -- ahead ----------------------------------------------------------------------------------------
+
+
+def test_effects_of_a_round_that_repeats_are_there_before_they_are_asked_for() -> None:
+    source = MemorySource()
+    with one_time_pads(source) as pads:
+        for _ in range(2):
+            for kind in KINDS:
+                use(pads, kind, 1)
+        in_store(pads, KINDS, 3)
+        source.gate.clear()  # from here on nothing can be fetched
+        for _ in range(3):
+            for kind in KINDS:
+                use(pads, kind, 1)
+        source.gate.set()
+
+
+def test_one_order_serves_many_rows_of_decoding() -> None:
+    source = MemorySource()
+    steps = 200
+    with one_time_pads(source) as pads:
+        for step in range(steps):
+            for kind in KINDS:
+                use(pads, kind, 1)
+            if step > 0:
+                in_store(pads, KINDS, 1)
+    # The first two rounds, then batches.
+    ordered = sum(order.rows for order in source.orders)
+    assert len(source.orders) <= 3 * len(KINDS) + ordered / BATCH_ROWS
+
+
+@pytest.mark.parametrize("budget", [1000, 10_000, 300_000])
+@pytest.mark.parametrize("rows", [1, 7, 100])
+def test_the_budget_is_kept(budget: int, rows: int) -> None:
+    """In bytes of effects that are ordered and not used."""
+    sources = MemorySource(), MemorySource()
+    used = 0
+    with one_time_pads(*sources, budget=budget) as pads:
+        for _ in range(6):
+            for kind in KINDS:
+                use(pads, kind, rows)
+                used += 2 * rows * row_bytes(kind)
+                at_rest(pads)
+                ordered = [order for source in sources for order in source.orders]
+                assert 0 <= sum(o.rows * row_bytes(o.kind) for o in ordered) - used <= budget
+
+
+def test_memory_follows_the_budget() -> None:
+    """Effects that are really alive: the budget, and the used rows of one batch of each kind."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    budget = 100_000
+
+    class Watched(MemorySource):
+        def seed_effect(self, *arguments: Any) -> torch.Tensor:
+            effect = super().seed_effect(*arguments)
+            alive.append(weakref.ref(effect))
+            return effect
+
+    with one_time_pads(Watched(), budget=budget) as pads:
+        for _ in range(150):
+            for kind in KINDS:
+                use(pads, kind, 1)
+            at_rest(pads)
+            living = [effect for ref in alive if (effect := ref()) is not None]
+            assert sum(effect.nbytes for effect in living) <= 1.5 * budget
+            del living
+
+
+@pytest.mark.parametrize("budget", [0, 10])
+def test_too_small_a_budget_works_on_demand(budget: int, caplog: pytest.LogCaptureFixture) -> None:
+    """And says once what it would take; a budget of zero is what somebody chose."""
+    source = MemorySource()
+    with caplog.at_level(logging.WARNING), one_time_pads(source, budget=budget) as pads:
+        for _ in range(4):
+            for kind in KINDS:
+                use(pads, kind, 50)
+            at_rest(pads)
+    assert [order.rows for order in source.orders] == [50] * 4 * len(KINDS)
+    warnings = [record.message for record in caplog.records]
+    if budget:
+        (warning,) = warnings
+        assert "of 50 rows" in warning
+        needed = float(warning.partition("which take ")[2].split()[0])
+        assert needed == pytest.approx(50 * row_bytes(KINDS[1]) / MIB, abs=0.05)
+    else:
+        assert not warnings
+
+
+def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
+    source = MemorySource()
+    takes = 30
+    with one_time_pads(source) as pads:
+        for _ in range(2):
+            for kind in KINDS:
+                use(pads, kind, 1)
+        at_rest(pads)
+        before = len(source.orders)
+        source.error = ConnectionLost("gone")
+        failures = 0
+        for at in range(takes * BATCH_ROWS):
+            pad = pads.take(KINDS[at % len(KINDS)], 1)
+            try:
+                effect_of(pad, KINDS[at % len(KINDS)], 1)
+            except ConnectionLost:
+                failures += 1
+            if failures == takes:
+                break
+        assert failures == takes
+        at_rest(pads)
+        # What a request needs, and what was under way besides, for each of them.
+        assert len(source.orders) - before <= (takes + len(KINDS) * BATCH_ROWS) * (1 + ORDERS_UNDER_WAY)
+        asked = len(source.orders)
+        source.error = None
+        for at in range(3 * BATCH_ROWS * len(KINDS)):  # and it is asked again when what is there is used up
+            use(pads, KINDS[at % len(KINDS)], 1)
+        assert len(source.orders) > asked
+
+
+def test_another_habit_is_fetched_ahead_although_the_store_is_full_of_the_old() -> None:
+    """From training to decoding: gradients' effects are of no more use, and must make room."""
+    source = MemorySource()
+    decoding = KINDS[2:4]
+    training = [kind for kind in KINDS if kind not in decoding]
+    budget = 64 * sum(row_bytes(kind) for kind in training)
+    with one_time_pads(source, budget=budget) as pads:
+        for _ in range(2):
+            for kind in training:
+                use(pads, kind, 60)
+        in_store(pads, training, 60)
+        for _ in range(2):
+            for kind in decoding:
+                use(pads, kind, 1)
+        in_store(pads, decoding, 1)
+        source.gate.clear()
+        for kind in decoding:
+            use(pads, kind, 1)
+        source.gate.set()
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def mask_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("symbiosis-mask")]
+
+
+def test_closing_ends_every_thread_also_under_way() -> None:
+    eventually(lambda: not mask_threads())
+    sources = MemorySource(), MemorySource()
+    with one_time_pads(*sources) as pads:
+        for _ in range(2):
+            for kind in KINDS:
+                use(pads, kind, 1)
+        for source in sources:
+            source.gate.clear()
+        waiting = [pads.take(KINDS[0], 200) for _ in range(2 * ORDERS_UNDER_WAY)]  # also behind others
+        assert mask_threads()
+    assert all(source.closed for source in sources)
+    eventually(lambda: not mask_threads())
+    for pad in waiting:
+        with pytest.raises(ConnectionLost):
+            effect_of(pad, KINDS[0], 200)
+
+
+def test_a_closed_session_has_no_more_masks() -> None:
+    with one_time_pads(MemorySource()) as pads:
+        use(pads, KINDS[0], 1)
+    with pytest.raises(ConnectionLost, match="closed"):
+        pads.take(KINDS[0], 1)

@@ -1,0 +1,177 @@
+"""The stand-in has a weight's shape, dtype and device, and nothing can read values that are not there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Executor
+from parity import add_lora, token_ids, virtual_layers
+from peft import get_peft_model_state_dict
+from safetensors.torch import save as safetensors_save
+from torch import nn
+
+from shared.errors import RemoteWeightUnavailable
+from tenant_sdk.model.remote_weight import RemoteWeight
+
+
+@pytest.fixture
+def weight() -> nn.Parameter:
+    return nn.Parameter(
+        RemoteWeight("layers.0.q_proj", (4, 8), torch.float32, torch.device("cpu")), requires_grad=False
+    )
+
+
+def test_looks_like_a_weight(weight: nn.Parameter) -> None:
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(weight, RemoteWeight)
+    assert weight.shape == (4, 8)
+    assert (weight.dtype, weight.device) == (torch.float32, torch.device("cpu"))
+    assert (weight.dim(), weight.numel(), weight.element_size()) == (2, 32, 4)
+    assert not weight.is_meta
+    assert weight.is_floating_point()
+    assert weight.is_contiguous()
+    assert weight.data_ptr() == 0
+    assert repr(weight) == "RemoteWeight('layers.0.q_proj', shape=[4, 8], dtype=torch.float32)"
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda w: w.detach(),
+        lambda w: w.data,
+        lambda w: w.to(torch.bfloat16),
+        lambda w: w.half().float(),
+        lambda w: w.cpu(),
+        lambda w: w.to("meta"),
+        lambda w: w.contiguous(),
+        copy.deepcopy,
+    ],
+)
+def test_moves_and_casts(weight: nn.Parameter, move: Callable[[Any], Any]) -> None:
+    moved = move(weight)
+    assert isinstance(moved, RemoteWeight)
+    assert moved.layer == "layers.0.q_proj"
+    assert moved.shape == (4, 8)
+
+
+def test_casts_tell_their_dtype_and_device(weight: nn.Parameter) -> None:
+    assert weight.to(torch.bfloat16).dtype == torch.bfloat16
+    assert weight.double().dtype == torch.float64
+    assert weight.to("meta").device == torch.device("meta")
+
+
+def test_modules_move_and_copy(weight: nn.Parameter) -> None:
+    layer = nn.Linear(8, 4)
+    layer.weight = weight
+    other = copy.deepcopy(layer).to(torch.bfloat16)
+    assert isinstance(other.weight, RemoteWeight)
+    assert isinstance(other.weight, nn.Parameter)
+    assert not other.weight.requires_grad
+    assert other.weight.dtype == other.bias.dtype == torch.bfloat16
+    assert layer.weight.dtype == torch.float32
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "matmul": lambda w: torch.ones(2, 8) @ w.T,
+    "linear": lambda w: nn.functional.linear(torch.ones(2, 8), w),
+    "add": lambda w: w + 1,
+    "add left": lambda w: torch.ones(4, 8) + w,
+    "scale": lambda w: 2 * w,
+    "in place": lambda w: w.data.add_(1),
+    "copy into": lambda w: w.data.copy_(torch.ones(4, 8)),
+    "copy out": lambda w: torch.ones(4, 8).copy_(w),
+    "fill": lambda w: nn.init.normal_(w),
+    "zero": lambda w: w.data.zero_(),
+    "clone": lambda w: w.clone(),
+    "norm": lambda w: torch.linalg.norm(w, dim=1),
+    "svd": lambda w: torch.linalg.svd(w.data, full_matrices=False),
+    "qr": lambda w: torch.linalg.qr(w.data),
+    "sum": lambda w: w.sum(),
+    "compare": lambda w: torch.equal(w, w),
+    "finite": lambda w: w.isfinite(),
+    "index": lambda w: w[0],
+    "iterate": lambda w: list(w),
+    "reshape": lambda w: w.reshape(-1),
+    "like": lambda w: torch.zeros_like(w),
+    "stack": lambda w: torch.stack([torch.ones(4, 8), w]),
+    "list": lambda w: w.tolist(),
+    "numpy": lambda w: w.numpy(),
+    "asarray": lambda w: np.asarray(w),
+    "from_dlpack": lambda w: np.from_dlpack(w),
+    "apply": lambda w: w.apply_(lambda value: value),
+    "storage": lambda w: w.untyped_storage(),
+    "typed storage": lambda w: w.storage(),
+    "share": lambda w: w.share_memory_(),
+    "pickle": lambda w: pickle.dumps(w),
+    "torch.save": lambda w: torch.save({"weight": w}, io.BytesIO()),
+    "safetensors": lambda w: safetensors_save({"weight": w}),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reading_raises(weight: nn.Parameter, read: str) -> None:
+    with pytest.raises(RemoteWeightUnavailable, match=r"layers\.0\.q_proj stays with the provider") as caught:
+        READS[read](weight)
+    assert "Use a method that needs only" in str(caught.value) or "Save the adapter alone" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        ("norm", "DoRA"),
+        ("svd", "PiSSA"),
+        ("qr", "OLoRA"),
+        ("in place", "merging"),
+        ("pickle", "Save the adapter alone"),
+        ("safetensors", "get_peft_model_state_dict"),
+    ],
+)
+def test_the_message_says_what_needed_it(weight: nn.Parameter, read: str, words: str) -> None:
+    with pytest.raises(RemoteWeightUnavailable, match=words):
+        READS[read](weight)
+
+
+def test_nothing_crashes_the_interpreter(weight: nn.Parameter) -> None:
+    """Reads without memory behind them end in an exception, not in a signal: tried in a child process."""
+    child = multiprocessing.get_context("fork").Process(target=_read_everything, args=(weight,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def _read_everything(weight: torch.Tensor) -> None:
+    for read in READS.values():
+        try:
+            read(weight)
+        except RemoteWeightUnavailable:
+            pass
+
+
+def test_saving_the_whole_model_is_refused_and_the_adapter_alone_works(
+    llama: Executor, tmp_path: Path
+) -> None:
+    with llama.connect() as session:
+        model = session.load_model(progress=False)
+        with pytest.raises(RemoteWeightUnavailable, match="Save the adapter alone"):
+            model.save_pretrained(tmp_path / "model")
+        with pytest.raises(RemoteWeightUnavailable, match="Save the adapter alone"):
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+        adapted = add_lora(model)
+        state = get_peft_model_state_dict(adapted)
+        torch.save(state, tmp_path / "adapter.pt")
+        assert not any(isinstance(tensor, RemoteWeight) for tensor in state.values())
+        # A copy of the model is a model of the same session.
+        twin = copy.deepcopy(adapted)
+        assert len(virtual_layers(twin)) == len(virtual_layers(adapted)) == 14
+        assert torch.equal(twin(token_ids()).logits, adapted(token_ids()).logits)

@@ -1,0 +1,479 @@
+"""Scheduling decisions with a simulated clock: no sockets, no tensors, no sleeping."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import (
+    DECODE,
+    FINETUNING,
+    FIXED,
+    GROUPS,
+    PER_ROW,
+    PREFILL,
+    SHAPES,
+    Tenant,
+    model,
+    simulate,
+    tokens,
+    work,
+)
+
+from provider.engine.latency import LatencyModel, Shape
+from provider.engine.scheduler import (
+    DECODE_ROWS,
+    INTERACTIVE_SECONDS,
+    PIECE_SECONDS,
+    QUIET_SECONDS,
+    SHORT_PIECE_SECONDS,
+    Alone,
+    Batch,
+    Kind,
+    Lockstep,
+    Objective,
+    Opportunistic,
+    Policy,
+    Tokens,
+    Work,
+    bounded_class,
+    make_policy,
+    rows_of,
+)
+from shared.wire.header import Direction, RequestClass
+
+# -- who comes along -------------------------------------------------------------------------------
+
+
+def test_requests_of_one_kind_share_a_product() -> None:
+    policy = Opportunistic(model())
+    asked = [work(f"tenant {i}", group=i % 2, rows=1 + i) for i in range(6)]
+    for request in asked:
+        policy.add(request, 0.0)
+    batches = [policy.next(1.0), policy.next(1.0)]
+    assert all(isinstance(batch, list) for batch in batches)
+    assert policy.next(1.0) is None
+    found = [{piece.work for piece in batch} for batch in batches if isinstance(batch, list)]
+    assert sorted(map(len, found)) == [3, 3]
+    assert set.union(*found) == set(asked)
+
+
+@pytest.mark.parametrize(
+    "other", [Kind(0, 2, 3, 1), Kind(0, 1, 2, 1), Kind(0, 1, 3, 2), Kind(1, 1, 3, 1)], ids=str
+)
+def test_other_kinds_do_not(other: Kind) -> None:
+    policy = Opportunistic(model())
+    policy.add(work("a"), 0.0)
+    request = work("b")
+    request.kind = other
+    policy.add(request, 0.0)
+    assert [len(batch) for batch in (policy.next(9.0), policy.next(9.0)) if isinstance(batch, list)] == [1, 1]
+
+
+def test_a_lone_tenant_never_waits() -> None:
+    policy = Opportunistic(model())
+    for now in range(10):
+        policy.add(work(rows=1 + 100 * now, now=now * 0.01), now * 0.01)
+        assert isinstance(policy.next(now * 0.01), list)
+        while policy.next(now * 0.01) is not None:
+            pass
+
+
+def test_larger_requests_wait_longer_for_others_but_never_longer_than_the_bound() -> None:
+    def waits(rows: int, what: RequestClass) -> float:
+        policy = Opportunistic(model(), Objective(wait_seconds=0.002))
+        policy.add(work("other"), 0.0)
+        assert isinstance(policy.next(0.01), list)  # somebody else was here a moment ago
+        policy.add(work(rows=rows, what=what, now=0.01), 0.01)
+        decision = policy.next(0.01)
+        assert isinstance(decision, float)
+        assert isinstance(policy.next(decision), list)
+        return decision - 0.01
+
+    assert waits(1, DECODE) < waits(8, DECODE) < waits(40, PREFILL) < waits(4000, FINETUNING)
+    assert waits(4000, FINETUNING) == pytest.approx(0.002)
+
+
+def test_nobody_waits_once_everybody_is_here() -> None:
+    policy = Opportunistic(model())
+    policy.add(work("a"), 0.0)
+    policy.add(work("b", group=3), 0.0)
+    assert isinstance(policy.next(0.0), list)
+
+
+# -- latency ---------------------------------------------------------------------------------------
+
+
+def test_a_large_request_is_divided_and_comes_back_whole() -> None:
+    policy = Opportunistic(model())
+    request = work(rows=5000, what=FINETUNING)
+    policy.add(request, 0.0)
+    pieces = []
+    while (batch := policy.next(0.0)) is not None:
+        assert isinstance(batch, list)
+        assert FIXED + PER_ROW * rows_of(batch) <= PIECE_SECONDS
+        pieces += batch
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces)][:-1]
+    assert pieces[-1].stop == 5000
+    assert all((piece.stop - piece.start) % 16 == 0 for piece in pieces[:-1])
+
+
+def next_batch(policy: Policy, now: float) -> Batch:
+    """Of requests that have waited for company."""
+    batch = policy.next(now + 0.01)
+    assert isinstance(batch, list)
+    return batch
+
+
+def seconds_of(batch: Batch) -> float:
+    return FIXED + PER_ROW * rows_of(batch)
+
+
+@pytest.mark.parametrize("what", [PREFILL, FINETUNING])
+@pytest.mark.parametrize("other", [PREFILL, DECODE])
+def test_pieces_are_shorter_while_somebody_else_may_wait_for_a_token(
+    what: RequestClass, other: RequestClass
+) -> None:
+    policy = Opportunistic(model())
+
+    def seconds(now: float) -> float:
+        """Of the next piece of a large request."""
+        request = work("large", rows=5000, what=what, now=now)
+        policy.add(request, now)
+        batch = next_batch(policy, now)
+        assert [piece.work for piece in batch] == [request]
+        policy.drop(request)
+        return seconds_of(batch)
+
+    assert SHORT_PIECE_SECONDS < seconds(0.0) <= PIECE_SECONDS
+    policy.add(work("chat", rows=17 if other == PREFILL else 1, what=other, now=1.0), 1.0)
+    next_batch(policy, 1.1)
+    assert seconds(1.2 + QUIET_SECONDS) <= SHORT_PIECE_SECONDS
+    assert seconds(1.2 + INTERACTIVE_SECONDS) > SHORT_PIECE_SECONDS
+
+
+def test_who_still_waits_for_a_token_is_not_forgotten() -> None:
+    """However long ago it asked: fine-tuning that comes along in its product is short, and so is the next."""
+    policy = Opportunistic(model())
+    policy.add(work("tune", rows=100_000, what=FINETUNING), 0.0)
+    policy.add(work("chat", rows=17, what=PREFILL), 0.0)
+    late = 2 * INTERACTIVE_SECONDS
+    assert seconds_of(next_batch(policy, late)) <= SHORT_PIECE_SECONDS
+    assert seconds_of(next_batch(policy, late)) <= SHORT_PIECE_SECONDS
+    policy.add(work("other", group=1, now=late), late)
+    late += 2 * INTERACTIVE_SECONDS
+    while [piece.work.tenant for piece in next_batch(policy, late)] != ["other"]:
+        pass
+    policy.finished([work("other", group=1, now=late).take(1)], 1.0, late + 1.0)  # a long product
+    assert seconds_of(next_batch(policy, late + 1.0)) < 0.02
+
+
+def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
+    """While somebody decodes, windows of fine-tuning leave room for the next decode; a late token less."""
+    policy = Opportunistic(model(), Objective(decode_seconds=0.04))  # 5 ms a request
+    batches = simulate(
+        policy,
+        [
+            Tenant("chat", 1, DECODE, think=0.002),
+            Tenant("tune", 2048, FINETUNING),
+        ],
+        5.0,
+    )
+    chat_began = 0.01
+    for at, batch in batches:
+        if at > chat_began and any(piece.work.tenant == "tune" for piece in batch):
+            assert FIXED + PER_ROW * rows_of(batch) <= Tokens.MOST_ROOM * 0.005 - FIXED
+
+
+def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() -> None:
+    def run(chats: int) -> tuple[Opportunistic, list[Tenant], float]:
+        policy = Opportunistic(model(), Objective(decode_seconds=0.08))  # 10 ms a request
+        people = [Tenant(f"chat {i}", 1, DECODE, think=0.01) for i in range(chats)]
+        tune = Tenant("tune", 2048, FINETUNING)
+        simulate(policy, [*people, tune], 20.0)
+        return policy, people, tokens(tune, 1.0, 20.0)
+
+    policy, people, kept = run(4)
+    _, _, alone = run(0)
+    times = [sum(t.replies[i : i + GROUPS]) for t in people for i in range(0, len(t.replies), GROUPS)]
+    assert sum(seconds <= 0.08 for seconds in times) / len(times) >= 0.95
+    assert policy.tokens.met / (policy.tokens.met + policy.tokens.late) >= 0.95
+    assert policy.tokens.met + policy.tokens.late == pytest.approx(len(times), rel=0.05)
+    assert kept / alone > 0.6
+
+
+def test_room_follows_what_tokens_take() -> None:
+    made = Tokens(0.1)
+    for group in [0, 1, 2, 3] * 20:  # twice as long as they may
+        made.answered("a", group, 0.05)
+    assert (made.met, made.late) == (0, 19)
+    assert made.room < 0.2
+    for group in [0, 1, 2, 3] * 1000:  # in time: room again, but carefully
+        made.answered("b", group, 0.01)
+        assert made.room < 1 or made.met > 100
+    assert (made.met, made.late) == (999, 19)
+    assert made.room == Tokens.MOST_ROOM
+
+
+def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
+    policy = Opportunistic(model(), Objective(decode_seconds=0.1))
+    now = 0.0
+    for group in [*range(GROUPS), 0]:
+        for session in (1, 2):
+            asked = work("a", group, now=now)
+            asked.session = session
+            policy.add(asked, now)
+        batch = policy.next(now)
+        assert isinstance(batch, list)
+        now += 0.05
+        policy.finished(batch, 0.05, now)
+    assert policy.tokens.counts == (0, 2)
+
+
+def test_a_decode_that_is_not_one() -> None:
+    assert bounded_class(DECODE, Direction.FORWARD, DECODE_ROWS) == DECODE
+    assert bounded_class(DECODE, Direction.FORWARD, DECODE_ROWS + 1) == PREFILL
+    assert bounded_class(DECODE, Direction.BACKWARD, 1) == FINETUNING
+    assert bounded_class(FINETUNING, Direction.FORWARD, 1) == FINETUNING
+    assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 1) == DECODE
+    assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 500) == PREFILL
+    assert bounded_class(PREFILL, Direction.FORWARD, 1) == PREFILL
+
+
+# -- fairness --------------------------------------------------------------------------------------
+
+
+def largest_piece() -> float:
+    """U of FlexLLM's lemma 1: the most virtual tokens that one piece costs."""
+    rows = int((PIECE_SECONDS - FIXED) / PER_ROW)
+    return rows / GROUPS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_backlogged_tenants_get_the_same_within_the_bound_of_the_theorem(seed: int) -> None:
+    """FlexLLM, theorem 1: |W_f - W_g| <= 2 U in any interval in which both wait all the time."""
+    draw = random.Random(seed)
+    tenants = [
+        Tenant(
+            f"tenant {i}",
+            draw.choice([1, 8, 100, 1000, 3000]),
+            draw.choice([DECODE, PREFILL, FINETUNING]),
+            at_once=draw.choice([1, 2, 12]) + 1,  # so that one nearly always waits
+        )
+        for i in range(5)
+    ]
+    for tenant in tenants:
+        tenant.what = bounded_class(tenant.what, Direction.FORWARD, tenant.rows)
+    simulate(Opportunistic(model()), tenants, 8.0)
+    compared = 0
+    for _ in range(200):
+        begin, end = sorted((draw.uniform(0.1, 8.0), draw.uniform(0.1, 8.0)))
+        waited = [t for t in tenants if not any(begin <= at <= end for at in t.rested)]
+        got = [tokens(tenant, begin, end) for tenant in waited]
+        assert max(got, default=0.0) - min(got, default=0.0) <= 2 * largest_piece()
+        compared += len(waited) > 1
+    assert compared > 100
+
+
+def test_whoever_floods_gets_no_more_than_its_share() -> None:
+    """One that has forty decodes under way all the time, beside one that fine-tunes."""
+    flood = Tenant("flood", 16, DECODE, at_once=40)
+    tune = Tenant("tune", 512, FINETUNING, at_once=2)
+    simulate(Opportunistic(model()), [flood, tune], 20.0)
+    assert tokens(tune, 1.0, 20.0) >= 0.95 * tokens(flood, 1.0, 20.0)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_whoever_always_asks_for_the_first_group_does_not_starve_who_passes_through_all(rows: int) -> None:
+    """Seven connections of one tenant, so that one always waits, and kinds that share no product."""
+
+    @dataclass
+    class Stubborn(Tenant):
+        def next(self, now: float) -> Work:
+            self.group += 1
+            kind = Kind(0, Direction.FORWARD, 0b11, self.group % 7)
+            return Work(self.name, kind, self.rows, DECODE, 1 / GROUPS, now)
+
+    person = Tenant("person", 1, DECODE, think=0.0005)
+    simulate(Opportunistic(model()), [person], 10.0)
+    alone = len(person.replies)
+    person = Tenant("person", 1, DECODE, think=0.0005)
+    flood = Stubborn("flood", rows, DECODE, at_once=7)
+    simulate(Opportunistic(model()), [person, flood], 10.0)
+    # It is served as much as the flood: in requests, as often for one row, and for more rows more often.
+    took_turns = alone / (1 + (FIXED + PER_ROW * rows) / (FIXED + PER_ROW))
+    assert len(person.replies) > 0.4 * took_turns
+    assert tokens(flood, 1.0, 10.0) <= 1.5 * rows * tokens(person, 1.0, 10.0)
+
+
+def test_a_tenant_that_rested_saved_nothing_up() -> None:
+    """And owes nothing: from its return on it gets half, not all that it did not use."""
+    steady = Tenant("steady", 256, FINETUNING, at_once=2)
+    late = Tenant("late", 256, FINETUNING, at_once=2, begins=10.0)
+    simulate(Opportunistic(model()), [steady, late], 20.0)
+    first, second = tokens(steady, 10.5, 15.0), tokens(late, 10.5, 15.0)
+    assert abs(first - second) <= 2 * largest_piece()
+
+
+def test_who_does_not_fit_is_passed_over() -> None:
+    """A tenant that is too far ahead keeps nobody else out of a product."""
+    policy = Opportunistic(model(), Objective(decode_seconds=0.04))
+    policy.counters.joined("greedy")
+    policy.counters.charge("greedy", 1e6)
+    policy.counters.left("greedy")
+    policy.add(work("modest", rows=1), 0.0)
+    policy.counters._tokens["modest"] = 0.0
+    policy.add(work("greedy", rows=1), 0.0)
+    policy.add(work("other", rows=1), 0.0)
+    policy.counters._tokens["other"] = 0.0
+    batch = policy.next(1.0)
+    assert isinstance(batch, list)
+    assert {piece.work.tenant for piece in batch} == {"modest", "other"}
+    assert isinstance(policy.next(1.0), list)
+
+
+# -- the other policies ----------------------------------------------------------------------------
+
+
+def test_alone_is_first_come_first_served() -> None:
+    policy = Alone()
+    asked = [work(f"tenant {i}", rows=i + 1) for i in range(5)]
+    for request in asked:
+        policy.add(request, 0.0)
+    served = []
+    while (batch := policy.next(0.0)) is not None:
+        assert isinstance(batch, list)
+        served.append([(piece.work, piece.start, piece.stop) for piece in batch])
+    assert served == [[(request, 0, request.rows)] for request in asked]
+
+
+def test_decoding_tenants_fall_in_step_and_none_is_left_behind() -> None:
+    """Products of a few rows take as long as those of one, so tenants are better off in each other's."""
+    people = [Tenant(f"chat {i}", 1, DECODE, think=0.003, begins=0.0013 * i) for i in range(16)]
+    done = simulate(Opportunistic(model()), people, 10.0)
+    rows = [rows_of(batch) for at, batch in done if at > 2.0]
+    assert sum(rows) / len(rows) > 5
+    replies = [len(tenant.replies) for tenant in people]
+    assert max(replies) - min(replies) <= 2 * GROUPS
+
+
+def test_lockstep_goes_at_the_pace_of_the_slowest() -> None:
+    def tokens_of_fast(make: Callable[[], Policy]) -> float:
+        fast = [Tenant(f"fast {i}", 1, DECODE, think=0.001) for i in range(3)]
+        simulate(make(), [*fast, Tenant("slow", 1, DECODE, think=0.1)], 10.0)
+        return tokens(fast[0], 0.0, 10.0)
+
+    lockstep = tokens_of_fast(Lockstep)
+    assert lockstep == pytest.approx(10.0 / 0.1 / GROUPS, rel=0.1)
+    assert tokens_of_fast(lambda: Opportunistic(model())) > 10 * lockstep
+
+
+def test_lockstep_does_not_wait_for_whoever_left() -> None:
+    policy = Lockstep(patience=1.0)
+    policy.add(work("gone"), 0.0)
+    assert isinstance(policy.next(0.0), list)
+    policy.add(work("here", now=0.5), 0.5)
+    assert policy.next(0.5) == pytest.approx(1.0)
+    assert isinstance(policy.next(1.01), list)
+
+
+# -- whatever happens ------------------------------------------------------------------------------
+
+REQUESTS = st.tuples(
+    st.integers(0, 4),  # tenant
+    st.integers(0, 2),  # group
+    st.sampled_from([1, 2, 17, 300, 5000]),
+    st.sampled_from([DECODE, PREFILL, FINETUNING]),
+    st.sampled_from([0.0, 0.0001, 0.01, 2.0]),  # seconds since the one before
+    st.booleans(),  # ask for a decision in between
+)
+
+
+@given(st.lists(REQUESTS, max_size=40), st.sampled_from(["opportunistic", "none", "lockstep"]))
+def test_every_row_is_served_once_and_the_queue_ends_empty(
+    requests: list[tuple[int, int, int, RequestClass, float, bool]], name: str
+) -> None:
+    policy, now = make_policy(name, model(), Objective()), 0.0
+    rows: dict[Work, int] = defaultdict(int)
+    asked = []
+
+    def serve() -> Iterator[None]:
+        nonlocal now
+        while (decision := policy.next(now)) is not None:
+            if isinstance(decision, float):
+                assert decision > now  # or the executor would spin
+                now = decision
+                yield
+                continue
+            assert len({piece.work.kind for piece in decision}) == 1
+            for request, start, stop in decision:
+                assert rows[request] == start < stop <= request.rows
+                rows[request] = stop
+            policy.finished(decision, FIXED, now)
+            yield
+
+    for tenant, group, count, what, pause, between in requests:
+        now += pause
+        request = work(f"tenant {tenant}", group, count, bounded_class(what, 1, count), now)
+        asked.append(request)
+        policy.add(request, now)
+        if between:
+            next(serve(), None)
+    for _ in serve():
+        pass
+    assert rows == {request: request.rows for request in asked}
+
+
+@given(st.lists(REQUESTS, max_size=20), st.data())
+def test_a_request_that_failed_is_forgotten(
+    requests: list[tuple[int, int, int, RequestClass, float, bool]], data: st.DataObject
+) -> None:
+    policy = Opportunistic(model())
+    asked = [
+        work(f"tenant {t}", group, count, bounded_class(what, 1, count))
+        for t, group, count, what, _, _ in requests
+    ]
+    for request in asked:
+        policy.add(request, 0.0)
+    failed = data.draw(st.sets(st.sampled_from(asked))) if asked else set()
+    for request in failed:
+        policy.drop(request)
+        policy.drop(request)
+    served = set()
+    while (batch := policy.next(10.0)) is not None:
+        assert isinstance(batch, list)
+        served |= {piece.work for piece in batch}
+    assert served == set(asked) - failed
+
+
+# -- the latency model -----------------------------------------------------------------------------
+
+
+def test_a_forecast_learns_from_products() -> None:
+    """Whatever it begins with, it comes near the truth, for few rows and for many."""
+    made, draw = LatencyModel(SHAPES), random.Random(1)
+    for _ in range(400):
+        rows = draw.choice([1, 2, 200, 500])
+        made.observe(3, Direction.FORWARD, 0b11, rows, (FIXED + PER_ROW * rows) * draw.uniform(0.9, 1.1))
+    for rows in (1, 8, 100, 500):
+        assert made.seconds(5, Direction.FORWARD, 0b11, rows) == pytest.approx(
+            FIXED + PER_ROW * rows, rel=0.25
+        )
+    assert made.rows(0, Direction.FORWARD, 0b11, FIXED + PER_ROW * 100) == pytest.approx(100, rel=0.25)
+
+
+def test_one_interrupted_product_does_not_mislead_it() -> None:
+    made = model()
+    made.observe(0, Direction.FORWARD, 0b11, 1, 30.0)
+    assert made.seconds(0, Direction.FORWARD, 0b11, 1) < 1.5 * FIXED
+
+
+def test_members_take_their_part_of_the_time() -> None:
+    made = LatencyModel([Shape(100, (300, 100))])
+    assert made.seconds(0, 1, 0b10, 50) == pytest.approx(made.seconds(0, 1, 0b11, 50) / 4)
+    assert made.rows(0, 1, 0b10, 1.0) > made.rows(0, 1, 0b11, 1.0)

@@ -1,0 +1,473 @@
+"""Virtual layers: grouping learned as the model runs, autograd, and outputs that behave like a layer's.
+
+The layers here get their products from memory, which counts requests; the tests at the end run a
+tiny model through an executor.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Executor, relative_error
+from parity import add_lora, fixed_result, gradients, load_local, loss_of, result, token_ids, worst_error
+from torch import nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+from transformers.pytorch_utils import Conv1D
+
+from shared.errors import ConnectionLost, NonFiniteError, RemoteWeightUnavailable
+from shared.wire.header import Direction, member_indices
+from shared.wire.messages import GroupInfo, Member
+from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+INPUTS, WIDTHS = 6, (4, 3, 5)
+ALL = 0b111
+
+
+class Memory:
+    """A privacy mode without an executor: multiplies here and remembers what was asked."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.weights = weights
+        self.asked: list[tuple[Direction, int]] = []
+
+    def product(
+        self, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        assert all(block.dtype == torch.float32 for block in blocks)
+        self.asked.append((direction, members))
+        weights = [self.weights[i] for i in member_indices(members)]
+        if direction == FORWARD:
+            rows = len(blocks[0])
+            # As an answer arrives: blocks in one piece of memory.
+            flat = torch.cat([(blocks[0] @ weight.T).flatten() for weight in weights])
+            parts = flat.split([rows * len(weight) for weight in weights])
+            return [part.view(rows, -1) for part in parts]
+        return [torch.stack([b @ w for b, w in zip(blocks, weights, strict=True)]).sum(0)]
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Trio:
+    """Three virtual layers of one group, as q, k and v are, and the real layers beside them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.real = [nn.Linear(INPUTS, width) for width in WIDTHS]
+        self.memory = Memory([layer.weight.detach() for layer in self.real])
+        members = tuple(Member(f"layer.{i}", width, f"w{i}") for i, width in enumerate(WIDTHS))
+        self.group = Group(0, GroupInfo(INPUTS, members), self.memory)
+        self.layers = [virtual_layer(self.group, i, layer) for i, layer in enumerate(self.real)]
+
+    def asked(self) -> list[tuple[Direction, int]]:
+        """What was asked since the last look."""
+        asked, self.memory.asked = self.memory.asked, []
+        return asked
+
+    def check(self, member: int, x: torch.Tensor) -> torch.Tensor:
+        """The virtual layer's output, checked against the real one's."""
+        out = self.layers[member](x)
+        torch.testing.assert_close(out, self.real[member](x))
+        return out
+
+
+@pytest.fixture
+def trio() -> Trio:
+    return Trio()
+
+
+def rows(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 7)), INPUTS, requires_grad=grad)
+
+
+# -- grouping -------------------------------------------------------------------------------------
+
+
+def test_one_tensor_one_request_each_way(trio: Trio) -> None:
+    x = rows(grad=True)
+    outputs = [trio.check(i, x) for i in range(3)]
+    assert trio.asked() == [(FORWARD, ALL)]
+    sum(out.square().sum() for out in outputs).backward()
+    assert trio.asked() == [(BACKWARD, ALL)]
+    got, x.grad = x.grad, None
+    sum(layer(x).square().sum() for layer in trio.real).backward()
+    torch.testing.assert_close(got, x.grad)
+
+
+def test_a_member_with_another_tensor_leaves_and_rejoins(trio: Trio) -> None:
+    for expected in ([ALL, 0b100], [0b011, 0b100]):  # noticed at the first pass, known at the second
+        x, other = rows(), rows()
+        trio.check(0, x), trio.check(1, x), trio.check(2, other)
+        assert trio.asked() == [(FORWARD, members) for members in expected]
+    for expected in ([0b011, 0b100], [ALL]):  # its adapter is gone: the same, the other way round
+        x = rows()
+        trio.check(0, x), trio.check(1, x), trio.check(2, x)
+        assert trio.asked() == [(FORWARD, members) for members in expected]
+
+
+def test_the_first_member_may_be_the_odd_one(trio: Trio) -> None:
+    for _ in range(3):
+        other, x = rows(), rows()
+        trio.check(0, other), trio.check(1, x), trio.check(2, x)
+    trio.asked()
+    other, x = rows(), rows()
+    trio.check(0, other), trio.check(1, x), trio.check(2, x)
+    assert trio.asked() == [(FORWARD, 0b001), (FORWARD, 0b110)]
+
+
+def test_an_unused_member_is_no_longer_asked_for(trio: Trio) -> None:
+    for expected in (ALL, 0b011, 0b011):
+        x = rows()
+        trio.check(0, x), trio.check(1, x)
+        assert trio.asked() == [(FORWARD, expected)]
+    x = rows()
+    trio.check(0, x), trio.check(2, x), trio.check(1, x)  # and back, in another order
+    assert trio.asked() == [(FORWARD, 0b011), (FORWARD, 0b100)]
+
+
+def test_the_same_tensor_twice(trio: Trio) -> None:
+    """As activation checkpointing does with layers that get a block's own input."""
+    x = rows()
+    for _ in range(2):
+        for member in range(3):
+            trio.check(member, x)
+    assert trio.asked() == [(FORWARD, ALL), (FORWARD, ALL)]
+
+
+def test_an_input_written_in_place_is_another_input(trio: Trio) -> None:
+    x = rows()
+    trio.check(0, x)
+    x.mul_(3)
+    trio.check(1, x)
+    trio.check(2, x)
+
+
+def test_an_input_written_in_place_in_inference_mode(trio: Trio) -> None:
+    with torch.inference_mode():
+        x = rows() + 1  # an inference tensor: it counts no versions
+        trio.check(0, x)
+        trio.check(1, x)
+        assert trio.asked() == [(FORWARD, ALL)]
+        x.mul_(3)
+        trio.check(2, x)
+        assert len(trio.asked()) == 1
+
+
+def test_outputs_without_a_graph_are_not_used_with_one(trio: Trio) -> None:
+    x = rows(grad=True)
+    with torch.no_grad():
+        assert not trio.layers[0](x).requires_grad
+    out = trio.check(1, x)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(gradient, trio.real[1].weight.sum(0).expand_as(x))
+    with torch.no_grad():
+        assert trio.layers[2](x).grad_fn is None
+
+
+def test_an_input_that_becomes_differentiable(trio: Trio) -> None:
+    x = rows()
+    trio.check(0, x)
+    x.requires_grad_()
+    assert trio.layers[1](x).grad_fn is not None
+
+
+def test_another_dtype_of_autocast_is_another_request(trio: Trio) -> None:
+    x = rows()
+    assert trio.layers[0](x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trio.layers[1](x).dtype == torch.bfloat16
+    assert trio.layers[2](x).dtype == torch.float32
+
+
+def test_an_input_is_not_kept_alive(trio: Trio) -> None:
+    x = rows()
+    trio.check(0, x)
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_new_tensor_at_an_old_address(trio: Trio) -> None:
+    """Tensors are told apart by identity, not by where their memory is."""
+    for _ in range(50):
+        x = rows(1)
+        trio.check(0, x)
+        del x
+        trio.check(1, rows(1))
+
+
+def test_threads_do_not_disturb_each_others_grouping(trio: Trio) -> None:
+    x, other = rows(), rows()
+    trio.check(0, x)
+    thread = threading.Thread(target=lambda: [trio.check(i, other) for i in range(3)])
+    thread.start()
+    thread.join(30)
+    trio.check(1, x), trio.check(2, x)
+    assert trio.asked() == [(FORWARD, ALL), (FORWARD, ALL)]
+
+
+def test_threads_do_not_see_each_others_outputs(trio: Trio) -> None:
+    barrier = threading.Barrier(3)
+    failures: list[BaseException] = []
+
+    def run(order: tuple[int, ...], odd: int | None) -> None:
+        try:
+            for _ in range(100):
+                x, other = rows(3, grad=True), rows(3)
+                barrier.wait(30)
+                total = sum(trio.check(i, other if i == odd else x).sum() for i in order)
+                total.backward()
+                reached = sum(trio.real[i].weight.detach().sum(0) for i in order if i != odd)
+                torch.testing.assert_close(x.grad, reached.expand_as(x))
+        except BaseException as error:
+            failures.append(error)
+            barrier.abort()
+
+    threads = [
+        threading.Thread(target=run, args=arguments)
+        for arguments in (((0, 1, 2), None), ((2, 0), None), ((1, 0, 2), 2))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_copies_share_the_session(trio: Trio) -> None:
+    twins = copy.deepcopy(nn.ModuleList(trio.layers))
+    x = rows()
+    for twin, real in zip(twins, trio.real, strict=True):
+        assert twin.bias is not real.bias
+        torch.testing.assert_close(twin(x), real(x))
+    assert trio.asked() == [(FORWARD, ALL)]
+
+
+# -- autograd -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [(0,), (2,), (0, 2), (1, 2)])
+def test_backward_sends_only_the_members_it_reaches(trio: Trio, used: tuple[int, ...]) -> None:
+    x = rows(grad=True)
+    outputs = [trio.check(i, x) for i in range(3)]
+    trio.asked()
+    sum(outputs[i].sum() for i in used).backward()
+    assert trio.asked() == [(BACKWARD, sum(1 << i for i in used))]
+    expected = sum(trio.real[i].weight.detach().sum(0) for i in used)
+    torch.testing.assert_close(x.grad, expected.expand_as(x))
+
+
+def test_nothing_to_differentiate_sends_nothing_back(trio: Trio) -> None:
+    out = trio.check(0, rows())
+    assert out.requires_grad  # because of the bias alone
+    trio.asked()
+    out.sum().backward()
+    assert trio.asked() == []
+    torch.testing.assert_close(trio.layers[0].bias.grad, torch.full((4,), 14.0))
+
+
+def test_gradients_numerically(trio: Trio) -> None:
+    """float64 inputs travel as float32, so the differences are taken wide."""
+    x = torch.randn(2, INPUTS, dtype=torch.float64, requires_grad=True)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x) for layer in trio.layers)
+
+    assert torch.autograd.gradcheck(function, (x,), eps=1e-1, atol=1e-4, nondet_tol=1e-6)
+
+
+def test_differentiating_twice_is_refused(trio: Trio) -> None:
+    x = rows(grad=True)
+    (gradient,) = torch.autograd.grad(trio.layers[0](x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(trio: Trio, reentrant: bool) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return sum((layer(x).tanh().sum(-1, keepdim=True) for layer in trio.layers), torch.zeros(()))
+
+    x = rows(grad=True)
+    checkpointed(block, x, use_reentrant=reentrant).sum().backward()
+    got, x.grad = x.grad, None
+    assert trio.asked() == [(FORWARD, ALL), (FORWARD, ALL), (BACKWARD, ALL)]
+    sum(layer(x).tanh().sum() for layer in trio.real).backward()
+    torch.testing.assert_close(got, x.grad)
+
+
+# -- outputs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_outputs_are_fresh_and_writable(trio: Trio, grad: bool) -> None:
+    x = rows(grad=grad)
+    first, second = trio.layers[0](x), trio.layers[1](x)
+    assert not any(out._is_view() for out in (first, second))
+    kept = second.clone()
+    first.add_(1.0)[0, 0] = 7.0
+    assert torch.equal(second, kept)
+    trio.check(0, x)
+    if grad:
+        (first.square().sum() + second.sum()).backward()
+        assert x.grad is not None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 7), (2, 3, 5), (0,), (2, 0), (0, 4)])
+def test_any_leading_shape(trio: Trio, shape: tuple[int, ...]) -> None:
+    x = torch.randn(*shape, INPUTS, requires_grad=True)
+    outputs = [trio.check(i, x) for i in range(3)]
+    assert [tuple(out.shape) for out in outputs] == [(*shape, width) for width in WIDTHS]
+    sum(out.sum() for out in outputs).backward()
+    expected = sum(layer.weight.detach().sum(0) for layer in trio.real)
+    torch.testing.assert_close(x.grad, expected.expand_as(x))
+    if 0 in shape:  # an executor refuses products without rows
+        assert trio.asked() == []
+
+
+def test_strided_inputs_and_gradients(trio: Trio) -> None:
+    x = torch.randn(INPUTS, 7, 2).permute(2, 1, 0).requires_grad_()
+    out = trio.check(0, x).transpose(0, 1)
+    out.backward(torch.ones(1, 1, 1).expand(7, 2, 4))
+    torch.testing.assert_close(x.grad, trio.real[0].weight.detach().sum(0).expand(2, 7, INPUTS))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float64, 1e-6)])
+def test_outputs_have_the_inputs_dtype(trio: Trio, dtype: torch.dtype, tolerance: float) -> None:
+    # The product itself is done in float32 with the weight in float32; only the result is rounded.
+    layer = copy.deepcopy(trio.layers[0]).to(dtype)
+    x = rows().to(dtype).requires_grad_()
+    out = layer(x)
+    out.sum().backward()
+    assert (out.dtype, x.grad.dtype) == (dtype, dtype)
+    assert relative_error(out.detach().float(), trio.real[0](x.detach().float()).detach()) < tolerance
+
+
+def test_conv1d_is_a_conv1d() -> None:
+    torch.manual_seed(0)
+    real = Conv1D(5, INPUTS)
+    memory = Memory([real.weight.detach().T])
+    member = Member("c_attn", 5, "c_attn.weight", transposed=True)
+    layer = virtual_layer(Group(0, GroupInfo(INPUTS, (member,)), memory), 0, real)
+    assert isinstance(layer, VirtConv1D)
+    assert (layer.nx, layer.nf, layer.weight.shape) == (INPUTS, 5, (INPUTS, 5))
+    x = rows()
+    torch.testing.assert_close(layer(x), real(x))
+
+
+def test_linear_is_a_linear(trio: Trio) -> None:
+    layer = trio.layers[0]
+    assert isinstance(layer, VirtLinear)
+    assert (layer.in_features, layer.out_features, layer.weight.shape) == (INPUTS, 4, (4, INPUTS))
+    assert layer.bias is trio.real[0].bias
+    with pytest.raises(TypeError, match="not a linear layer: Conv1d"):
+        virtual_layer(trio.group, 0, nn.Conv1d(1, 1, 1))
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_non_finite_input_is_not_sent(trio: Trio, bad: float) -> None:
+    x = rows()
+    x[1, 3, 2] = bad
+    with pytest.raises(
+        NonFiniteError, match=r"the input of layer\.0, layer\.1, layer\.2 holds NaN"
+    ) as caught:
+        trio.layers[0](x)
+    assert "nothing was sent" in str(caught.value)
+    assert trio.asked() == []
+    trio.check(0, rows())  # the layer is as good as before
+
+
+def test_a_non_finite_gradient_is_not_sent(trio: Trio) -> None:
+    out = trio.check(1, rows(grad=True))
+    trio.asked()
+    with pytest.raises(NonFiniteError, match=r"the output gradient of .*layer\.1.*holds NaN"):
+        (out * torch.tensor(float("inf"))).sum().backward()
+    assert trio.asked() == []
+
+
+def test_large_but_finite_inputs_are_sent(trio: Trio) -> None:
+    """The sum that is looked at first overflows, the values do not."""
+    x = torch.full((4, INPUTS), 3e38)
+    with torch.no_grad():
+        trio.layers[0](x)
+    assert trio.asked() == [(FORWARD, ALL)]
+
+
+def test_training_the_weight_is_refused(trio: Trio) -> None:
+    trio.layers[0].weight.requires_grad_(True)
+    with pytest.raises(RemoteWeightUnavailable, match=r"layer\.0 is to be trained in full.*exclude="):
+        trio.layers[0](rows())
+
+
+# -- a model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_a_model(
+    reentrant: bool, llama: Executor, checkpoint: Callable[[str], Path]
+) -> None:
+    expected = gradients(add_lora(load_local(checkpoint("llama"))).train(), token_ids())
+    with llama.connect() as session:
+        model = add_lora(session.load_model(progress=False)).train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        before = session.stats.requests
+        got = gradients(model, token_ids())
+        assert session.stats.requests - before == 3 * 8  # forward, forward again, backward
+    assert worst_error(got, expected) < 1e-5  # float32: the order of additions
+
+
+def test_autocast_of_a_model(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
+    # Both sides round activations to 8 bits at the same places; the local side rounds its weights
+    # too, which is 2^-9 more in each of eight products.
+    outcome = []
+    with llama.connect() as session:
+        for model in (load_local(checkpoint("llama")), session.load_model(progress=False)):
+            adapted = add_lora(model)
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = result(adapted, token_ids())
+                assert logits.dtype == torch.bfloat16
+                loss_of(adapted, token_ids()).backward()
+            flat = [p.grad.flatten() for p in adapted.parameters() if p.grad is not None]
+            outcome.append((logits.detach().float(), torch.cat(flat)))
+    assert relative_error(outcome[1][0], outcome[0][0]) < 0.03
+    assert relative_error(outcome[1][1], outcome[0][1]) < 0.06
+
+
+def test_two_threads_use_one_model(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
+    local = load_local(checkpoint("llama"))
+    expected = [fixed_result(local, token_ids(seed=seed)) for seed in range(12)]
+    errors = [1.0] * len(expected)
+    with llama.connect() as session:
+        model = session.load_model(progress=False)
+
+        def run(seeds: range) -> None:
+            for seed in seeds:
+                errors[seed] = relative_error(fixed_result(model, token_ids(seed=seed)), expected[seed])
+
+        threads = [threading.Thread(target=run, args=(range(at, 12, 2),)) for at in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert max(errors) < 1e-5  # float32: the order of additions
+
+
+def test_a_closed_session_says_so(llama: Executor) -> None:
+    with llama.connect() as session:
+        model = session.load_model(progress=False)
+    with pytest.raises(ConnectionLost, match="the session is closed"):
+        fixed_result(model, token_ids())
