@@ -193,16 +193,17 @@ def collusion_view(public: PublicModel, provider: list[Request], source: list[Re
     numbers are small.
     """
     products = products_of(provider)
+    kinds: dict[tuple[int, int, int], list[int]] = {}
+    for number, request in enumerate(products):
+        kinds.setdefault(request.kind, []).append(number)
     seen: dict[int, Seen] = {}
-    for kind in {request.kind for request in products}:  # the masks of all at once would fill the memory
+    for kind, numbers in kinds.items():  # the masks of all at once would fill the memory
         found = [_expanded(public, request) for request in source if request.kind == kind]
+        masks = torch.cat(found or [products[numbers[0]].rows[:0]])
         at = 0
-        for number, request in enumerate(products):
-            if request.kind != kind:
-                continue
+        for number in numbers:
+            request = products[number]
             rows = request.rows
-            masks = torch.cat(found) if found else rows[:0]
-            found = [masks]
             start = _aligned(rows, masks, at)
             under = masks[start : start + len(rows)]
             at = start + len(rows)
