@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
-
 from provider.engine.batching import Done
+
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.serve.colocated import ColocatedServer

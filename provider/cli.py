@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -106,12 +105,6 @@ def serve(
         typer.Option(help="Also ask tenants for a certificate signed by this authority."),
     ] = None,
     serve_head: Annotated[bool, typer.Option(help="Also serve the output head.")] = False,
-    front_doors: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Processes that let tenants in, for TLS of many on many cores; 0: the executor's own."
-        ),
-    ] = 0,
     max_connections: Annotated[int, typer.Option(help="Close further connections at once.")] = 256,
     tenant_connections: Annotated[int, typer.Option(help="Turn further ones of one tenant away.")] = 64,
     drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM waits for requests.")] = 10.0,
@@ -146,7 +139,7 @@ def serve(
         ),
     ] = None,
     local_mib: Annotated[
-        int, typer.Option(help="MiB of shared memory of all local sessions together; front doors' are local.")
+        int, typer.Option(help="MiB of shared memory of all local sessions together.")
     ] = 2048,
     transcript: Annotated[
         Optional[Path],  # noqa: UP045
@@ -157,7 +150,7 @@ def serve(
     log_to_console()
     import torch
 
-    from provider.engine.batching import Batcher, profile
+    from provider.engine.engine import Engine, profile
     from provider.engine.scheduler import POLICIES, Objective, Opportunistic, make_policy
     from provider.executor.base import BaseExecutor
     from provider.observe.admin import AdminServer
@@ -165,8 +158,6 @@ def serve(
     from provider.observe.status import Status
     from provider.observe.transcript import Transcript
     from provider.serve.colocated import ColocatedServer
-    from provider.serve.front_door import Plan
-    from provider.serve.front_doors import FrontDoors
     from provider.serve.server import Server, server_context
     from provider.session.quota import Limit, Quotas
     from provider.session.tenant import Service
@@ -176,7 +167,7 @@ def serve(
     keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
-    allow(needed(max_connections, local=bool(front_doors or local_dir)))
+    allow(needed(max_connections, local=bool(local_dir)))
     context = server_context(tls_dir, client_ca)
     tokens = TokenFile(token_file)
     tenants = tokens.check_readable()
@@ -204,49 +195,32 @@ def serve(
             "and refuse unless they allow it"
         )
     objective = Objective(decode_objective_ms / 1000, wait_seconds=batch_wait_ms / 1000)
-    policy = make_policy(batching, profile(executor), objective)
+    latency = profile(executor)
+    policy = make_policy(batching, latency, objective)
     quotas = Quotas(
         Limit(tenant_mib << 20, tenant_rows, tenant_requests, tenant_mib_per_second * 2**20),
         Limit(total_mib << 20),
     )
-    batcher = Batcher(executor, policy, on_batch=metrics.batch)
+    engine = Engine.of(executor, lambda latency: policy, latency, on_batch=metrics.batch)
     server = Server(
-        Service(executor, batcher, metrics, quotas, recording),
+        Service(executor, engine, metrics, quotas, recording),
         context=context,
         tokens=tokens,
         host=host,
         port=port,
         max_connections=max_connections,
         tenant_connections=tenant_connections,
-        accepting=not front_doors,
     )
-    private = None
-    if front_doors and local_dir is None:
-        private = tempfile.TemporaryDirectory(prefix="symbiosis-")
-    directory = Path(private.name) if private else local_dir
-    local = directory and ColocatedServer(
+    local = local_dir and ColocatedServer(
         server.service,
         tokens=tokens,
-        directory=directory.absolute(),
+        directory=local_dir.absolute(),
         sessions=server.sessions,
         memory_bytes=local_mib << 20,
         tenant_memory_bytes=(tenant_mib or local_mib) << 20,
     )
-    doors = None
-    if front_doors and local:
-        plan = Plan(
-            listener=server.listener.fileno(),
-            url=local.url,
-            manifest=executor.manifest,
-            tls_dir=str(tls_dir),
-            client_ca=str(client_ca) if client_ca else None,
-            token_file=str(token_file),
-            max_connections=max_connections,
-            drain_seconds=drain_seconds,
-        )
-        doors = FrontDoors(front_doors, plan, metrics)
     metrics.watch(
-        lambda: batcher.waiting,
+        lambda: engine.waiting,
         lambda: quotas.in_flight()[1],
         lambda: policy.tokens.counts if isinstance(policy, Opportunistic) else (0, 0),
     )
@@ -259,7 +233,7 @@ def serve(
         },
     )
     admin = AdminServer(metrics, admin_port, lambda: not server.draining, status)
-    local_url = local.url if local and local_dir else ""
+    local_url = local.url if local else ""
     urls = f"{server.url} and {local_url}" if local_url else server.url
     _errors.print(
         f"serving [bold]{executor.manifest.model}[/] ({executor.manifest.architecture}, {numerics}, "
@@ -280,14 +254,12 @@ def serve(
     server.stop_listening()
     if local:
         local.close()
-    doors_clean = doors.drain() if doors else True  # first: their sessions are the executor's as well
-    clean = server.drain(max(1.0, deadline - time.monotonic())) and doors_clean
+    clean = server.drain(max(1.0, deadline - time.monotonic()))
+    server.service.close()
     admin.close()
     status.close()
     if recording is not None:
         recording.close()
-    if private:
-        private.cleanup()
     _errors.print("stopped" if clean else "stopped; some requests were cut off")
 
 

@@ -11,6 +11,8 @@ nobody to hide anything from in one process: it is for tests and notebooks.
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,8 @@ class InprocessSession:
 
     def __init__(self, executor: InprocessExecutor, tenant: str, answer: Answer) -> None:
         self._executor, self._answer = executor, answer
-        self._session = TenantSession(executor.service, tenant, self._send, lambda: True)
+        self._session = TenantSession(executor.service, tenant, self._send)
+        self._answers: queue.SimpleQueue[tuple[bytes, torch.Tensor]] = queue.SimpleQueue()
         self._open = True
         executor.service.metrics.connections.inc()
 
@@ -85,23 +88,26 @@ class InprocessSession:
         except WireError as error:
             if error.fatal:
                 self._session.refuse(0, error)
+                self._answer(*self._answers.get())
                 raise BrokenPipeError(error.code) from error
             message = Incoming(parsed or Header(0, request_id=request_id_of(header)), None, error)
-        self._session.answer(message)
+        self._executor.service.engine.loop.call(lambda: self._session.answer(message))
+        self._answer(*self._answers.get())
 
     def close(self) -> None:
         """See ``shared.transport.endpoint.EndpointSession``."""
         if self._open:
             self._open = False
             self._executor.service.metrics.connections.dec()
-            self._session.close()
+            self._executor.service.engine.loop.call(self._session.close)
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes) -> None:
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
         if isinstance(blocks, bytes):
             payload = torch.frombuffer(bytearray(blocks), dtype=torch.uint8)
         else:  # copies, also of a single block: it may be the executor's own, such as a parameter
             payload = torch.cat([block.reshape(-1) for block in blocks])
-        self._answer(header.pack(), payload.view(header.payload_shape))
+        taken()
+        self._answers.put((header.pack(), payload.view(header.payload_shape)))
 
 
 def serve(

@@ -278,7 +278,8 @@ class Audit:
             (parties.ring, Operation.PRODUCT, "provider", "off"),
             (parties.source, Operation.SEED_EFFECT, "mask source", "always"),
         ):
-            liar = LyingProvider(base, operation)
+            liar = LyingProvider.of(base)
+            liar.operation = operation
             server = Server(
                 Service(base, liar, Metrics()),
                 context=server_context(executor.folder / "tls"),

@@ -138,7 +138,7 @@ class HostileProvider:
         if files is not None:
             _serve_instead(base, files)
         recording = Transcript(self.folder / f"hostile-{self._hosts}", base.manifest)
-        liar = LyingProvider(base)
+        liar = LyingProvider.of(base)
         server = Server(
             Service(base, liar, Metrics(), transcript=recording),
             context=server_context(tls or like.folder / "tls"),

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import torch
 
-from provider.observe.transcript import LENGTH, MAGIC, RECORD, SECONDS, Record
+from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, Record
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import HEADER_BYTES, Header, parse_header
 from shared.wire.messages import Manifest, decode
@@ -113,8 +113,8 @@ def _read(path: Path, file: BinaryIO, digest: str | None, *, cut: bool) -> Trans
                 f"instead of {digest[:16]}"
             )
         transcript = Transcript(manifest)
-        last: dict[int, Request] = {}
-        while _record(cursor, transcript, last):
+        asked: dict[tuple[int, int], Request] = {}
+        while _record(cursor, transcript, asked):
             pass
     except EOFError:
         if transcript is None or not cut:
@@ -152,21 +152,21 @@ class _Cursor:
         return self.take(length)
 
 
-def _record(cursor: _Cursor, into: Transcript, last: dict[int, Request]) -> bool:
-    """Read one record; whether more follow. ``last`` is each session's last request."""
+def _record(cursor: _Cursor, into: Transcript, asked: dict[tuple[int, int], Request]) -> bool:
+    """Read one record; whether more follow. ``asked``: by session and request id, without an answer."""
     kind, session, at = RECORD.unpack(cursor.take(RECORD.size))
     if kind == Record.OPENED:
         into.tenants[session] = cursor.sized().decode()
     elif kind == Record.REQUEST:
         header = parse_header(cursor.take(HEADER_BYTES))
         where = cursor.pass_over(header.payload_bytes)
-        last[session] = Request(session, at, header, cursor.path, where)
-        into.requests.append(last[session])
+        request = asked[session, header.request_id] = Request(session, at, header, cursor.path, where)
+        into.requests.append(request)
     elif kind == Record.ANSWERED:
-        (seconds,) = SECONDS.unpack(cursor.take(SECONDS.size))
-        if session not in last:
+        request_id, seconds = ANSWER.unpack(cursor.take(ANSWER.size))
+        if (session, request_id) not in asked:
             raise ValueError("an answer to nothing")
-        last[session].seconds = seconds
+        asked.pop((session, request_id)).seconds = seconds
     elif kind not in (Record.END, Record.CLOSED):
         raise ValueError(f"unknown record {kind}")
     return bool(kind != Record.END)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from provider.engine.batching import Batcher, Done
+from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.observe.transcript import Transcript
@@ -25,7 +23,6 @@ from security.executors import Executor
 from security.passive import Evidence, PassiveAttacks
 from security.plan import QUICK_PLAN, Result
 from security.workload import Size
-from shared.wire.header import Header
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODEL = EXAMPLES / "base_model"
@@ -47,19 +44,15 @@ PLAN = replace(
 )
 
 
-class Mortal(Batcher):
-    """May stop answering, and then break the connections of those who wait."""
+class Mortal(Engine):
+    """May stop answering."""
 
-    def __init__(self, executor: BaseExecutor) -> None:
-        super().__init__(executor)
-        self.paused, self.dead = threading.Event(), threading.Event()
+    paused = False
 
-    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
-        """See Batcher."""
-        if self.paused.is_set():
-            self.dead.wait()
-            raise ConnectionResetError
-        return super().run(tenant, header, blocks)
+    def submit(self, *request: Any) -> None:
+        """See Engine."""
+        if not self.paused:
+            super().submit(*request)
 
 
 class Here(Executor):
@@ -74,9 +67,9 @@ class Here(Executor):
         # Named after the second and the process, of which this one has several in a second.
         name = f"{len(self._recordings())}.transcript"
         self.recording.path = self.recording.path.rename(self.recording.path.with_name(name))
-        self.scheduler = Mortal(base)
+        self.engine = Mortal.of(base)
         self.server = Server(
-            Service(base, self.scheduler, Metrics(), transcript=self.recording),
+            Service(base, self.engine, Metrics(), transcript=self.recording),
             context=server_context(self.folder / "tls"),
             tokens=TokenFile(self.folder / "tokens.json"),
             port=port,
@@ -89,15 +82,21 @@ class Here(Executor):
 
     def pause(self) -> None:
         """See Executor."""
-        self.scheduler.paused.set()
+        self.engine.paused = True
 
     def stop(self, number: int = 0) -> None:
         """See Executor."""
         if self.server is not None:
-            self.scheduler.dead.set()
+            if self.engine.paused:  # it dies with requests under way
+                self.engine.loop.call(self._break)
             self.server.drain(2.0)
             self.recording.close()
             self.server = None
+
+    def _break(self) -> None:
+        assert self.server is not None
+        for session in list(self.server.sessions._open):
+            session._broke(ConnectionResetError())  # type: ignore[attr-defined]
 
 
 class SmallAudit(Audit):

@@ -42,7 +42,8 @@ class Work:
 
     Attributes:
         row_cost: virtual tokens of one row, see ``provider.engine.fairness``.
-        session: of the tenant; a session's requests come one after the other.
+        session: of the tenant; the requests of a token come one after the other.
+        lane: where its group's weight is.
         taken: rows that products have taken, [0, taken).
     """
 
@@ -52,7 +53,8 @@ class Work:
     request_class: RequestClass
     row_cost: float
     arrived: float
-    session: int = 0
+    session: Hashable = 0
+    lane: int = 0
     taken: int = 0
 
     @property
@@ -103,8 +105,8 @@ class Policy(Protocol):
         """A request arrived."""
         ...
 
-    def next(self, now: float) -> Batch | float | None:
-        """A batch to multiply now; or when to ask again, at the latest; or None: nothing waits."""
+    def next(self, now: float, lane: int = 0) -> Batch | float | None:
+        """A batch for a lane now; or when to ask again, at the latest; or None: nothing waits for it."""
         ...
 
     def drop(self, work: Work) -> None:
@@ -113,6 +115,10 @@ class Policy(Protocol):
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """A batch was multiplied, in so many seconds, until now."""
+        ...
+
+    def left(self, tenant: str, session: Hashable) -> None:
+        """A session of a tenant has ended."""
         ...
 
 
@@ -126,11 +132,12 @@ class Alone:
         """See Policy."""
         self._queue.append(work)
 
-    def next(self, now: float) -> Batch | float | None:
+    def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
-        if not self._queue:
+        work = next((work for work in self._queue if work.lane == lane), None)
+        if work is None:
             return None
-        work = self._queue.pop(0)
+        self._queue.remove(work)
         return [work.take(work.rows)]
 
     def drop(self, work: Work) -> None:
@@ -139,6 +146,9 @@ class Alone:
             self._queue.remove(work)
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
+        """See Policy."""
+
+    def left(self, tenant: str, session: Hashable) -> None:
         """See Policy."""
 
 
@@ -160,14 +170,15 @@ class Lockstep:
         self._queue.append(work)
         self._active.seen(work.tenant, now)
 
-    def next(self, now: float) -> Batch | float | None:
+    def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
-        if not self._queue:
+        first = next((work for work in self._queue if work.lane == lane), None)
+        if first is None:
             return None
         missing = self._active.latest_of_others({work.tenant for work in self._queue}, now)
         if missing is not None:
             return missing + self._active.seconds
-        kind = self._queue[0].kind
+        kind = first.kind
         batch = [work for work in self._queue if work.kind == kind]
         self._queue = [work for work in self._queue if work.kind != kind]
         return [work.take(work.rows) for work in batch]
@@ -178,6 +189,9 @@ class Lockstep:
             self._queue.remove(work)
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
+        """See Policy."""
+
+    def left(self, tenant: str, session: Hashable) -> None:
         """See Policy."""
 
 
@@ -231,19 +245,20 @@ class Opportunistic:
         self._queue.append(work)
         self._active.seen(work.tenant, now)
 
-    def next(self, now: float) -> Batch | float | None:
+    def next(self, now: float, lane: int = 0) -> Batch | float | None:
         """See Policy."""
-        if not self._queue:
+        waiting = [work for work in self._queue if work.lane == lane]
+        if not waiting:
             return None
-        for work in self._queue:
+        for work in waiting:
             self._waits(work, now)
         alone = self._active.latest_of_others({work.tenant for work in self._queue}, now) is None
         if alone and len(self._queue) == 1:  # nobody to be fair to, and no time to lose
-            return [self._take(self._queue[0], self._most_rows(self._queue[0], now))]
-        costs = {work: self._most_rows(work, now) * work.row_cost for work in self._queue}
+            return [self._take(waiting[0], self._most_rows(waiting[0], now))]
+        costs = {work: self._most_rows(work, now) * work.row_cost for work in waiting}
         # Nobody who is further ahead than this is multiplied before the least served has caught up.
         limit = self.counters.least() + max(LEAD, *costs.values())
-        fair = [work for work in self._queue if self.counters.of(work.tenant) + costs[work] <= limit]
+        fair = [work for work in waiting if self.counters.of(work.tenant) + costs[work] <= limit]
         ripe = {work: now if alone else self._ripe(work) for work in fair}
         heads = [work for work in fair if ripe[work] <= now]
         if not heads:
@@ -265,6 +280,10 @@ class Opportunistic:
             self._waits(work, now)
             if work.decodes and stop == work.rows:
                 self.tokens.answered((work.tenant, work.session), group, now - work.arrived)
+
+    def left(self, tenant: str, session: Hashable) -> None:
+        """See Policy."""
+        self.tokens.left((tenant, session))
 
     def _precedence(self, work: Work) -> tuple[bool, int, float, int, float]:
         group = work.kind.group if work.decodes else 0
@@ -350,6 +369,10 @@ class Tokens:
     def counts(self) -> tuple[int, int]:
         """Tokens met and late."""
         return self.met, self.late
+
+    def left(self, session: Hashable) -> None:
+        """A session has ended."""
+        self._under_way.pop(session, None)
 
     def answered(self, session: Hashable, group: int, seconds: float) -> None:
         """A decode of a session has its answer."""

@@ -1,4 +1,4 @@
-"""What an executor and its front doors write to standard error."""
+"""What an executor writes to standard error."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from provider.engine.batching import Done
+from provider.engine.engine import Done
 from shared.wire.header import Direction, Header, Operation, RequestClass
 
 _DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}

@@ -38,7 +38,7 @@ class Record(enum.IntEnum):
     ANSWERED = 4  # of the session's last request: seconds until its answer was computed (float64)
 
 
-SECONDS = struct.Struct("<d")
+ANSWER = struct.Struct("<Id")  # request id, seconds
 
 
 class Transcript:
@@ -86,9 +86,10 @@ class Transcript:
         fixed = RECORD.pack(Record.REQUEST, session, time.time()) + header.pack()
         self._append([fixed, payload.contiguous().view(torch.uint8).numpy().data.cast("B")])
 
-    def answered(self, session: int, seconds: float) -> None:
-        """The session's last request has its answer."""
-        self._append([RECORD.pack(Record.ANSWERED, session, time.time()) + SECONDS.pack(seconds)])
+    def answered(self, session: int, request_id: int, seconds: float) -> None:
+        """A request of the session has its answer."""
+        times = ANSWER.pack(request_id, seconds)
+        self._append([RECORD.pack(Record.ANSWERED, session, time.time()) + times])
 
     def close(self) -> None:
         """Mark the transcript as complete."""

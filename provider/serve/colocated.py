@@ -1,7 +1,7 @@
 """Tenants on the same machine: control messages over ZeroMQ, tensors in shared memory.
 
-One thread opens sessions; each session has a socket, a piece of memory and a thread of its own, which
-multiplies straight from that memory and writes the answer to the place that the tenant named. The
+One thread opens sessions; each session has a socket, pipes and a piece of memory, from which rows are
+multiplied as they lie there; answers go to the places that the tenant named. The
 executor keeps no account of places: they are the tenant's own, and all that is checked is that they lie
 within its memory (Symbiosis .3.5; ``shared/PROTOCOL.md``, "Co-located transport").
 """
@@ -12,10 +12,10 @@ import fcntl
 import logging
 import os
 import secrets
-import select
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 import zmq
 
-from provider.serve.connection import NO_ROOM
+from provider.engine.loop import READ, Loop
 from provider.serve.descriptors import explained, none_left
+from provider.serve.handshake import NO_ROOM
 from provider.serve.server import Sessions
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
@@ -144,8 +145,9 @@ class ColocatedConnection:
         self.tenant = tenant
         self._copies = service.transcript is not None
         limits = service.executor.manifest.limits
-        self._answer_at = 0
-        self._greeted = self._left = False
+        self._window = limits.max_in_flight
+        self._places: dict[int, int] = {}  # of answers, by request id
+        self._greeted = self._reading = self._draining = self._ending = self._ended = False
         self._name = f"session-{secrets.token_hex(8)}"
         self._path = directory / self._name
         with ExitStack() as made:
@@ -160,13 +162,9 @@ class ColocatedConnection:
             for queue in (zmq.SNDHWM, zmq.RCVHWM):
                 self._socket.set(queue, 2 * MAX_IN_FLIGHT)
             self._socket.bind(f"{SCHEME}{self._path}")
-            self._wake, self._woken = map(made.enter_context, socket.socketpair())
-            # Not ZeroMQ's own: that looks at the socket each time, which requests for products do not need.
-            self._poll, self._socket_fd = select.poll(), int(self._socket.get(zmq.FD))
-            self._poll.register(self._socket_fd, select.POLLIN)
-            self._poll.register(self._woken, select.POLLIN)
-            self._look = True  # there may be a message that the descriptor does not tell of
-            self._session = TenantSession(service, tenant, self._send, self._something_to_do)
+            # Not ZeroMQ's own polling: that looks at the socket each time, which products do not need.
+            self._socket_fd = int(self._socket.get(zmq.FD))
+            self._session = TenantSession(service, tenant, self._send)
             made.callback(self._session.close)
             self._made = made.pop_all()
 
@@ -175,67 +173,117 @@ class ColocatedConnection:
         memory = self._memory
         return Opened(self._name, os.getpid(), memory.descriptor, memory.name, memory.size, memory.most)
 
+    def start(self, loop: Loop, ended: Callable[[], None]) -> None:
+        """Serve it in the loop, whose thread this is, until it has ended."""
+        self._loop, self._on_end = loop, ended
+        loop.watch(self._socket_fd, self._guard(self._read_socket))
+        loop.later(FIRST_MESSAGE_MILLISECONDS / 1000, self._guard(self._look_for_greeting))
+        self._guard(self._read_socket)(0)  # there may be a message that the descriptor does not tell of
+
     def drain(self) -> None:
-        """From another thread: answer what has arrived, then close."""
-        try:
-            self._wake.send(b"x")
-        except OSError:
-            pass  # it has ended already
+        """In the loop's thread: answer what has arrived, then close."""
+        self._draining = True
+        if not self._ended:
+            self._finish()
 
-    def serve(self) -> None:
-        """Answer requests until the tenant leaves, dies or breaks the protocol."""
-        try:
-            while self._serve_once():
-                pass
-            if not self._left:
-                self._end()
-        except WireError as error:
-            log.warning("tenant %s broke the protocol: %s", self.tenant, error)
-            self._last_word(error)
-        except (OSError, EOFError) as error:
-            log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Give everything back."""
+    def abandon(self) -> None:
+        """Give everything back; it was never started."""
         self._made.close()
 
-    def _serve_once(self) -> bool:
-        """Wait for something and handle it; False when the session ends well."""
-        if not self._look:
-            ready = {fd for fd, _ in self._poll.poll(None if self._greeted else FIRST_MESSAGE_MILLISECONDS)}
-            if self._requests in ready:
-                data = os.read(self._requests, FRONT_BYTES)
-                if not data:
-                    raise EOFError
-                self._session.answer(self._incoming(data))
-                return True
-            if self._socket_fd not in ready:
-                if not ready:
-                    raise TimeoutError
-                return False  # drained
-        try:
-            data = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            self._look = False
-            return True
-        self._look = True
+    def _guard(self, handle: Callable[[], None]) -> Callable[..., None]:
+        """A handler that ends the session if the tenant left, died or broke the protocol."""
+
+        def guarded(_: int = 0) -> None:
+            try:
+                if not self._ended:
+                    handle()
+            except WireError as error:
+                log.warning("tenant %s broke the protocol: %s", self.tenant, error)
+                self._session.refuse(0, error)
+                self._say_end()
+            except (OSError, EOFError) as error:
+                self._broke(error)
+            except Exception:
+                log.exception("the session of tenant %s failed", self.tenant)
+                self._end()
+
+        return guarded
+
+    def _look_for_greeting(self) -> None:
         if not self._greeted:
-            self._greeted = True
-            self._remove_files()  # nobody else comes in, and nothing is left behind
-            self._poll.register(self._requests, select.POLLIN)
-        if data == END:
-            self._left = True
-            return False
-        if data[0] != MEMORY_BYTE:
+            raise TimeoutError
+
+    def _read_socket(self) -> None:
+        """What comes over ZeroMQ, whose descriptor does not tell of every message."""
+        while not (self._ended or self._ending):
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if not self._greeted:
+                self._greeted = True
+                self._remove_files()  # nobody else comes in, and nothing is left behind
+                self._loop.watch(self._requests, self._guard(self._read_requests))
+                self._reading = True
+            if data == END:
+                self._end()
+            elif data[0] != MEMORY_BYTE:
+                self._session.answer(self._incoming(data))
+            elif len(data) != MEMORY.size:
+                raise WireError("header", "neither a request nor a wish for memory", fatal=True)
+            else:
+                self._memory.grow(MEMORY.unpack(data)[1])
+                self._write(MEMORY.pack(MEMORY_BYTE, self._memory.size))
+
+    def _read_requests(self) -> None:
+        """What comes through the pipe: the fronts of requests whose rows are in memory."""
+        for _ in range(self._window):
+            try:
+                data = os.read(self._requests, FRONT_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                if self._ending:
+                    self._end()
+                    return
+                raise EOFError
+            if self._ending:
+                continue
             self._session.answer(self._incoming(data))
-            return True
-        if len(data) != MEMORY.size:
-            raise WireError("header", "neither a request nor a wish for memory", fatal=True)
-        self._memory.grow(MEMORY.unpack(data)[1])
-        self._write(MEMORY.pack(MEMORY_BYTE, self._memory.size))
-        return True
+            if self._ended:
+                return
+            if self._session.in_flight >= self._window:
+                self._reading = False
+                self._loop.change(self._requests, 0)
+                return
+
+    def _finish(self) -> None:
+        if not self._ending and not self._session.in_flight:
+            self._say_end()
+
+    def _say_end(self) -> None:
+        """Say so, and wait until the tenant has heard it, which closes its pipe."""
+        if self._ending or self._ended:
+            return
+        self._ending = True
+        try:
+            self._write(END)
+        except OSError:
+            pass  # the peer may be gone
+        self._loop.later(LINGER_MILLISECONDS / 1000, self._end)
+
+    def _broke(self, error: BaseException) -> None:
+        log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
+        self._end()
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        for descriptor in (self._socket_fd, self._requests):
+            self._loop.forget(descriptor)
+        self._made.close()
+        self._on_end()
 
     def _incoming(self, data: bytes) -> Incoming:
         if len(data) < FRONT_BYTES:
@@ -247,7 +295,7 @@ class ColocatedConnection:
             if (0 if rows else header.payload_bytes) != len(data) - FRONT_BYTES:
                 raise WireError("payload_length", "the message has not the bytes that its header says")
             self._session.accept(header)
-            at, self._answer_at = PLACES.unpack_from(data, HEADER_BYTES)
+            at, self._places[header.request_id] = PLACES.unpack_from(data, HEADER_BYTES)
             if rows:
                 payload = self._memory.mapped.tensor(at, header.payload_dtype, header.payload_shape)
                 if self._copies:  # the tenant uses its memory again before they are written down
@@ -260,23 +308,6 @@ class ColocatedConnection:
                 raise
             return Incoming(header or Header(0, request_id=request_id_of(data)), None, error)
         return Incoming(header, payload)
-
-    def _something_to_do(self) -> bool:
-        return self._look or bool(self._poll.poll(0))
-
-    def _last_word(self, error: WireError) -> None:
-        try:
-            self._session.refuse(0, error)
-            self._end()
-        except OSError:
-            pass  # the peer may be gone
-
-    def _end(self) -> None:
-        """Say so, and wait until the tenant has heard it, which closes its pipe."""
-        self._write(END)
-        gone = select.poll()
-        gone.register(self._requests, 0)
-        gone.poll(LINGER_MILLISECONDS)
 
     def _make_pipes(self, made: ExitStack) -> list[int]:
         ends = []
@@ -293,19 +324,32 @@ class ColocatedConnection:
         for kind in ("", REQUESTS, ANSWERS):
             Path(f"{self._path}{kind}").unlink(missing_ok=True)
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes) -> None:
-        if isinstance(blocks, bytes):
-            self._write(header.pack() + blocks)
-        else:
-            self._memory.mapped.write(self._answer_at, blocks)
-            os.write(self._answers, header.pack())  # as a whole or, if the tenant does not read, not at all
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
+        taken()
+        at = self._places.pop(header.request_id, 0)
+        if self._ending or self._ended:
+            return
+        try:
+            if isinstance(blocks, bytes):
+                self._write(header.pack() + blocks)
+            else:
+                self._memory.mapped.write(at, blocks)
+                os.write(self._answers, header.pack())  # whole or, if the tenant does not read, not at all
+        except OSError as error:
+            self._broke(error)
+            return
+        if self._draining:
+            self._finish()
+        elif not self._reading and self._greeted and self._session.in_flight < self._window:
+            self._reading = True
+            self._loop.change(self._requests, READ)
 
     def _write(self, data: bytes) -> None:
-        self._look = True
         try:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:  # it has gone, or has twice as much in flight as it may, unread
             raise BrokenPipeError(str(error)) from error
+        self._loop.call(self._guard(self._read_socket))  # sending takes what its descriptor would tell
 
 
 class ColocatedServer:
@@ -393,12 +437,13 @@ class ColocatedServer:
             session = ColocatedConnection(self._directory, tenant, self._service, self._budget)
         except MemoryError:
             return self._refuse("overloaded", "no shared memory for another session", _RETRY_SECONDS)
-        opened = session.opened()  # before its thread may end it
-        if not self._sessions.start(partial(self._serve, session)):
-            session.close()
+        if not self._sessions.begin():
+            session.abandon()
             return self._refuse(
                 "overloaded", "as many sessions as the executor allows", _RETRY_SECONDS, counted=True
             )
+        opened = session.opened()  # before it may end
+        self._sessions.loop.call(partial(self._begin, session))
         return [OPENED, encode(opened)]
 
     def _refuse(
@@ -416,9 +461,9 @@ class ColocatedServer:
         log.error("no session for a tenant of this machine", exc_info=error)
         return self._refuse("internal", "the executor failed to open a session; report it")
 
-    def _serve(self, session: ColocatedConnection) -> None:
-        with self._sessions.open(session):
-            session.serve()
+    def _begin(self, session: ColocatedConnection) -> None:
+        self._sessions.began(session)
+        session.start(self._sessions.loop, partial(self._sessions.ended, session))
 
 
 def _claim(directory: Path) -> int:

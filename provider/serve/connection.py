@@ -1,220 +1,76 @@
-"""One tenant's connection: TLS and websocket handshake, then requests until it ends.
-
-A thread each, with blocking sockets. Python releases its lock inside TLS, socket and product
-calls, and a thread that waits for its own socket needs no hand-over to answer: a round trip takes
-half of what it takes through an event loop (``docs/performance.md``).
-"""
+"""One tenant's connection after its handshake: frames in, frames out, in the executor's loop."""
 
 from __future__ import annotations
 
-import io
 import logging
-import math
 import select
 import socket
 import ssl
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from websockets.exceptions import InvalidHandshake, InvalidMessage
-from websockets.http11 import Request, Response
-from websockets.server import ServerProtocol
 
-from provider.serve.descriptors import explained, none_left
-from provider.serve.tokens import TokenFile
-from provider.session.answering import Send, Session
-from shared.errors import ConfigurationError, WireError
-from shared.wire.header import SUBPROTOCOL, Header
-from shared.wire.messages import ErrorInfo, encode
+from provider.engine.loop import READ, WRITE, Loop
+from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Bearer, TurnedAway, linger
+from provider.session.tenant import Send, TenantSession
+from shared.errors import WireError
+from shared.wire.header import Header
 from shared.wire.websocket import Incoming, MessageReader, Opcode, encode_control, encode_message
 
 log = logging.getLogger(__name__)
-_quiet = logging.getLogger("symbiosis.websockets")
-_quiet.setLevel(logging.ERROR)
 
-HANDSHAKE_SECONDS = 10.0
-HANDSHAKE_BYTES = 16 * 1024  # of HTTP
-LINGER_SECONDS = 1.0  # for a refused peer to read why
-RETRY_SECONDS = 5.0  # after which there may be room
-NO_ROOM = "the executor has no room for another session; try again later"
 STALL_SECONDS = 60.0  # without a byte in the middle of a message, or unable to write one
+RECORDS = 64  # of TLS that are read before it is another's turn
+
+OpenSession = Callable[["Bearer", "Send"], "TenantSession"]
 
 
-class Refused(Exception):
-    """The handshake ended with an HTTP error; ``reason`` is a metric label."""
+class _Out(NamedTuple):
+    """What is to be written, and who is told when it has been."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class TurnedAway(Exception):
-    """No session for whom the handshake let in: there are too many. The message is for the peer."""
-
-
-class Bearer(NamedTuple):
-    """Whom the handshake let in."""
-
-    tenant: str
-    token: str  # which it showed
-
-
-OpenSession = Callable[["Bearer", "Send", Callable[[], bool]], "Session"]
-
-
-def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, Bearer]:
-    """TLS, then the websocket opening handshake with its bearer token.
-
-    Returns:
-        The encrypted socket and whose it is.
-
-    Raises:
-        Refused, OSError: no session. The peer was told why as far as it may know.
-    """
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
-    raw.settimeout(HANDSHAKE_SECONDS)
-    raw.getpeername()  # fails if the peer has gone; ssl would take that for a socket yet to be connected
-    sock = context.wrap_socket(raw, server_side=True)
-    try:
-        return sock, _upgrade(sock, tokens, deadline)
-    except BaseException:
-        sock.close()  # wrap_socket took it from the caller's
-        raise
-
-
-def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
-    protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
-    request: Request | None = None
-    room = HANDSHAKE_BYTES
-    while request is None:
-        _until(deadline, sock)
-        received = sock.recv(4096)
-        room -= len(received)
-        if not received:
-            raise Refused("closed")
-        if room < 0:  # the library would hold a megabyte for anyone
-            raise Refused("http")
-        data = io.BytesIO(received)
-        for line in data:  # the library would take what follows the request's last line for frames
-            protocol.receive_data(line)
-            events = protocol.events_received()
-            request = next((e for e in events if isinstance(e, Request)), None)
-            if protocol.handshake_exc is not None:
-                raise Refused("http")
-            if request is not None:
-                break
-    early = bool(data.read()) or _readable(sock)
-    _until(deadline, sock)
-    bearer, response, reason = _admit(protocol, request, tokens, early)
-    protocol.send_response(response)
-    for piece in protocol.data_to_send():
-        if piece:
-            sock.sendall(piece)
-    if bearer is None:
-        _linger(sock, deadline)
-        raise Refused(reason)
-    return bearer
-
-
-def _until(deadline: float, sock: ssl.SSLSocket) -> None:
-    """Let the socket wait that long: bytes that come one by one must not stretch it."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    sock.settimeout(left)
-
-
-def _readable(sock: ssl.SSLSocket) -> bool:
-    """Whether a byte has arrived, which it takes."""
-    sock.setblocking(False)
-    try:
-        return bool(sock.recv(1))
-    except ssl.SSLWantReadError:
-        return False
-
-
-def _linger(sock: ssl.SSLSocket, deadline: float = math.inf) -> None:
-    """Wait a little for the peer to end: closing a socket with unread bytes would destroy the answer."""
-    deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
-    try:
-        sock.shutdown(socket.SHUT_WR)
-        while True:
-            _until(deadline, sock)
-            if not sock.recv(1 << 16):
-                return
-    except OSError:
-        pass  # it stays, or has gone
-
-
-def _admit(
-    protocol: ServerProtocol, request: Request, tokens: TokenFile, early: bool
-) -> tuple[Bearer | None, Response, str]:
-    def refuse(
-        status: int, code: str, message: str, retry_after: float | None = None
-    ) -> tuple[None, Response, str]:
-        return None, protocol.reject(status, encode(ErrorInfo(code, message, retry_after)).decode()), code
-
-    offered = request.headers.get_all("Sec-WebSocket-Protocol")
-    if SUBPROTOCOL not in [name.strip() for value in offered for name in value.split(",")]:
-        return refuse(
-            400, "protocol_version", f"this executor speaks {SUBPROTOCOL}; install a matching version"
-        )
-    credentials = request.headers.get_all("Authorization")
-    scheme, _, token = (credentials[0] if len(credentials) == 1 else "").partition(" ")
-    token = token.strip()
-    try:
-        tenant = tokens.tenant_of(token) if scheme.lower() == "bearer" else None
-    except ConfigurationError as error:
-        log.error("cannot check tokens: %s", explained(error))
-        if none_left(error):
-            return refuse(503, "overloaded", NO_ROOM, RETRY_SECONDS)
-        return refuse(503, "internal", "the executor cannot check tokens; report it to the provider")
-    if tenant is None:
-        return refuse(
-            401, "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
-        )
-    if early:
-        return refuse(400, "unexpected", "bytes behind the request; wait for its answer before you send more")
-    response = protocol.accept(request)
-    if response.status_code != 101:
-        return None, response, "http"
-    return Bearer(tenant, token), response, ""
+    pieces: Iterator[bytes | memoryview]
+    taken: Callable[[], None]
 
 
 class Connection:
-    """Serves one session after its handshake.
+    """Serves one session.
 
     Args:
         sock: encrypted and authenticated; this closes it.
         bearer: who it is.
-        open_session: makes its session of ``bearer``, what sends an answer, and what tells whether the
-            next request has arrived.
+        open_session: makes its session of ``bearer`` and what sends an answer.
         max_message_bytes: of a payload.
+        window: requests under way at most; no more are read until one is answered.
 
     Raises:
         TurnedAway, OSError: ``open_session`` did, or something is short; the tenant has been told.
     """
 
     def __init__(
-        self, sock: ssl.SSLSocket, bearer: Bearer, open_session: OpenSession, max_message_bytes: int
+        self,
+        sock: ssl.SSLSocket,
+        bearer: Bearer,
+        open_session: OpenSession,
+        max_message_bytes: int,
+        window: int,
     ) -> None:
-        self._sock = sock
+        self._sock, self._window = sock, window
         self.tenant = bearer.tenant
         try:
-            with ExitStack() as made:
-                # To wake the thread when it waits for its tenant. Shutting the socket would wake it too, but
-                # TLS takes an end without notice for an attack, and nothing more could be sent.
-                self._wake, self._woken = map(made.enter_context, socket.socketpair())
-                self._session = open_session(bearer, self._send, self._something_to_do)
-                made.pop_all()
+            self._session = open_session(bearer, self._send)
         except (TurnedAway, OSError) as error:
             with sock:
                 sock.settimeout(1.0)
-                self._close(1013, str(error) if isinstance(error, TurnedAway) else NO_ROOM)  # try again later
-                _linger(sock)
+                why = str(error) if isinstance(error, TurnedAway) else NO_ROOM
+                try:
+                    sock.sendall(_closing(1013, why))  # try again later
+                    sock.unwrap()
+                except (OSError, ValueError):
+                    pass  # the peer may be gone
+                linger(sock)
             raise
         except BaseException:
             sock.close()
@@ -225,80 +81,203 @@ class Connection:
             max_message_bytes=max_message_bytes,
             allocate=self._session.allocate,
         )
-        self._closing = False
-        self._poll = select.poll()
-        self._poll.register(self._sock, select.POLLIN)
-        self._poll.register(self._woken, select.POLLIN)
+        self._descriptor = sock.fileno()
+        self._out: deque[_Out] = deque()
+        self._piece = memoryview(b"")  # of the first of them
+        self._reading, self._writing = True, False  # what the loop waits for
+        self._draining = self._ending = self._said_goodbye = self._ended = False
+        self._moved = time.monotonic()
+
+    def start(self, loop: Loop, ended: Callable[[], None]) -> None:
+        """Serve it in the loop, whose thread this is, until it has ended."""
+        self._loop, self._on_end = loop, ended
+        self._sock.setblocking(False)
+        loop.watch(self._descriptor, self._ready)
+        loop.later(STALL_SECONDS / 4, self._look_for_stall)
+        if self._draining:
+            self._finish()
+        else:
+            self._ready(READ)  # what came with the handshake is in TLS already
 
     def drain(self) -> None:
-        """From another thread: answer what has arrived, then close."""
-        self._closing = True
-        try:
-            self._wake.send(b"x")
-        except OSError:
-            pass  # it has ended already
+        """In the loop's thread: answer what has arrived, then close."""
+        self._draining = True
+        if not self._ended:
+            self._finish()
 
-    def serve(self) -> None:
-        """Answer requests until the tenant leaves, breaks the protocol or stalls."""
-        self._sock.settimeout(STALL_SECONDS)
+    # -- in ---------------------------------------------------------------------------------------
+
+    def _ready(self, what: int) -> None:
         try:
-            while self._serve_once():
-                pass
-            self._close(1001 if self._closing else 1000, "")
+            if what & WRITE or self._out:
+                self._write()
+            if what & ~WRITE:
+                if self._ending:
+                    self._wait_for_end()
+                elif self._reading or what & (select.EPOLLERR | select.EPOLLHUP):
+                    self._read()
         except WireError as error:
             log.warning("tenant %s broke the protocol: %s", self.tenant, error)
-            self._last_word(error)
+            self._session.refuse(0, error)
             self._close(1009 if error.code == "too_large" else 1002, error.code)
         except (OSError, EOFError) as error:
-            log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
-        finally:
-            self._session.close()
-            for each in (self._sock, self._wake, self._woken):
-                each.close()
+            self._broke(error)
+        except Exception:
+            log.exception("the connection of tenant %s failed", self.tenant)
+            self._end()
 
-    def _serve_once(self) -> bool:
-        """Receive once and handle what is complete; False when the connection ends well."""
-        idle = not self._reader.mid_message and not self._sock.pending()
-        # An idle tenant may stay; TCP keep-alive finds dead ones.
-        if idle and [fd for fd, _ in self._poll.poll()] == [self._woken.fileno()]:
-            return False
+    def _read(self) -> None:
+        """Take what has arrived, but not more than is fair, and handle what is complete."""
+        for _ in range(RECORDS):
+            try:
+                count = self._sock.recv_into(self._reader.get_buffer())
+            except ssl.SSLWantReadError:
+                return
+            if count == 0:
+                self._leave()
+                return
+            self._moved = time.monotonic()
+            for event in self._reader.received(count):
+                if isinstance(event, Incoming):
+                    self._session.answer(event)
+                elif event.opcode == Opcode.PING:
+                    self._queue(iter((encode_control(Opcode.PONG, event.data),)))
+                elif event.opcode == Opcode.CLOSE:
+                    self._leave()
+                    return
+            if self._ended or self._ending:
+                return
+            if self._draining and not self._reader.mid_message:
+                self._finish()
+                return
+            if self._session.in_flight >= self._window or len(self._out) > self._window:
+                self._wait_for(reading=False)
+                return
+            # The rest of a message, or the next, that TLS has decrypted already is not told of.
+            if not self._sock.pending() and not self._reader.mid_message:
+                return
+        self._loop.call(self._go_on)
+
+    def _go_on(self) -> None:
+        """Read again, if that was put off."""
+        if not self._ended and not self._ending:
+            self._wait_for(reading=True)
+            self._ready(READ)
+
+    # -- out --------------------------------------------------------------------------------------
+
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
+        if self._ending:
+            taken()
+            return
+        self._queue(encode_message(header, blocks), taken)
+        if not self._reading and not self._ending and self._session.in_flight < self._window:
+            self._loop.call(self._go_on)
+        if self._draining:
+            self._finish()
+
+    def _queue(self, pieces: Iterator[bytes | memoryview], taken: Callable[[], None] = lambda: None) -> None:
+        if self._ended:
+            taken()
+            return
+        self._out.append(_Out(pieces, taken))
+        if len(self._out) == 1 and not self._writing:
+            try:
+                self._write()
+            except OSError as error:
+                self._broke(error)
+
+    def _write(self) -> None:
         try:
-            count = self._sock.recv_into(self._reader.get_buffer())
-        except TimeoutError:
-            if self._reader.mid_message:
-                raise
-            return True  # part of a TLS record, or none of it for the application
-        if count == 0:
-            return False
-        for event in self._reader.received(count):
-            if isinstance(event, Incoming):
-                self._session.answer(event)
-            elif event.opcode == Opcode.PING:
-                self._sock.sendall(encode_control(Opcode.PONG, event.data))
-            elif event.opcode == Opcode.CLOSE:
-                return False
-        return True
+            while self._out:
+                if not len(self._piece):
+                    following = next(self._out[0].pieces, None)
+                    if following is None:
+                        self._out.popleft().taken()
+                        continue
+                    self._piece = memoryview(following)
+                count = self._sock.send(self._piece)
+                self._piece = self._piece[count:]
+                self._moved = time.monotonic()
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            self._wait_for(writing=True)
+            return
+        if self._writing:
+            self._wait_for(writing=False)
+        if self._ending and not self._said_goodbye:
+            self._say_goodbye()
 
-    def _something_to_do(self) -> bool:
-        return bool(self._sock.pending() or self._poll.poll(0))
+    # -- the end ----------------------------------------------------------------------------------
 
-    def _last_word(self, error: WireError) -> None:
-        try:
-            self._session.refuse(0, error)
-        except OSError:
-            pass  # the peer may be gone
+    def _finish(self) -> None:
+        """Close, once everything that has arrived is answered."""
+        if not (self._ending or self._session.in_flight or self._reader.mid_message or self._sock.pending()):
+            self._close(1001, "")
 
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes) -> None:
-        for piece in encode_message(header, blocks):
-            self._sock.sendall(piece)
+    def _leave(self) -> None:
+        """The tenant has left, and wants no more answers."""
+        self._close(1000, "")
 
     def _close(self, code: int, reason: str) -> None:
+        if self._ending or self._ended:
+            return
+        self._ending = True
+        self._queue(iter((_closing(code, reason),)))
+
+    def _say_goodbye(self) -> None:
+        """TLS's own end, so that the tenant sees an end and not a cut; then wait for its."""
+        self._said_goodbye = True
+        self._loop.later(LINGER_SECONDS, self._end)
         try:
-            self._sock.sendall(encode_control(Opcode.CLOSE, code.to_bytes(2, "big") + reason.encode()))
-            self._sock.settimeout(1.0)
-            self._sock.unwrap()  # TLS close_notify, so that the tenant sees an end, not a cut
+            self._sock.unwrap()
         except (OSError, ValueError):
-            pass  # the peer may be gone
+            pass  # said, and not yet heard; or the peer is gone
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._end()
+
+    def _wait_for_end(self) -> None:
+        """Closing a socket with unread bytes would destroy what was sent."""
+        try:
+            while self._sock.recv(1 << 16):
+                pass
+            self._end()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            pass
+
+    def _broke(self, error: BaseException) -> None:
+        log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
+        self._end()
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._loop.forget(self._descriptor)
+        self._out.clear()
+        self._session.close()
+        self._sock.close()
+        self._on_end()
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _wait_for(self, *, reading: bool | None = None, writing: bool | None = None) -> None:
+        self._reading = self._reading if reading is None else reading
+        self._writing = self._writing if writing is None else writing
+        if not self._ended:
+            what = (READ if self._reading or self._ending else 0) | (WRITE if self._writing else 0)
+            self._loop.change(self._descriptor, what)
+
+    def _look_for_stall(self) -> None:
+        if self._ended:
+            return
+        waits = self._out or (self._reading and self._reader.mid_message)
+        if waits and time.monotonic() - self._moved > STALL_SECONDS:
+            self._broke(TimeoutError())
+        else:
+            self._loop.later(STALL_SECONDS / 4, self._look_for_stall)
 
 
-HANDSHAKE_ERRORS = (Refused, OSError, InvalidHandshake, InvalidMessage, EOFError)
+def _closing(code: int, reason: str) -> bytes:
+    return encode_control(Opcode.CLOSE, code.to_bytes(2, "big") + reason.encode())

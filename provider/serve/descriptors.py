@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 ADVICE = "raise the limit of open files (ulimit -n; LimitNOFILE= of systemd) or lower --max-connections"
 OWN = 64  # of the executor itself: libraries, checkpoint, ports, files that are read for a moment
-OF_A_CONNECTION = 3  # its socket, and two to wake its thread
-OF_A_LOCAL_SESSION = 12  # sockets, pipes and memory, at a front door as well
+OF_A_CONNECTION = 1  # its socket
+OF_A_LOCAL_SESSION = 12  # sockets, pipes and memory
 
 
 def none_left(error: BaseException | None) -> bool:
@@ -31,7 +31,7 @@ def explained(error: Exception) -> str:
 
 
 def needed(max_connections: int, *, local: bool) -> int:
-    """How many a process may come to need; ``local``: sessions may be of this machine, or of front doors."""
+    """How many a process may come to need; ``local``: sessions may be of this machine."""
     return OWN + max_connections * (OF_A_LOCAL_SESSION if local else OF_A_CONNECTION)
 
 

@@ -1,7 +1,4 @@
-"""Listens, hands each connection to a thread, and drains at the end.
-
-Front doors use all of it but ``Server``, and have no executor; so nothing of one is imported here.
-"""
+"""Listens, lets tenants in, and drains at the end."""
 
 from __future__ import annotations
 
@@ -13,30 +10,20 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
-from provider.serve.connection import (
-    HANDSHAKE_ERRORS,
-    Bearer,
-    Connection,
-    OpenSession,
-    Refused,
-    TurnedAway,
-    handshake,
-)
+from provider.engine.loop import Loop
+from provider.observe.metrics import Metrics
+from provider.serve.connection import Connection, OpenSession
 from provider.serve.descriptors import Spare, explained, none_left
+from provider.serve.handshake import HANDSHAKE_ERRORS, Bearer, Refused, TurnedAway, handshake
 from provider.serve.tokens import TokenFile
+from provider.session.tenant import Send, Service, TenantSession
 from shared.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from provider.session.answering import Send, Session
-    from provider.session.tenant import Service
 
 log = logging.getLogger(__name__)
 
@@ -84,105 +71,88 @@ class Drains(Protocol):
     tenant: str
 
     def drain(self) -> None:
-        """From another thread: answer what has arrived, then close."""
-        ...
-
-
-class Counts(Protocol):
-    """Counts how connections fare; see ``provider.observe.metrics.Metrics``."""
-
-    def handshake_failed(self, reason: str) -> None:
-        """A connection ended before a session began."""
-        ...
-
-    def connected(self, change: int) -> None:
-        """A session began (1) or ended (-1)."""
+        """In the loop's thread: answer what has arrived, then close."""
         ...
 
 
 class Sessions:
-    """The threads that serve tenants, over all transports together: how many, and how they end.
+    """The sessions of an executor, over all transports together: how many, and how they end.
 
     Args:
-        counts: counts them.
-        limit: how many; each costs a thread.
+        metrics: counts them.
+        loop: in which they are served.
+        limit: how many, with those whose handshake is under way.
         tenant_limit: of one tenant.
     """
 
-    def __init__(self, counts: Counts, limit: int, tenant_limit: int) -> None:
-        self.counts, self._limit, self._tenant_limit = counts, limit, tenant_limit
-        self._threads: set[threading.Thread] = set()
+    def __init__(self, metrics: Metrics, loop: Loop, limit: int, tenant_limit: int) -> None:
+        self.metrics, self.loop, self._limit, self._tenant_limit = metrics, loop, limit, tenant_limit
+        self._beginning = 0
         self._open: set[Drains] = set()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self.draining = False
 
-    def start(self, serve: Callable[[], None]) -> bool:
-        """Run this in a thread of its own; False if there is no room for another."""
-        thread = threading.Thread(target=self._run, args=(serve,), daemon=True)
-        with self._lock:  # the thread takes itself off the list under the same lock
-            if len(self._threads) < self._limit:
-                try:
-                    thread.start()
-                    self._threads.add(thread)
-                    return True
-                except RuntimeError:
-                    pass  # no more threads to be had: this connection is one too many
-        self.counts.handshake_failed("full")
+    def begin(self) -> bool:
+        """Whether there is room for another, which is taken; to be ended by ``began`` or ``gave_up``."""
+        with self._changed:
+            if self._beginning + len(self._open) < self._limit:
+                self._beginning += 1
+                return True
+        self.metrics.handshake_failed("full")
         return False
+
+    def gave_up(self) -> None:
+        """None came of it."""
+        with self._changed:
+            self._beginning -= 1
+            self._changed.notify_all()
+
+    def began(self, session: Drains) -> None:
+        """It is open; in the loop's thread."""
+        with self._changed:
+            self._beginning -= 1
+            self._open.add(session)
+        self.metrics.connected(1)
+        if self.draining:
+            session.drain()
+
+    def ended(self, session: Drains) -> None:
+        """It is open no longer."""
+        self.metrics.connected(-1)
+        with self._changed:
+            self._open.discard(session)
+            self._changed.notify_all()
 
     def crowded(self, tenant: str) -> bool:
         """Whether a tenant has as many sessions as it may; it is counted and logged if so."""
-        with self._lock:
+        with self._changed:
             crowded = sum(session.tenant == tenant for session in self._open) >= self._tenant_limit
         if crowded:
-            self.counts.handshake_failed("tenant_full")
+            self.metrics.handshake_failed("tenant_full")
             log.warning("tenant %s has %d sessions already", tenant, self._tenant_limit)
         return crowded
-
-    @contextmanager
-    def open(self, session: Drains) -> Iterator[None]:
-        """While a session is served."""
-        with self._lock:
-            self._open.add(session)
-        self.counts.connected(1)
-        try:
-            if self.draining:
-                session.drain()
-            yield
-        finally:
-            self.counts.connected(-1)
-            with self._lock:
-                self._open.discard(session)
 
     def drain(self, seconds: float) -> bool:
         """Let every session answer what has arrived; whether all ended in time."""
         self.draining = True
-        with self._lock:
-            sessions, threads = list(self._open), list(self._threads)
+        self.loop.call(self._drain_open)
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._open or self._beginning), seconds)
+
+    def _drain_open(self) -> None:
+        with self._changed:
+            sessions = list(self._open)
         for session in sessions:
             session.drain()
-        deadline = time.monotonic() + seconds
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
-
-    def _run(self, serve: Callable[[], None]) -> None:
-        try:
-            serve()
-        except Exception:
-            log.exception("connection thread failed")
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
 
 
 class Entrance:
-    """Lets tenants in at a listening socket: TLS, the websocket handshake, a session, a thread for each.
+    """Lets tenants in at a listening socket: TLS and the websocket handshake, in a thread for each.
 
     Args:
-        listener: others, and other processes, may accept from it too.
+        listener: this accepts from it.
         sessions: counts and ends them.
-        open_session, max_message_bytes: see ``Connection``.
+        open_session, max_message_bytes, window: see ``Connection``.
     """
 
     def __init__(
@@ -194,9 +164,10 @@ class Entrance:
         sessions: Sessions,
         open_session: OpenSession,
         max_message_bytes: int,
+        window: int,
     ) -> None:
         self._listener, self._context, self._tokens, self._sessions = listener, context, tokens, sessions
-        self._open_session, self._max_message_bytes = open_session, max_message_bytes
+        self._open_session, self._max_message_bytes, self._window = open_session, max_message_bytes, window
         self._spare = Spare()
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
@@ -215,12 +186,34 @@ class Entrance:
                     threading.Event().wait(0.1)  # give some time to close
                     self._spare.take()
                 continue
-            if not self._sessions.start(partial(self._serve, raw)):
+            if not self._sessions.begin():
                 raw.close()
+            else:
+                try:
+                    threading.Thread(target=self._let_in, args=(raw,), name="handshake", daemon=True).start()
+                except RuntimeError:  # no more threads to be had: this connection is one too many
+                    raw.close()
+                    self._sessions.metrics.handshake_failed("full")
+                    self._sessions.gave_up()
             self._spare.take()
         self._spare.give_up()
 
-    def _serve(self, raw: socket.socket) -> None:
+    def _let_in(self, raw: socket.socket) -> None:
+        try:
+            connection = self._shake_hands(raw)
+            if connection is None:
+                self._sessions.gave_up()
+            else:
+                self._sessions.loop.call(partial(self._begin, connection))
+        except BaseException:
+            log.exception("a handshake failed")
+            self._sessions.gave_up()
+
+    def _begin(self, connection: Connection) -> None:
+        self._sessions.began(connection)
+        connection.start(self._sessions.loop, partial(self._sessions.ended, connection))
+
+    def _shake_hands(self, raw: socket.socket) -> Connection | None:
         with raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -231,23 +224,20 @@ class Entrance:
                 reason = "slow" if isinstance(error, TimeoutError) else "tls"
                 if isinstance(error, Refused):
                     reason = error.reason
-                self._sessions.counts.handshake_failed(reason)
+                self._sessions.metrics.handshake_failed(reason)
                 log.info("no session: %s (%s)", reason, type(error).__name__)
-                return
+                return None
             try:
-                session = Connection(sock, bearer, self._open, self._max_message_bytes)
+                return Connection(sock, bearer, self._open, self._max_message_bytes, self._window)
             except TurnedAway as error:
                 log.info("tenant %s was turned away: %s", bearer.tenant, error)
-                return
             except OSError as error:
                 log.error("tenant %s was turned away: %s", bearer.tenant, explained(error))
-                self._sessions.counts.handshake_failed("full")
-                return
-            with self._sessions.open(session):
-                session.serve()
+                self._sessions.metrics.handshake_failed("full")
+            return None
 
-    def _open(self, bearer: Bearer, send: Send, waiting: Callable[[], bool]) -> Session:
-        session = self._open_session(bearer, send, waiting)
+    def _open(self, bearer: Bearer, send: Send) -> TenantSession:
+        session = self._open_session(bearer, send)
         if not self._spare.take():  # a session with the last one would leave none to refuse others with
             session.close()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -258,8 +248,7 @@ class Server:
     """A base executor behind a TLS port.
 
     Args:
-        accepting: let tenants in here; else front doors do so, at ``listener``.
-        max_connections: further ones are closed at once; each costs a thread.
+        max_connections: further ones are closed at once.
         tenant_connections: of one tenant; further ones are turned away.
     """
 
@@ -273,25 +262,25 @@ class Server:
         port: int = 8765,
         max_connections: int = 256,
         tenant_connections: int = 64,
-        accepting: bool = True,
     ) -> None:
         self.service, self.tokens = service, tokens
-        self.sessions = Sessions(service.metrics, max_connections, tenant_connections)
+        self.sessions = Sessions(service.metrics, service.engine.loop, max_connections, tenant_connections)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self.listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.host, self.port = host, self.listener.getsockname()[1]
-        if accepting:
-            Entrance(
-                self.listener,
-                context=context,
-                tokens=tokens,
-                sessions=self.sessions,
-                open_session=self._open_session,
-                max_message_bytes=service.executor.manifest.limits.max_message_bytes,
-            )
+        limits = service.executor.manifest.limits
+        Entrance(
+            self.listener,
+            context=context,
+            tokens=tokens,
+            sessions=self.sessions,
+            open_session=self._open_session,
+            max_message_bytes=limits.max_message_bytes,
+            window=limits.max_in_flight,
+        )
 
     @property
     def url(self) -> str:
@@ -310,7 +299,7 @@ class Server:
             raise ConfigurationError(f"cannot write the ready file {path}: {error.strerror}") from error
 
     def stop_listening(self) -> None:
-        """Accept nobody any more, here and at front doors."""
+        """Accept nobody any more."""
         self.sessions.draining = True
         try:
             # Closing alone would not wake those who wait in accept().
@@ -329,7 +318,7 @@ class Server:
         """Whether it has begun to end."""
         return self.sessions.draining
 
-    def _open_session(self, bearer: Bearer, send: Send, waiting: Callable[[], bool]) -> Session:
+    def _open_session(self, bearer: Bearer, send: Send) -> TenantSession:
         if self.sessions.crowded(bearer.tenant):
             raise TurnedAway("too many connections of this tenant")
-        return self.service.open(bearer.tenant, send, waiting)
+        return self.service.open(bearer.tenant, send)

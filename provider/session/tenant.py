@@ -1,41 +1,31 @@
-"""One tenant's session, whatever carries it: requests in, answers out. No sockets here."""
+"""One tenant's session, whatever carries it: requests in, answers out as they complete. No sockets here."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import torch
 
-from provider.engine.batching import Batcher, Done, shapes_of
-from provider.engine.latency import LatencyModel
-from provider.engine.scheduler import Opportunistic
+from provider.engine.engine import Done, Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.observe.transcript import Transcript
-from provider.session.answering import Send, Session
 from provider.session.quota import Quotas
+from shared.errors import SymbiosisError, WireError
 from shared.wire.header import PRODUCTS, Header, Operation
-from shared.wire.messages import Fetch, decode
-from shared.wire.websocket import tensor_bytes
+from shared.wire.messages import ErrorInfo, Fetch, Hello, decode, encode
+from shared.wire.protocol import ExecutorProtocol
+from shared.wire.websocket import Incoming, new_payload, tensor_bytes
 
 log = logging.getLogger(__name__)
 
-
-class Scheduler(Protocol):
-    """Decides when a request's product runs and with which others."""
-
-    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
-        """Block until the product is done; see ``provider.engine.batching.Batcher``."""
-        ...
-
-    def answered(self, header: Header, stop: Callable[[], bool]) -> None:
-        """The answer is on its way; use the time until ``stop()``, when the tenant's next request is here."""
-        ...
+Send = Callable[[Header, "list[torch.Tensor] | bytes", Callable[[], None]], None]
+"""Writes an answer; calls back once it has been taken by the network, and need not be kept."""
 
 
 @dataclass(frozen=True)
@@ -43,43 +33,58 @@ class Service:
     """What all sessions of an executor share."""
 
     executor: BaseExecutor
-    scheduler: Scheduler
+    engine: Engine
     metrics: Metrics
     quotas: Quotas = field(default_factory=Quotas)
     transcript: Transcript | None = None
+    # Parameters and files are read here: the loop's thread waits for no disk.
+    reader: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="reader")
+    )
 
     @classmethod
     def of(cls, executor: BaseExecutor, transcript: Transcript | None = None) -> Service:
         """An executor with opportunistic batching, without quotas; what products take, it learns."""
         metrics = Metrics()
-        policy = Opportunistic(LatencyModel(shapes_of(executor)))
-        batcher = Batcher(executor, policy, on_batch=metrics.batch)
-        return cls(executor, batcher, metrics, transcript=transcript)
+        return cls(executor, Engine.of(executor, on_batch=metrics.batch), metrics, transcript=transcript)
 
-    def open(self, tenant: str, send: Send, waiting: Callable[[], bool]) -> TenantSession:
+    def open(self, tenant: str, send: Send) -> TenantSession:
         """A tenant's session."""
-        return TenantSession(self, tenant, send, waiting)
+        return TenantSession(self, tenant, send)
+
+    def close(self) -> None:
+        """End the engine; nobody may have a session."""
+        self.engine.close()
+        self.reader.shutdown(wait=False)
 
 
-class TenantSession(Session):
-    """See Session.
+class TenantSession:
+    """Answers one tenant's requests: what a connection needs to know of it.
+
+    Requests may be under way together, up to the manifest's ``max_in_flight``; answers go out as they
+    complete. All but ``accept`` and ``allocate`` belong to the loop's thread.
 
     Args:
         service: of the executor.
         tenant: for quotas, fairness and the log.
-        send: writes an answer; blocks until the carrier has taken it.
-        waiting: whether the tenant's next request has arrived.
+        send: see ``Send``.
     """
 
-    def __init__(self, service: Service, tenant: str, send: Send, waiting: Callable[[], bool]) -> None:
-        super().__init__(tenant, service.executor.manifest, send)
-        self._service, self._waiting = service, waiting
-        # Admitted and not answered: request, its answer's header, bytes of both.
-        self._held: deque[tuple[Header, Header, int]] = deque()
+    def __init__(self, service: Service, tenant: str, send: Send) -> None:
+        self._service, self._tenant, self._send = service, tenant, send
+        self._protocol = ExecutorProtocol(service.executor.manifest)
+        # Admitted and not yet taken by the network: answer's header, rows, bytes of request and answer.
+        self._admitted: dict[int, tuple[Header, Header, int]] = {}
         self._number = service.transcript.opened(tenant) if service.transcript else 0
+        self._closed = False
+        self.in_flight = 0  # requests without an answer
 
     def accept(self, header: Header) -> None:
-        """See Session."""
+        """Check a request's header; nothing has been allocated yet.
+
+        Raises:
+            WireError: what is wrong, or ``overloaded``.
+        """
         self._protocol.accept(header)
         if header.operation in PRODUCTS:
             answer = self._protocol.answer(header)
@@ -88,54 +93,132 @@ class TenantSession(Session):
                 payload = header._replace(operation=Operation.PRODUCT).payload_bytes
             held = payload + answer.payload_bytes
             self._service.quotas.admit(self._tenant, header.rows, held, received, time.monotonic())
-            self._held.append((header, answer, held))
+            self._admitted[id(header)] = header, answer, held
+
+    def allocate(self, header: Header) -> torch.Tensor:
+        """Where the payload of an accepted request goes."""
+        return new_payload(header)
+
+    def answer(self, message: Incoming) -> None:
+        """Answer one complete message, which may be an error, now or later.
+
+        Raises:
+            OSError, EOFError: the carrier broke.
+            WireError: fatal.
+        """
+        header = message.header
+        try:
+            if message.error is not None:
+                raise message.error
+            if message.payload is None:
+                raise WireError("payload_length", "the message has no payload")
+            if header.operation == Operation.HELLO:
+                self._welcome(header, decode(tensor_bytes(message.payload), Hello))
+            elif header.operation in PRODUCTS:
+                self._product(header, message.payload)
+            else:
+                self._fetch(header, message.payload)
+        except (OSError, EOFError):
+            raise  # the connection, not the request
+        except Exception as error:
+            self._failed(header, error)
+
+    def refuse(self, request_id: int, error: SymbiosisError) -> None:
+        """Answer with an error; request id 0 is for the whole session.
+
+        Raises:
+            OSError: the carrier broke.
+        """
+        self._service.metrics.refused.labels(error.code).inc()
+        data = encode(ErrorInfo(error.code, error.message, error.retry_after))
+        header = Header(Operation.ERROR, request_id=request_id, rows=1, columns=len(data))
+        self._send(header, data, _nothing)
 
     def close(self) -> None:
-        """See Session."""
-        while self._held:
-            self._release()
+        """The tenant left, or its carrier broke, perhaps in the middle of a message."""
+        self._closed = True
+        for number in list(self._admitted):
+            self._release(number)
+        self._service.engine.left(self._tenant, id(self))
         if self._service.transcript:
             self._service.transcript.closed(self._number)
 
-    def _serve(self, header: Header, payload: torch.Tensor) -> None:
-        if header.operation in PRODUCTS:
-            self._product(header, payload)
-            return
-        service = self._service
-        answer, read = service.executor.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
-        size = answer.payload_bytes
-        service.quotas.admit(self._tenant, 0, size, size, time.monotonic())
-        try:
-            self._send(answer, [read()])
-        finally:
-            service.quotas.release(self._tenant, 0, size)
-        service.metrics.sent.inc(size)
+    # -- kinds of requests -----------------------------------------------------------------------
+
+    def _welcome(self, header: Header, hello: Hello) -> None:
+        log.info("tenant %s connected with %.40r", self._tenant, hello.client)
+        welcome = encode(self._service.executor.manifest)
+        answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
+        self._send(answer, welcome, _nothing)
 
     def _product(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service
         if service.transcript:
             service.transcript.request(self._number, header, payload)
-        request, answer, _ = self._held[0]
-        if request is not header:
-            raise RuntimeError("answered out of turn")
-        done = service.scheduler.run(self._tenant, header, service.executor.blocks(header, payload))
-        self._send(answer, done.blocks)
-        try:  # the tenant goes on; a failure here is no second answer
-            service.metrics.product(self._tenant, header, answer, done)
-            if service.transcript:
-                service.transcript.answered(self._number, done.reply_seconds)
-            service.scheduler.answered(header, self._waiting)
-        except Exception:
-            log.exception("after a request of tenant %s", self._tenant)
+        self.in_flight += 1
+        service.engine.submit(self._tenant, id(self), header, payload, partial(self._multiplied, header))
 
-    def _done(self, header: Header) -> None:
-        # What was not admitted is not in here, whatever it calls itself.
-        if self._held and self._held[0][0] is header:
-            self._release()
+    def _multiplied(self, header: Header, done: Done | Exception) -> None:
+        self.in_flight -= 1
+        if self._closed:
+            return
+        if isinstance(done, Exception):
+            self._failed(header, done)
+            return
+        _, answer, _ = self._admitted[id(header)]
+        try:
+            self._send(answer, done.blocks, partial(self._release, id(header)))
+        except WireError as error:  # the place that the tenant named for it is none
+            self._failed(header, error)
+            return
+        self._service.engine.afterwards(partial(self._count, header, answer, done))
 
-    def _release(self) -> None:
-        header, _, held = self._held.popleft()
-        self._service.quotas.release(self._tenant, header.rows, held)
+    def _count(self, header: Header, answer: Header, done: Done) -> None:
+        self._service.metrics.product(self._tenant, header, answer, done)
+        if self._service.transcript:
+            self._service.transcript.answered(self._number, header.request_id, done.reply_seconds)
 
-    def _count_refusal(self, code: str) -> None:
-        self._service.metrics.refused.labels(code).inc()
+    def _fetch(self, header: Header, payload: torch.Tensor) -> None:
+        service = self._service
+        answer, read = service.executor.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
+        size = answer.payload_bytes
+        service.quotas.admit(self._tenant, 0, size, size, time.monotonic())
+        self._admitted[id(header)] = header, answer, size
+        self.in_flight += 1
+        loop = service.engine.loop
+        service.reader.submit(read).add_done_callback(
+            lambda future: loop.call(partial(self._read, header, answer, future))
+        )
+
+    def _read(self, header: Header, answer: Header, future: Future[torch.Tensor]) -> None:
+        self.in_flight -= 1
+        if self._closed:
+            return
+        error = future.exception()
+        if error is not None:
+            self._failed(header, error)
+            return
+        self._send(answer, [future.result()], partial(self._release, id(header)))
+        self._service.metrics.sent.inc(answer.payload_bytes)
+
+    def _failed(self, header: Header, error: BaseException) -> None:
+        """One request's failure is that request's alone; the peer learns nothing of its cause."""
+        self._release(id(header))
+        if not isinstance(error, WireError):
+            log.error("request of tenant %s failed", self._tenant, exc_info=error)
+            error = WireError("internal", "the executor failed on this request; report it")
+        if error.fatal:
+            raise error
+        self.refuse(header.request_id, error)
+
+    def _release(self, number: int) -> None:
+        """A request is answered, or never will be; what was not admitted is not in here."""
+        held = self._admitted.pop(number, None)
+        if held is not None:
+            self._service.quotas.release(
+                self._tenant, held[0].rows if held[0].operation in PRODUCTS else 0, held[2]
+            )
+
+
+def _nothing() -> None:
+    pass

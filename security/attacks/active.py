@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,9 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from provider.engine.batching import Batcher, Done, shapes_of
-from provider.engine.latency import LatencyModel
-from provider.engine.scheduler import Opportunistic
+from provider.engine.engine import Completed, Done, Engine
 from provider.executor.base import BaseExecutor
 from security.executors import AuditError
 from security.public_model import PublicModel
@@ -27,33 +24,35 @@ from tenant_sdk.session import Session
 POISONED_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers
 
 
-class LyingProvider(Batcher):
+class LyingProvider(Engine):
     """Alters some answers: a malicious provider's view and power, or a mask source's.
 
-    Args:
-        operation: what it lies about: PRODUCT, or SEED_EFFECT as a mask source.
-
     Attributes:
+        operation: what it lies about: PRODUCT, or SEED_EFFECT as a mask source.
         lie: makes of a request's header and its answer another answer, or None to be honest.
         told: how many lies were told.
     """
 
-    def __init__(self, executor: BaseExecutor, operation: Operation = Operation.PRODUCT) -> None:
-        super().__init__(executor)
-        self.operation = operation
+    def __init__(self, *engine: Any, **options: Any) -> None:
+        super().__init__(*engine, **options)
+        self.operation = Operation.PRODUCT
         self.lie: Callable[[Header, torch.Tensor], torch.Tensor | None] = lambda header, answer: None
         self.told = 0
 
-    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
-        """See ``provider.session.tenant.Scheduler``."""
-        done = super().run(tenant, header, blocks)
-        if header.operation != self.operation:
-            return done
-        lie = self.lie(header, torch.cat([block.view(-1) for block in done.blocks]))
-        if lie is None:
-            return done
-        self.told += 1
-        return done._replace(blocks=[lie])
+    def submit(
+        self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: Completed
+    ) -> None:
+        """See Engine."""
+
+        def altered(done: Done | Exception) -> None:
+            if header.operation == self.operation and isinstance(done, Done):
+                lie = self.lie(header, torch.cat([block.view(-1) for block in done.blocks]))
+                if lie is not None:
+                    self.told += 1
+                    done = done._replace(blocks=[lie])
+            completed(done)
+
+        super().submit(tenant, session, header, payload, altered)
 
 
 class Poison:
@@ -200,11 +199,7 @@ class CanaryRows:
         The right answer is the weight's column times it, exactly, in floats and on the ring.
         """
         products: list[int] = []  # rows of each
-        scheduler = Batcher(
-            view,
-            Opportunistic(LatencyModel(shapes_of(view))),
-            on_batch=lambda rows, seconds, processor: products.append(rows),
-        )
+        engine = Engine.of(view, on_batch=lambda rows, seconds, processor: products.append(rows))
         info = view.manifest.groups[self.group]
         members = (1 << len(info.members)) - 1
         dtype, columns = torch.float32, self.weight
@@ -213,7 +208,9 @@ class CanaryRows:
         wrong = [0] * self.tenants
         each = self.replies // self.tenants
 
-        def tenant(number: int) -> None:
+        ended, failed = threading.Semaphore(0), list[Exception]()
+
+        def tenant(number: int) -> Callable[[], None]:
             header = Header(
                 Operation.PRODUCT,
                 Direction.FORWARD,
@@ -227,13 +224,32 @@ class CanaryRows:
             canary = torch.zeros(1, info.inputs, dtype=dtype)
             canary[0, number] = 1 << number
             expected = (columns[:, number] * (1 << number)).numpy().tobytes()
-            for _ in range(each):  # as bytes: each call into torch lets others take Python's lock
-                blocks = scheduler.run(f"tenant {number}", header, [canary]).blocks
-                if b"".join([block.numpy().tobytes() for block in blocks]) != expected:
-                    wrong[number] += 1
-                scheduler.answered(header, lambda: True)
+            asked = 0
 
-        _together([lambda n=n: tenant(n) for n in range(self.tenants)])  # type: ignore[misc]
+            def ask() -> None:
+                nonlocal asked
+                asked += 1
+                engine.submit(f"tenant {number}", number, header, canary, answered)
+
+            def answered(done: Done | Exception) -> None:
+                if isinstance(done, Exception):
+                    failed.append(done)
+                elif b"".join([block.numpy().tobytes() for block in done.blocks]) != expected:
+                    wrong[number] += 1
+                if asked < each and not failed:
+                    ask()
+                else:
+                    ended.release()
+
+            return ask
+
+        for number in range(self.tenants):
+            engine.loop.call(tenant(number))
+        for _ in range(self.tenants):
+            ended.acquire()
+        engine.close()
+        if failed:
+            raise failed[0]
         return CrossTalk(sum(wrong), each * self.tenants, len(products))
 
 
@@ -278,10 +294,3 @@ class CoTenantTiming:
             if thread is not None:
                 thread.join()
         return np.array(times[0]), np.array(times[1])
-
-
-def _together(jobs: list[Callable[[], None]]) -> None:
-    """All at once, each in a thread; what one raises is raised."""
-    with ThreadPoolExecutor(len(jobs)) as threads:
-        for done in [threads.submit(job) for job in jobs]:
-            done.result()

@@ -1,7 +1,4 @@
-"""Opening a session of the co-located transport, as its tenant (``shared/PROTOCOL.md``).
-
-The SDK does it, and so does a provider's front door, in the name of the tenant whose token it was shown.
-"""
+"""Opening a session of the co-located transport, as its tenant (``shared/PROTOCOL.md``)."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def validate_manifest(manifest: Manifest) -> None:
     if not all(word.isprintable() and len(word) <= MAX_NAME for word in words):
         raise WireError("manifest", "the executor's manifest has a name that is no name")
     limits = manifest.limits
-    if limits.max_rows < 1 or limits.max_message_bytes < 1 << 16:
+    if min(limits.max_rows, limits.max_in_flight) < 1 or limits.max_message_bytes < 1 << 16:
         raise WireError("manifest", "the executor's limits leave no room for a request")
     for what, names in (
         ("layer", [member.name for group in manifest.groups for member in group.members]),

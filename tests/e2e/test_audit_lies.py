@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from audits import MODEL, lied_to
-
 from provider.engine.batching import Batcher
+
 from provider.executor.base import BaseExecutor
 from security.attacks import active
 from security.attacks.active import POISONED_ROWS, CanaryRows, LyingProvider, Poison

@@ -98,7 +98,7 @@ def test_directories_that_are_not_private(one: Everywhere, directory: Path) -> N
                 one.service,
                 tokens=TokenFile(tmp_path / "tokens"),
                 directory=directory,
-                sessions=Sessions(one.service.metrics, 1, 1),
+                sessions=Sessions(one.service.metrics, one.service.engine.loop, 1, 1),
             )
 
     refused(one.directory, "another executor is at work")

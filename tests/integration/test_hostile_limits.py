@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from conftest import Executor, make_model
 from hostile_files import BYTE_LEVEL, RULES, changed, config_of, replace, sequence
 from safetensors.torch import load_file, save_file
 
+from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
+from provider.observe.metrics import Metrics
 from provider.session.quota import Limit, Quotas
 from provider.session.tenant import Service, TenantSession
 from shared.checkpoint import Checkpoint
@@ -222,27 +225,17 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
     """A reply that nobody reads is held, and who asks for many takes turns."""
     base = BaseExecutor(checkpoint("llama"))
     size = base.manifest.files[0].size
-    held: list[tuple[int, int]] = []
     quotas = Quotas(Limit(bytes_in_flight=size + 1))
 
-    class Metrics:
-        def __getattr__(self, name: str) -> Any:
-            return self
+    service = Service(base, Engine.of(base), Metrics(), quotas)
+    sent: queue.Queue[Header] = queue.Queue()
+    not_taken: list[Callable[[], None]] = []
 
-        def __call__(self, *arguments: Any) -> Any:
-            return self
+    def send(answer: Header, blocks: Any, taken: Callable[[], None]) -> None:
+        not_taken.append(taken)
+        sent.put(answer)
 
-    service = Service(base, None, Metrics(), quotas)  # type: ignore[arg-type]
-    sent: list[Header] = []
-
-    def send(answer: Header, blocks: Any) -> None:
-        sent.append(answer)
-        held.append(quotas.in_flight())
-        if answer.request_id == 2:  # while this one is under way, another connection of the tenant asks
-            other.answer(request(9))
-
-    session = TenantSession(service, "alice", send, lambda: False)
-    other = TenantSession(service, "alice", lambda answer, _: sent.append(answer), lambda: False)
+    session, other = (TenantSession(service, "alice", send) for _ in range(2))
     hello = b'{"client":"x"}'
 
     def message(operation: Operation, body: bytes, request_id: int) -> Incoming:
@@ -253,12 +246,20 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
         body = encode(Fetch("file", base.manifest.files[0].name, 0, size))
         return message(Operation.FETCH, body, request_id)
 
+    def answers(session: TenantSession, asked: Incoming) -> Header:
+        service.engine.loop.call(lambda: session.answer(asked))
+        return sent.get(timeout=60)
+
     for each in (session, other):
-        each.answer(message(Operation.HELLO, hello, 1))
-    session.answer(request(2))
-    assert [each.operation for each in sent if each.request_id == 9] == [Operation.ERROR]
-    assert max(held) == (0, size)
+        assert answers(each, message(Operation.HELLO, hello, 1)).operation == Operation.WELCOME
+    assert answers(session, request(2)).operation == Operation.REPLY
+    assert quotas.in_flight() == (0, size)  # the network has not taken it
+    assert answers(other, request(9)).operation == Operation.ERROR
+    for taken in not_taken:
+        taken()
     assert quotas.in_flight() == (0, 0)
+    assert answers(other, request(10)).operation == Operation.REPLY
+    service.close()
 
 
 def test_a_download_that_is_put_off_goes_on(

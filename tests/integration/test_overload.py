@@ -16,7 +16,7 @@ import torch
 from conftest import Executor
 from raw_peers import SECONDS, eventually, metric, open_raw, product
 
-from provider.engine.batching import Batcher, shapes_of
+from provider.engine.engine import Engine, shapes_of
 from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
@@ -44,10 +44,10 @@ class Shop:
         self.base = BaseExecutor(folder, numerics="ring")
         metrics = Metrics()
         self.policy = Opportunistic(LatencyModel(shapes_of(self.base)))
-        self.batcher = Batcher(self.base, self.policy, on_batch=metrics.batch)
+        self.engine = Engine.of(self.base, lambda _: self.policy, on_batch=metrics.batch)
         self.quotas = Quotas(*limits)
         self.server = Server(
-            Service(self.base, self.batcher, metrics, self.quotas),
+            Service(self.base, self.engine, metrics, self.quotas),
             context=server_context(tls_dir),
             tokens=self.tokens,
             port=0,
@@ -66,7 +66,7 @@ class Shop:
     def at_rest(self) -> None:
         """Nothing is left of anybody's requests."""
         eventually(lambda: self.quotas.in_flight() == (0, 0))
-        eventually(lambda: not self.batcher._requests and not self.batcher._busy)
+        eventually(lambda: not self.engine.waiting)
         assert not self.policy._queue
         assert not self.policy.counters._waiting
 

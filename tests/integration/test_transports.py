@@ -1,8 +1,7 @@
-"""What does not depend on what carries the messages: TLS websocket, front door, shared memory, a call."""
+"""What does not depend on what carries the messages: TLS websocket, shared memory, a call."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,15 +13,14 @@ import torch
 from channels import error_of
 from conftest import TENANT
 from forking import in_child, refused
+from lanes import HeldLane, service_on
 from parity import fixed_result, load_local, token_ids
 from raw_peers import SECONDS, eventually
 from transports import TRANSPORTS, Everywhere, Start
 
 import provider.inprocess
 import tenant_sdk
-from provider.engine.batching import Batcher, Done
 from provider.executor.base import BaseExecutor
-from provider.observe.metrics import Metrics
 from provider.session.tenant import Service
 from shared.checkpoint import Checkpoint
 from shared.errors import AuthenticationError, ConfigurationError, ConnectionLost, RequestRefused
@@ -90,7 +88,7 @@ def test_a_mask_source_on_the_same_machine_is_refused(
     transport: str, source: str, ring_everywhere: Everywhere
 ) -> None:
     options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [ring_everywhere.where(source)]}
-    if source in ("tls", "front door"):
+    if source == "tls":
         options["mask_source_ca"] = ring_everywhere.ca
     with pytest.raises(ConfigurationError, match=r"machine.*--allow-same-operator"):
         ring_everywhere.connect(transport, **options, allow_same={"token", "authority"})
@@ -146,7 +144,7 @@ def test_requests_over_the_limits(
                 Operation.PRODUCT, 0, shape, Direction.FORWARD, 1, rows, torch.float32
             )
 
-        for rows in (101, 256) if transport in ("tls", "front door") else (101, 300, 100_000):
+        for rows in (101, 256) if transport == "tls" else (101, 300, 100_000):
             with pytest.raises(RequestRefused) as caught:
                 channel.wait(channel.submit(header(rows), [torch.zeros(rows, 64)]))
             assert caught.value.code == "too_large"
@@ -192,22 +190,6 @@ def test_a_wrong_token(transport: str, llama_everywhere: Everywhere) -> None:
     eventually(lambda: llama_everywhere.metric("symbiosis_connections") == 0)
 
 
-class Slow:
-    """A scheduler that waits to be told."""
-
-    def __init__(self, executor: BaseExecutor) -> None:
-        self._batcher = Batcher(executor)
-        self.busy, self.go = threading.Event(), threading.Event()
-
-    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
-        self.busy.set()
-        assert self.go.wait(SECONDS)
-        return self._batcher.run(tenant, header, blocks)
-
-    def answered(self, header: Header, stop: Callable[[], bool]) -> None:
-        """Nothing to do meanwhile."""
-
-
 def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
         session._remote._submit(channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
@@ -218,18 +200,22 @@ def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
 def test_draining_answers_what_has_arrived(
     transport: str, everywhere: Start, checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
 ) -> None:
+    lanes: list[Any] = []
+
     def slow(executor: BaseExecutor) -> Service:
-        return Service(executor, Slow(executor), Metrics())
+        service, lane = service_on(executor, HeldLane)
+        lanes.append(lane)
+        return service
 
     one = everywhere(checkpoint("llama"), service=slow)
-    scheduler: Any = one.service.scheduler
+    (lane,) = lanes
     with one.connect(transport) as session:
         channel = session._remote.channel  # later it would open a new one
         under_way = threads.submit(product, session, torch.ones(1, 64))
-        assert scheduler.busy.wait(SECONDS)
+        assert lane.busy.wait(SECONDS)
         drained = threads.submit(one.end)
         eventually(lambda: one.server.draining)
-        scheduler.go.set()
+        lane.go.set()
         assert error_of(under_way) is None
         with pytest.raises(ConnectionLost, match=r"shutting down|broke"):
             ask_for_ever(session, channel)
@@ -254,17 +240,21 @@ def test_a_forked_process_sends_nothing(transport: str, llama_everywhere: Everyw
 def test_closing_while_others_wait(
     transport: str, everywhere: Start, checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
 ) -> None:
+    lanes: list[Any] = []
+
     def slow(executor: BaseExecutor) -> Service:
-        return Service(executor, Slow(executor), Metrics())
+        service, lane = service_on(executor, HeldLane)
+        lanes.append(lane)
+        return service
 
     one = everywhere(checkpoint("llama"), service=slow)
-    scheduler: Any = one.service.scheduler
+    (lane,) = lanes
     session = one.connect(transport)
     futures = [threads.submit(product, session, torch.ones(1, 64)) for _ in range(4)]
-    assert scheduler.busy.wait(SECONDS)
+    assert lane.busy.wait(SECONDS)
     eventually(lambda: sum(p.waited for p in session._remote.channel._pending.values()) == 4)
     session.close()
-    scheduler.go.set()  # where the executor is a call, that one is carried through
+    lane.go.set()  # where the executor is a call, that one is carried through
     for future in futures:
         assert isinstance(error_of(future), ConnectionLost)
     eventually(lambda: one.metric("symbiosis_connections") == 0)

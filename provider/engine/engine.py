@@ -1,0 +1,333 @@
+"""Does what the scheduler decides: hands rows of many requests to lanes, and answers back to who asked.
+
+Requests are submitted and complete. All of it happens in the loop's thread, which never waits for a product
+that takes long: short ones it multiplies itself, since handing them to a thread would take as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from provider.engine.fairness import Weights
+from provider.engine.lanes import Lane, Multiplied, ProcessLane, Request, Rows
+from provider.engine.latency import LatencyModel, Shape
+from provider.engine.loop import Loop
+from provider.engine.scheduler import Batch, Kind, Opportunistic, Policy, Work, bounded_class, rows_of
+from provider.executor.base import BaseExecutor
+from shared.wire.header import Direction, Header, RequestClass
+
+log = logging.getLogger(__name__)
+
+READ_AHEAD_ROWS = 16
+PROFILE_ROWS = 128
+INLINE_SECONDS = 1e-3  # of a product that the loop's thread multiplies itself
+
+
+class Done(NamedTuple):
+    """An answer and where its time went.
+
+    Attributes:
+        blocks: the answer's payload, in pieces that lie one behind the other.
+        request_class: the class that it was given.
+        queue_seconds: until its first row was multiplied.
+        reply_seconds: until its last was.
+    """
+
+    blocks: list[torch.Tensor]
+    request_class: RequestClass
+    queue_seconds: float
+    reply_seconds: float
+
+
+Completed = Callable[["Done | Exception"], None]
+
+
+class _Asked:
+    """A request on its way, and who wants the answer."""
+
+    __slots__ = ("answers", "completed", "done", "first", "request", "work")
+
+    def __init__(self, work: Work, request: Request, completed: Completed) -> None:
+        self.work, self.request, self.completed = work, request, completed
+        self.answers: dict[int, list[torch.Tensor]] = {}  # by their first row
+        self.first = 0.0
+        self.done = 0  # rows
+
+
+class Engine:
+    """Runs products as a policy decides, on lanes.
+
+    Args:
+        lanes: where products run; each group on the one that ``lane_of`` names.
+        policy: decides.
+        latency: how long products take, as far as is known.
+        weights: virtual tokens of rows.
+        read_ahead: bring a group's weight nearer until told to stop; while there is nothing to do.
+        on_batch: told rows, seconds and the multiplying thread's processor seconds of every product.
+
+    Attributes:
+        loop: whose thread this belongs to; sessions watch their descriptors there.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        policy: Policy,
+        latency: LatencyModel,
+        *,
+        lane_of: Callable[[int], int] = lambda group: 0,
+        weights: Weights | None = None,
+        read_ahead: Callable[[int, Callable[[], bool]], None] = lambda group, stop: None,
+        on_batch: Callable[[int, float, float], None] = lambda rows, seconds, processor: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.loop = Loop(self)
+        self._lanes, self._policy, self._latency = list(lanes), policy, latency
+        self._lane_of, self._weights, self._clock = lane_of, weights or Weights(), clock
+        self._read_ahead, self._on_batch = read_ahead, on_batch
+        self._all = sum(shape.size for shape in latency.shapes)
+        self._asked: dict[Work, _Asked] = {}
+        self._under_way = [0] * len(self._lanes)
+        self._afterwards: deque[Callable[[], None]] = deque()
+        self._next_group: int | None = None  # to read ahead
+
+    @classmethod
+    def of(
+        cls,
+        executor: BaseExecutor,
+        policy: Callable[[LatencyModel], Policy] = Opportunistic,
+        latency: LatencyModel | None = None,
+        lane: Callable[[BaseExecutor], Lane] = ProcessLane,
+        **options: Any,
+    ) -> Self:
+        """An engine with an executor of this process as its lane.
+
+        Args:
+            policy: made of the latency model.
+            latency: default: one that knows nothing yet.
+            lane: made of the executor.
+            options: others of the class.
+        """
+        latency = latency or LatencyModel(shapes_of(executor))
+        return cls([lane(executor)], policy(latency), latency, read_ahead=executor.read_ahead, **options)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an answer."""
+        return len(self._asked)
+
+    def submit(
+        self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: Completed
+    ) -> None:
+        """Have a request's product computed; in the loop's thread, which calls ``completed`` once.
+
+        Args:
+            tenant: for fairness.
+            session: of the tenant: its tokens are told from each other's.
+            header: of the accepted request.
+            payload: its rows, or a seed; not changed.
+        """
+        work = self._work(tenant, session, header)
+        self._asked[work] = _Asked(work, Request(header, payload), completed)
+        try:
+            self._policy.add(work, work.arrived)
+        except Exception as error:
+            self._fail(error)
+
+    def ask(self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor) -> Future[Done]:
+        """The same from any other thread."""
+        future: Future[Done] = Future()
+
+        def completed(done: Done | Exception) -> None:
+            if isinstance(done, Exception):
+                future.set_exception(done)
+            else:
+                future.set_result(done)
+
+        self.loop.call(lambda: self.submit(tenant, session, header, payload, completed))
+        return future
+
+    def left(self, tenant: str, session: Hashable) -> None:
+        """A session has ended, and asks no more; in the loop's thread."""
+        self._policy.left(tenant, session)
+
+    def afterwards(self, what: Callable[[], None]) -> None:
+        """Do this when nobody waits for it."""
+        self._afterwards.append(what)
+
+    def close(self) -> None:
+        """End the loop and the lanes."""
+        self.loop.close()
+        for lane in self._lanes:
+            lane.close()
+
+    def _work(self, tenant: str, session: Hashable, header: Header) -> Work:
+        kind = Kind(header.group, header.direction, header.members, header.dtype)
+        shape = self._latency.shapes[header.group]
+        share = shape.size * self._latency.share(header.group, header.members) / self._all
+        cost = share * self._weights.of(header.operation, header.direction)
+        request_class = bounded_class(header.request_class, header.direction, header.rows)
+        lane = self._lane_of(header.group)
+        return Work(tenant, kind, header.rows, request_class, cost, self._clock(), session, lane)
+
+    # -- the loop's thread -----------------------------------------------------------------------
+
+    def turn(self) -> float | None:
+        """See ``provider.engine.loop.Worker``: decide for every lane that has room, once."""
+        wait: float | None = None
+        try:
+            for number, lane in enumerate(self._lanes):
+                if not self._asked or self._under_way[number] >= lane.depth:
+                    continue
+                now = self._clock()
+                decision = self._policy.next(now, number)
+                if isinstance(decision, float):
+                    wait = max(0.0, decision - now) if wait is None else min(wait, max(0.0, decision - now))
+                elif decision is not None:
+                    self._start(number, lane, decision)
+                    wait = 0.0  # what has arrived meanwhile is handled before the next
+        except Exception as error:
+            self._fail(error)
+        if wait is None and not self._asked and self._afterwards:
+            self._afterwards.popleft()()
+            return 0.0
+        while len(self._afterwards) > 256:  # there never is nothing to do
+            self._afterwards.popleft()()
+        return wait
+
+    def rest(self, stop: Callable[[], bool]) -> None:
+        """See ``provider.engine.loop.Worker``: read the next group's weight ahead.
+
+        A product of few rows takes as long as its weight takes to arrive from memory, and groups are called
+        in the order of their ids. Meanwhile the tenant computes its attention.
+        """
+        group, self._next_group = self._next_group, None
+        if group is not None and not any(self._under_way):
+            self._read_ahead(group, stop)
+
+    def _start(self, number: int, lane: Lane, batch: Batch) -> None:
+        rows = [Rows(self._asked[work].request, start, stop) for work, start, stop in batch]
+        started = self._clock()
+        kind, count = batch[0].work.kind, rows_of(batch)
+        forecast = self._latency.seconds(kind.group, kind.direction, kind.members, count)
+        if lane.here and forecast <= INLINE_SECONDS:
+            try:
+                multiplied = lane.multiply(rows)
+            except Exception as error:
+                multiplied = _at_fault(error, batch)
+            self._finished(batch, multiplied, started)
+            return
+        self._under_way[number] += 1
+        future = lane.submit(rows)
+        future.add_done_callback(
+            lambda future: self.loop.call(partial(self._arrived, number, batch, started, future))
+        )
+
+    def _arrived(self, number: int, batch: Batch, started: float, future: Future[Multiplied]) -> None:
+        self._under_way[number] -= 1
+        error = future.exception()
+        self._finished(batch, _at_fault(error, batch) if error else future.result(), started)
+
+    def _finished(self, batch: Batch, multiplied: Multiplied, started: float) -> None:
+        ended = self._clock()
+        answers, processor = multiplied
+        complete: list[tuple[_Asked, Done | Exception]] = []
+        for (work, start, stop), answer in zip(batch, answers, strict=True):
+            asked = self._asked.get(work)
+            if asked is None:
+                continue  # an earlier piece of it failed
+            if not asked.answers:
+                asked.first = started
+            if isinstance(answer, Exception):
+                complete.append((asked, answer))
+                continue
+            asked.answers[start] = answer
+            asked.done += stop - start
+            if asked.done == work.rows:
+                blocks = _joined(asked.answers)
+                times = asked.first - work.arrived, ended - work.arrived
+                complete.append((asked, Done(blocks, work.request_class, *times)))
+        fault: Exception | None = None
+        try:
+            for asked, done in complete:
+                del self._asked[asked.work]
+                if isinstance(done, Exception):
+                    self._policy.drop(asked.work)
+            if not any(isinstance(answer, Exception) for answer in answers):
+                self._policy.finished(batch, ended - started, ended)
+        except Exception as error:
+            fault = error
+        for asked, done in complete:
+            self._complete(asked, done)
+        if fault is not None:
+            self._fail(fault)
+        last = batch[-1].work
+        self._next_group = last.kind.group + 1 if last.rows <= READ_AHEAD_ROWS else None
+        self.afterwards(lambda: self._on_batch(rows_of(batch), ended - started, processor))
+
+    @staticmethod
+    def _complete(asked: _Asked, done: Done | Exception) -> None:
+        try:
+            asked.completed(done)
+        except Exception:
+            log.exception("after a product of tenant %s", asked.work.tenant)
+
+    def _fail(self, error: Exception) -> None:
+        """A fault of the policy: nobody waits for ever."""
+        log.error("the scheduler failed", exc_info=error)
+        left, self._asked = list(self._asked.values()), {}
+        for asked in left:
+            self._policy.drop(asked.work)
+            self._complete(asked, RuntimeError(f"the scheduler failed: {error!r}"))
+
+
+def _at_fault(error: BaseException, batch: Batch) -> Multiplied:
+    """Answers of a lane that has none."""
+    log.error("a lane failed", exc_info=error)
+    return Multiplied([RuntimeError(f"a lane failed: {error!r}")] * len(batch))
+
+
+def _joined(answers: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+    """A request's payload out of its products: each block's rows, from every product, in order."""
+    if len(answers) == 1:
+        return next(iter(answers.values()))
+    parts = [answers[start] for start in sorted(answers)]
+    return [piece for block in zip(*parts, strict=True) for piece in block]
+
+
+def shapes_of(executor: BaseExecutor) -> list[Shape]:
+    """The shapes of an executor's groups."""
+    return [Shape(g.inputs, tuple(m.outputs for m in g.members)) for g in executor.manifest.groups]
+
+
+def profile(executor: BaseExecutor, rounds: int = 3) -> LatencyModel:
+    """Measure products of one and of many rows, for each shape and direction; takes seconds at most."""
+    model = LatencyModel(shapes_of(executor))
+    groups: dict[Shape, list[int]] = {}
+    for group, shape in enumerate(model.shapes):
+        groups.setdefault(shape, []).append(group)
+    for shape, alike in groups.items():
+        everyone = (1 << len(shape.outputs)) - 1
+        for direction in (Direction.FORWARD, Direction.BACKWARD):
+            times: dict[int, list[float]] = {1: [], PROFILE_ROWS: []}
+            for turn in range(rounds + 1):
+                for rows, seconds in times.items():
+                    group = alike[turn % len(alike)]  # another one each time, as in a pass through a model
+                    blocks = executor.zeros(group, direction, everyone, rows)
+                    started = time.perf_counter()
+                    executor.product(group, direction, everyone, blocks)
+                    if turn:  # the first warms up
+                        seconds.append(time.perf_counter() - started)
+            few, many = (sorted(seconds)[rounds // 2] for seconds in times.values())
+            line = model.line(alike[0], direction)
+            line.per_row = max(many - few, 0.01 * many) / (PROFILE_ROWS - 1)
+            line.fixed = max(few - line.per_row, 0.1 * few)
+    return model

@@ -1,0 +1,138 @@
+"""Where products run: a lane is this process's processors, a device, or a worker elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from provider.executor.base import BaseExecutor
+from shared.wire.header import Header
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """An accepted request; ``blocks`` are its rows, once a lane has made them of the payload."""
+
+    header: Header
+    payload: torch.Tensor
+    blocks: list[torch.Tensor] | None = None
+
+
+class Rows(NamedTuple):
+    """Rows [start, stop) of a request."""
+
+    request: Request
+    start: int
+    stop: int
+
+
+Answer = list[torch.Tensor] | Exception  # blocks of the rows' answer, with memory of their own
+
+
+class Multiplied(NamedTuple):
+    """An answer for each of a batch's rows, in order, and the processor time of the thread that made them."""
+
+    answers: list[Answer]
+    processor_seconds: float = 0.0
+
+
+class Lane(Protocol):
+    """Multiplies batches, several at a time if it can; nothing above knows where.
+
+    Attributes:
+        depth: how many batches may be under way, so that it need not wait for the next.
+        here: ``multiply`` may be called, and runs on this process's processors.
+    """
+
+    depth: int
+    here: bool
+
+    def submit(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+        """Multiply rows of one group, direction and members.
+
+        The future raises only if the lane itself is at fault.
+        """
+        ...
+
+    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+        """The same, in this thread."""
+        ...
+
+    def close(self) -> None:
+        """End what runs, and take no more."""
+        ...
+
+
+class ProcessLane:
+    """An executor in this process: one batch at a time, for each may use all processors.
+
+    Args:
+        executor: multiplies.
+    """
+
+    depth, here = 1, True
+
+    def __init__(self, executor: BaseExecutor) -> None:
+        self._executor = executor
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="products")
+
+    def submit(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+        """See Lane."""
+        try:
+            return self._thread.submit(self.multiply, batch)
+        except RuntimeError:  # there is no thread to be had: it is done here, and others wait
+            done: Future[Multiplied] = Future()
+            done.set_result(self.multiply(batch))
+            return done
+
+    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+        """See Lane."""
+        began = time.thread_time()
+        blocks, good, answers = [], [], list[Answer]()
+        for rows in batch:
+            try:
+                blocks.append(self._blocks(rows))
+                good.append(rows)
+                answers.append([])
+            except Exception as error:
+                answers.append(error)
+        products = iter(self._products(good, blocks))
+        answers = [answer if isinstance(answer, Exception) else next(products) for answer in answers]
+        return Multiplied(answers, time.thread_time() - began)
+
+    def _blocks(self, rows: Rows) -> list[torch.Tensor]:
+        request = rows.request
+        if request.blocks is None:
+            request.blocks = self._executor.blocks(request.header, request.payload)
+        if rows.stop - rows.start == request.header.rows:
+            return request.blocks
+        return [block[rows.start : rows.stop] for block in request.blocks]
+
+    def _products(self, batch: list[Rows], blocks: list[list[torch.Tensor]]) -> list[Answer]:
+        """As few calls into torch as can be: each lets go of Python's lock, for which others may queue."""
+        if not batch:
+            return []
+        header = batch[0].request.header
+        try:
+            together = blocks[0] if len(batch) == 1 else [torch.cat(c) for c in zip(*blocks, strict=True)]
+            out = self._executor.product(header.group, header.direction, header.members, together)
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+            # Who of them asked for too much fails alone.
+            return [self._products([rows], [own])[0] for rows, own in zip(batch, blocks, strict=True)]
+        if len(batch) == 1:
+            return [out]
+        # Copies: or who does not read would hold the memory of all.
+        ends = accumulate((rows.stop - rows.start for rows in batch), initial=0)
+        return [[block[start:stop].clone() for block in out] for start, stop in pairwise(ends)]
+
+    def close(self) -> None:
+        """See Lane."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,172 @@
+"""The executor's one thread that waits: for sockets, for what others want done, for times.
+
+What is ready is handled together, and then whatever gives the loop work decides once for all of it. So no
+thread is woken for a request, and none waits for Python's lock while another holds it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+
+
+class Worker(Protocol):
+    """Has work besides what is registered."""
+
+    def turn(self) -> float | None:
+        """Do some; seconds after which there is more, 0 for at once, None: not before something happens."""
+        ...
+
+    def rest(self, stop: Callable[[], bool]) -> None:
+        """There is nothing to do, until ``stop()``."""
+        ...
+
+
+class Loop:
+    """Runs callbacks in a thread of its own, which starts with the first of them and never ends by itself.
+
+    Everything but ``call`` is for that thread alone.
+
+    Args:
+        worker: asked after each round of callbacks.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._epoll.register(self._woken, READ)
+        self._asleep = True
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def call(self, what: Callable[[], None]) -> None:
+        """Have the loop's thread do this soon; from any thread.
+
+        Raises:
+            RuntimeError: there is no thread to be had.
+        """
+        if self._thread is None:
+            self._start()
+        self._calls.append(what)
+        if self._asleep:
+            try:
+                self._wake.send(b"x")
+            except (BlockingIOError, OSError):
+                pass  # it has been woken already, or has ended
+
+    def close(self) -> None:
+        """End the thread, from another one; what is registered is forgotten."""
+        if self._thread is None:
+            return
+        self.call(self._end)
+        if self._thread is not threading.current_thread():
+            self._thread.join(10.0)
+
+    @property
+    def ours(self) -> bool:
+        """Whether this is the loop's own thread."""
+        return threading.current_thread() is self._thread
+
+    def watch(self, descriptor: int, handler: Callable[[int], None], what: int = READ) -> None:
+        """Call this when a descriptor is ready, with what for, again and again until it is forgotten."""
+        self._epoll.register(descriptor, what)
+        self._handlers[descriptor] = handler
+
+    def change(self, descriptor: int, what: int) -> None:
+        """Wait for something else; for nothing but an error with 0."""
+        self._epoll.modify(descriptor, what)
+
+    def forget(self, descriptor: int) -> None:
+        """Wait for it no more; before it is closed."""
+        if self._handlers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Call this once, after some time."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._number), what))
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="executor", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def _end(self) -> None:
+        self._closed = True
+
+    def _run(self) -> None:
+        while not self._closed:
+            wait = self._guarded(self._worker.turn)
+            if self._calls:
+                wait = 0.0
+            elif self._timers:
+                due = max(0.0, self._timers[0][0] - time.monotonic())
+                wait = due if wait is None else min(wait, due)
+            self._handle(self._poll(wait))
+            for _ in range(len(self._calls)):
+                self._guarded(self._calls.popleft())
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                self._guarded(heapq.heappop(self._timers)[2])
+        for each in (self._epoll, self._wake, self._woken):
+            each.close()
+
+    def _poll(self, wait: float | None) -> list[tuple[int, int]]:
+        """Wait for whatever is watched; if there is nothing to do at once, the worker may rest meanwhile."""
+        ready = self._epoll.poll(0)
+        if ready or wait == 0.0:
+            return ready
+        self._guarded(lambda: self._worker.rest(self._something_to_do))
+        self._asleep = True
+        try:
+            # Whoever appended before it was true has sent nothing.
+            return self._epoll.poll(0.0 if self._calls else wait)
+        finally:
+            self._asleep = False
+
+    def _something_to_do(self) -> bool:
+        return bool(self._calls or self._epoll.poll(0, 1))
+
+    def _handle(self, ready: list[tuple[int, int]]) -> None:
+        for descriptor, what in ready:
+            if descriptor == self._woken.fileno():
+                try:
+                    self._woken.recv(4096)
+                except BlockingIOError:
+                    pass
+                continue
+            handler = self._handlers.get(descriptor)  # an earlier one may have forgotten it
+            try:
+                if handler is not None:
+                    handler(what)
+            except Exception:
+                log.exception("the executor's loop goes on after a fault")
+
+    @staticmethod
+    def _guarded(what: Callable[[], float | None]) -> float | None:
+        """Nobody's fault may end the loop."""
+        try:
+            return what()
+        except Exception:
+            log.exception("the executor's loop goes on after a fault")
+            return None

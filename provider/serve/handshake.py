@@ -1,0 +1,172 @@
+"""The beginning of a connection: TLS and the websocket handshake, in a thread of its own."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import socket
+import ssl
+import time
+from typing import NamedTuple
+
+from websockets.exceptions import InvalidHandshake, InvalidMessage
+from websockets.http11 import Request, Response
+from websockets.server import ServerProtocol
+
+from provider.serve.descriptors import explained, none_left
+from provider.serve.tokens import TokenFile
+from shared.errors import ConfigurationError
+from shared.wire.header import SUBPROTOCOL
+from shared.wire.messages import ErrorInfo, encode
+
+log = logging.getLogger(__name__)
+_quiet = logging.getLogger("symbiosis.websockets")
+_quiet.setLevel(logging.ERROR)
+
+HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_BYTES = 16 * 1024  # of HTTP
+LINGER_SECONDS = 1.0  # for a refused peer to read why
+RETRY_SECONDS = 5.0  # after which there may be room
+NO_ROOM = "the executor has no room for another session; try again later"
+
+
+class Refused(Exception):
+    """The handshake ended with an HTTP error; ``reason`` is a metric label."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class TurnedAway(Exception):
+    """No session for whom the handshake let in: there are too many. The message is for the peer."""
+
+
+class Bearer(NamedTuple):
+    """Whom the handshake let in."""
+
+    tenant: str
+    token: str  # which it showed
+
+
+def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, Bearer]:
+    """TLS, then the websocket opening handshake with its bearer token.
+
+    Returns:
+        The encrypted socket and whose it is.
+
+    Raises:
+        Refused, OSError: no session. The peer was told why as far as it may know.
+    """
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    raw.settimeout(HANDSHAKE_SECONDS)
+    raw.getpeername()  # fails if the peer has gone; ssl would take that for a socket yet to be connected
+    sock = context.wrap_socket(raw, server_side=True)
+    try:
+        return sock, _upgrade(sock, tokens, deadline)
+    except BaseException:
+        sock.close()  # wrap_socket took it from the caller's
+        raise
+
+
+def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
+    protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
+    request: Request | None = None
+    room = HANDSHAKE_BYTES
+    while request is None:
+        _until(deadline, sock)
+        received = sock.recv(4096)
+        room -= len(received)
+        if not received:
+            raise Refused("closed")
+        if room < 0:  # the library would hold a megabyte for anyone
+            raise Refused("http")
+        data = io.BytesIO(received)
+        for line in data:  # the library would take what follows the request's last line for frames
+            protocol.receive_data(line)
+            events = protocol.events_received()
+            request = next((e for e in events if isinstance(e, Request)), None)
+            if protocol.handshake_exc is not None:
+                raise Refused("http")
+            if request is not None:
+                break
+    early = bool(data.read()) or _readable(sock)
+    _until(deadline, sock)
+    bearer, response, reason = _admit(protocol, request, tokens, early)
+    protocol.send_response(response)
+    for piece in protocol.data_to_send():
+        if piece:
+            sock.sendall(piece)
+    if bearer is None:
+        linger(sock, deadline)
+        raise Refused(reason)
+    return bearer
+
+
+def _until(deadline: float, sock: ssl.SSLSocket) -> None:
+    """Let the socket wait that long: bytes that come one by one must not stretch it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
+
+
+def _readable(sock: ssl.SSLSocket) -> bool:
+    """Whether a byte has arrived, which it takes."""
+    sock.setblocking(False)
+    try:
+        return bool(sock.recv(1))
+    except ssl.SSLWantReadError:
+        return False
+
+
+def linger(sock: ssl.SSLSocket, deadline: float = math.inf) -> None:
+    """Wait a little for a refused peer to end: closing with unread bytes would destroy the answer."""
+    deadline = min(deadline, time.monotonic() + LINGER_SECONDS)
+    try:
+        sock.shutdown(socket.SHUT_WR)
+        while True:
+            _until(deadline, sock)
+            if not sock.recv(1 << 16):
+                return
+    except OSError:
+        pass  # it stays, or has gone
+
+
+def _admit(
+    protocol: ServerProtocol, request: Request, tokens: TokenFile, early: bool
+) -> tuple[Bearer | None, Response, str]:
+    def refuse(
+        status: int, code: str, message: str, retry_after: float | None = None
+    ) -> tuple[None, Response, str]:
+        return None, protocol.reject(status, encode(ErrorInfo(code, message, retry_after)).decode()), code
+
+    offered = request.headers.get_all("Sec-WebSocket-Protocol")
+    if SUBPROTOCOL not in [name.strip() for value in offered for name in value.split(",")]:
+        return refuse(
+            400, "protocol_version", f"this executor speaks {SUBPROTOCOL}; install a matching version"
+        )
+    credentials = request.headers.get_all("Authorization")
+    scheme, _, token = (credentials[0] if len(credentials) == 1 else "").partition(" ")
+    token = token.strip()
+    try:
+        tenant = tokens.tenant_of(token) if scheme.lower() == "bearer" else None
+    except ConfigurationError as error:
+        log.error("cannot check tokens: %s", explained(error))
+        if none_left(error):
+            return refuse(503, "overloaded", NO_ROOM, RETRY_SECONDS)
+        return refuse(503, "internal", "the executor cannot check tokens; report it to the provider")
+    if tenant is None:
+        return refuse(
+            401, "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
+        )
+    if early:
+        return refuse(400, "unexpected", "bytes behind the request; wait for its answer before you send more")
+    response = protocol.accept(request)
+    if response.status_code != 101:
+        return None, response, "http"
+    return Bearer(tenant, token), response, ""
+
+
+HANDSHAKE_ERRORS = (Refused, OSError, InvalidHandshake, InvalidMessage, EOFError)

@@ -1,0 +1,367 @@
+"""Products of many requests at once: every answer is the one that its request alone would get."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from provider.engine.engine import Done, Engine, profile, shapes_of
+from provider.engine.lanes import Multiplied, ProcessLane, Rows
+from provider.engine.latency import LatencyModel
+from provider.engine.scheduler import Batch, Objective, Opportunistic, Policy, make_policy
+from provider.executor.base import BaseExecutor
+from shared.errors import WireError
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import DTYPE_CODES, PRODUCTS, Direction, Header, Operation
+from shared.wire.protocol import ExecutorProtocol
+
+TENANTS = 12
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "ring"])
+def base(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> BaseExecutor:
+    return BaseExecutor(checkpoint("llama"), numerics=request.param)
+
+
+@pytest.fixture(scope="module")
+def ring(checkpoint: Callable[[str], Path]) -> BaseExecutor:
+    return BaseExecutor(checkpoint("llama"), numerics="ring")
+
+
+def policy(base: BaseExecutor, name: str = "opportunistic") -> Policy:
+    """With windows of one step of rows, so that every larger request is divided."""
+    return make_policy(name, LatencyModel(shapes_of(base)), Objective(decode_seconds=1e-6))
+
+
+def request(base: BaseExecutor, draw: random.Random) -> tuple[Header, torch.Tensor]:
+    """Any product that the executor takes, and its payload."""
+    group = draw.randrange(len(base.manifest.groups))
+    info = base.manifest.groups[group]
+    members = draw.randrange(1, 1 << len(info.members))
+    direction = draw.choice([Direction.FORWARD, Direction.BACKWARD])
+    operation = draw.choice([o for o in sorted(PRODUCTS) if o != 8 or base.manifest.numerics == "ring"])
+    rows = draw.choice([1, 1, 1, 2, 17, 100])
+    widths = base._shapes[group].plan(direction, members).request_widths
+    ring = base.manifest.numerics == "ring"
+    dtype = torch.int32 if ring else draw.choice([torch.float32, torch.bfloat16])
+    header = Header(operation, direction, DTYPE_CODES[dtype], group, 1, rows, sum(widths), members)
+    if operation == Operation.SEED_EFFECT:
+        return header, torch.frombuffer(bytearray(draw.randbytes(32)), dtype=torch.uint8)
+    if ring:
+        return header, MaskStream(draw.randbytes(32)).draw(rows, sum(widths))
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    return header, torch.randn((rows, sum(widths)), generator=generator).to(dtype)
+
+
+def alone(base: BaseExecutor, header: Header, payload: torch.Tensor) -> torch.Tensor:
+    """The answer's payload, computed by itself."""
+    blocks = base.product(header.group, header.direction, header.members, base.blocks(header, payload))
+    return torch.cat([block.reshape(-1) for block in blocks])
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., Engine]]:
+    """Make one, which ends with the test: ``engines(executor, policy, lane=...)``."""
+    made: list[Engine] = []
+
+    def make(*arguments: Any, **options: Any) -> Engine:
+        made.append(Engine.of(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+Engines = Callable[..., Engine]
+
+
+def joined(done: Done) -> torch.Tensor:
+    return torch.cat([block.reshape(-1) for block in done.blocks])
+
+
+@pytest.mark.parametrize("inline", [0.0, 1e-3])
+@pytest.mark.parametrize("name", ["opportunistic", "none", "lockstep"])
+def test_everybody_gets_their_own_answer(
+    base: BaseExecutor, name: str, inline: float, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly on the ring; elsewhere up to the order of additions, which depends on the rows of a product."""
+    monkeypatch.setattr("provider.engine.engine.INLINE_SECONDS", inline)
+    engine = engines(base, lambda _: policy(base, name))
+    protocol = ExecutorProtocol(base.manifest)
+
+    def tenant(number: int) -> None:
+        draw = random.Random(number)
+        for _ in range(5):
+            asked = [request(base, draw) for _ in range(4)]  # together, and answered in any order
+            before = [payload.clone() for _, payload in asked]
+            futures = [engine.ask(f"tenant {number % 5}", number, *each) for each in asked]
+            for (header, payload), original, future in zip(asked, before, futures, strict=True):
+                done = future.result(60)
+                got, expected = joined(done), alone(base, header, original)
+                assert torch.equal(payload, original)
+                assert got.dtype == expected.dtype
+                if base.manifest.numerics == "ring":
+                    assert torch.equal(got, expected)
+                else:
+                    rough = torch.bfloat16 in (got.dtype, base._weights[0]._weight.dtype)  # type: ignore[attr-defined]
+                    torch.testing.assert_close(
+                        got, expected, rtol=0.02 if rough else 1e-5, atol=0.02 if rough else 1e-5
+                    )
+                # Blocks that lie one behind the other, as the answer's header says.
+                answer = protocol.answer(header)
+                assert got.numel() == answer.rows * answer.columns
+                assert 0 <= done.queue_seconds <= done.reply_seconds
+
+    with ThreadPoolExecutor(TENANTS) as threads:
+        for each in [threads.submit(tenant, number) for number in range(TENANTS)]:
+            each.result(120)
+    assert engine.waiting == 0
+
+
+class CountedLane(ProcessLane):
+    """Knows how many rows each product had; products may be held back, or be too large."""
+
+    here = False
+
+    def __init__(self, executor: BaseExecutor) -> None:
+        super().__init__(executor)
+        self.rows: list[int] = []
+        self.go, self.entered = threading.Event(), threading.Event()
+        self.most = 1 << 30
+        honest = executor.product
+
+        def product(
+            group: int, direction: int, members: int, blocks: list[torch.Tensor]
+        ) -> list[torch.Tensor]:
+            self.rows.append(len(blocks[0]))
+            if len(blocks[0]) > self.most:
+                raise MemoryError("no room for this product")
+            return honest(group, direction, members, blocks)
+
+        executor.product = product  # type: ignore[method-assign]
+
+    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+        self.entered.set()
+        assert self.go.wait(60)
+        return super().multiply(batch)
+
+
+@pytest.fixture
+def counted(checkpoint: Callable[[str], Path], engines: Engines) -> tuple[Engine, CountedLane, BaseExecutor]:
+    base = BaseExecutor(checkpoint("llama"), numerics="ring")
+    lane = CountedLane(base)
+    return engines(base, lane=lambda _: lane), lane, BaseExecutor(checkpoint("llama"), numerics="ring")
+
+
+Counted = tuple[Engine, CountedLane, BaseExecutor]
+
+
+def rows_of_group_0(base: BaseExecutor, rows: int, seed: int = 0) -> tuple[Header, torch.Tensor]:
+    width = base.manifest.groups[0].inputs
+    header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.int32], 0, 1, rows, width, 1)
+    return header, MaskStream(bytes([seed]) * 32).draw(rows, width)
+
+
+def waiting(engine: Engine, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while engine.waiting < count:
+        assert time.monotonic() < deadline
+
+
+def test_what_arrives_during_a_product_shares_the_next(counted: Counted) -> None:
+    engine, lane, base = counted
+    first = engine.ask("first", 0, *rows_of_group_0(base, 1))
+    assert lane.entered.wait(60)
+    asked = [rows_of_group_0(base, 1 + i, i) for i in range(6)]
+    later = [engine.ask(f"tenant {i}", i, *each) for i, each in enumerate(asked)]
+    waiting(engine, 7)
+    lane.go.set()
+    first.result(60)
+    answers = [joined(each.result(60)) for each in later]
+    assert lane.rows == [1, 1 + 2 + 3 + 4 + 5 + 6]
+    for (header, payload), answer in zip(asked, answers, strict=True):
+        assert torch.equal(answer, alone(base, header, payload))
+
+
+def test_a_session_has_many_requests_under_way_and_an_early_answer(counted: Counted) -> None:
+    """A row behind a large request of the same session does not wait for all of it."""
+    engine, lane, base = counted
+    order: list[str] = []
+    first = engine.ask("a", 1, *rows_of_group_0(base, 1))
+    assert lane.entered.wait(60)
+    large, small = rows_of_group_0(base, 4000), rows_of_group_0(base, 1, 7)
+    futures = {"large": engine.ask("a", 1, *large), "small": engine.ask("a", 1, *small)}
+    for name, future in futures.items():
+        future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    waiting(engine, 3)
+    lane.go.set()
+    first.result(60)
+    for future in futures.values():
+        future.result(60)
+    assert order == ["small", "large"]
+
+
+def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Counted) -> None:
+    """Not those who shared it."""
+    engine, lane, base = counted
+    lane.most = 10
+    first = engine.ask("first", 0, *rows_of_group_0(base, 1))
+    assert lane.entered.wait(60)
+    asked = [rows_of_group_0(base, rows, rows) for rows in (3, 16, 4)]
+    later = [engine.ask(f"tenant {header.rows}", 0, header, payload) for header, payload in asked]
+    waiting(engine, 4)
+    lane.go.set()
+    first.result(60)
+    with pytest.raises(MemoryError):
+        later[1].result(60)
+    for at in (0, 2):
+        assert torch.equal(joined(later[at].result(60)), alone(base, *asked[at]))
+    assert lane.rows[:2] == [1, 23]
+    assert engine.waiting == 0
+    header, payload = rows_of_group_0(base, 5)
+    assert torch.equal(
+        joined(engine.ask("next", 0, header, payload).result(60)), alone(base, header, payload)
+    )
+
+
+def test_rows_that_are_no_numbers_fail_alone(checkpoint: Callable[[str], Path], engines: Engines) -> None:
+    base = BaseExecutor(checkpoint("llama"))
+    lane = CountedLane(base)
+    engine = engines(base, lane=lambda _: lane)
+    width = base.manifest.groups[0].inputs
+    header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 1, 2, width, 1)
+    good, bad = torch.ones(2, width), torch.full((2, width), torch.nan)
+    asked = [engine.ask(f"tenant {i}", 0, header, rows) for i, rows in enumerate((good, good, bad, good))]
+    waiting(engine, 4)
+    lane.go.set()
+    with pytest.raises(WireError, match="NaN"):
+        asked[2].result(60)
+    for at in (0, 1, 3):
+        torch.testing.assert_close(joined(asked[at].result(60)), alone(base, header, good))
+
+
+def test_a_divided_request_that_fails_leaves_nothing_behind(
+    checkpoint: Callable[[str], Path], engines: Engines
+) -> None:
+    """Its first window was computed, its second not: the rest is never asked for."""
+    base = BaseExecutor(checkpoint("llama"), numerics="ring")
+    engine = engines(base, lambda _: policy(base))
+    chat, large = rows_of_group_0(base, 1), rows_of_group_0(base, 100)
+    engine.ask("chat", 0, *chat).result(60)  # somebody decodes: windows are small
+    honest = base.product
+
+    def once(*_: object) -> list[torch.Tensor]:
+        raise MemoryError
+
+    def second_fails(
+        group: int, direction: int, members: int, blocks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        base.product = once  # type: ignore[assignment, method-assign]
+        return honest(group, direction, members, blocks)
+
+    base.product = second_fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        engine.ask("large", 0, *large).result(60)
+    base.product = honest  # type: ignore[method-assign]
+    assert engine.waiting == 0
+    assert len(joined(engine.ask("large", 0, *large).result(60)))
+
+
+def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines: Engines) -> None:
+    class Broken(Opportunistic):
+        fails = True
+
+        def next(self, now: float, lane: int = 0) -> Batch | float | None:
+            if self.fails:
+                raise ZeroDivisionError
+            return super().next(now, lane)
+
+    broken = Broken(LatencyModel(shapes_of(ring)))
+    engine = engines(ring, lambda _: broken)
+    asked = rows_of_group_0(ring, 2)
+    for each in [engine.ask(f"tenant {i}", i, *asked) for i in range(4)]:
+        with pytest.raises(RuntimeError, match="the scheduler failed"):
+            each.result(60)
+    broken.fails = False
+    assert len(engine.ask("next", 0, *asked).result(60).blocks) == 1
+
+
+def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
+    ring: BaseExecutor, engines: Engines
+) -> None:
+    class Broken(Opportunistic):
+        def finished(self, batch: Batch, seconds: float, now: float) -> None:
+            raise ZeroDivisionError
+
+    engine = engines(ring, lambda _: Broken(LatencyModel(shapes_of(ring))))
+    asked = [engine.ask(f"tenant {i}", i, *rows_of_group_0(ring, 2)) for i in range(4)]
+    errors = [each.exception(60) for each in asked]
+    assert None in errors
+    assert all(error is None or "the scheduler failed" in str(error) for error in errors)
+
+
+def test_no_thread_to_be_had(ring: BaseExecutor, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane without a thread multiplies in the loop's."""
+    monkeypatch.setattr("provider.engine.engine.INLINE_SECONDS", 0.0)
+    engine = engines(ring)
+    engine.ask("first", 0, *rows_of_group_0(ring, 1)).result(60)  # the loop has its own
+    lane = engine._lanes[0]
+    monkeypatch.setattr(lane, "_thread", ThreadPoolExecutor(1))
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    asked = [engine.ask(f"tenant {i}", i, *rows_of_group_0(ring, 2)) for i in range(4)]
+    answers = [joined(each.result(60)) for each in asked]
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert all(torch.equal(each, answers[0]) for each in answers)
+
+
+def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
+    """A tenant that does not read its answer keeps that one alone in memory."""
+    engine, lane, base = counted
+    first = engine.ask("first", 0, *rows_of_group_0(base, 1))
+    assert lane.entered.wait(60)
+    later = [engine.ask(f"tenant {rows}", 0, *rows_of_group_0(base, rows)) for rows in (1, 200)]
+    waiting(engine, 3)
+    lane.go.set()
+    first.result(60)
+    small = later[0].result(60).blocks
+    assert [block.untyped_storage().nbytes() for block in small] == [block.nbytes for block in small]
+
+
+def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
+    """Each group on its lane; one that is held does not hold the other."""
+    lanes = [CountedLane(ring), ProcessLane(ring)]
+    latency = LatencyModel(shapes_of(ring))
+    engine = Engine(lanes, Opportunistic(latency), latency, lane_of=lambda group: group % 2)
+    held = engine.ask("a", 0, *rows_of_group_0(ring, 1))
+    assert lanes[0].entered.wait(60)  # type: ignore[attr-defined]
+    width = ring.manifest.groups[1].inputs
+    header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.int32], 1, 1, 3, width, 1)
+    rows = MaskStream(bytes(32)).draw(3, width)
+    assert torch.equal(joined(engine.ask("a", 0, header, rows).result(60)), alone(ring, header, rows))
+    assert not held.done()
+    lanes[0].go.set()  # type: ignore[attr-defined]
+    held.result(60)
+    engine.close()
+
+
+def test_a_profile_forecasts_products(ring: BaseExecutor) -> None:
+    made = profile(ring, rounds=1)
+    for group in range(len(ring.manifest.groups)):
+        for direction in (Direction.FORWARD, Direction.BACKWARD):
+            line = made.line(group, direction)
+            assert line.fixed > 0
+            assert line.per_row > 0
