@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from provider.engine.batching import Done
 
+from provider.engine.engine import Engine
+from provider.engine.lanes import Multiplied, ProcessLane, Rows
+from provider.engine.scheduler import Alone
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.serve.colocated import ColocatedServer
@@ -16,22 +19,19 @@ from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
 from shared.memory import keep_freed_memory
-from shared.wire.header import Header, RequestClass
 
 
-class Echo:
-    """In place of a scheduler: the rows are their own product."""
+class Echo(ProcessLane):
+    """In place of products: the rows themselves."""
 
-    def run(self, tenant: str, header: Header, blocks: list[torch.Tensor]) -> Done:
-        return Done(blocks, RequestClass.PREFILL, 0.0, 0.0)
-
-    def answered(self, *_: object) -> None:
-        """Nothing to read ahead."""
+    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+        return Multiplied([self._blocks(rows) for rows in batch])
 
 
 def echo_service(folder: Path) -> Service:
     """Everything of an executor but the products."""
-    return Service(BaseExecutor(folder), Echo(), Metrics())
+    base, metrics = BaseExecutor(folder), Metrics()
+    return Service(base, Engine.of(base, lambda _: Alone(), lane=Echo, on_batch=metrics.batch), metrics)
 
 
 def main(folder: Path, work: Path) -> None:
