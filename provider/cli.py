@@ -29,7 +29,7 @@ from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certi
 from provider.serve.descriptors import allow, needed
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.memory import keep_freed_memory
+from shared.memory import FreedMemory, keep_freed_memory
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
@@ -247,8 +247,9 @@ def serve(
         more = {"local_url": local_url} if local_url else {}
         server.write_ready_file(ready_file, admin_url=f"http://127.0.0.1:{admin.port}", **more)
     # With a timeout: a signal that another thread takes runs its handler only when this one wakes.
+    freed = FreedMemory()
     while not stop.wait(0.5):
-        pass
+        freed.give_back()
     _errors.print("draining")
     deadline = time.monotonic() + drain_seconds
     server.stop_listening()

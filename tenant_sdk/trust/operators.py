@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import ssl
 import threading
 import warnings
@@ -231,8 +232,24 @@ def _identity(url: str, sock: ssl.SSLSocket) -> Identity:
         address, own = (_plain_address(end()[0]) for end in (sock.getpeername, sock.getsockname))
     except OSError:  # it has ended already, and will say so to whoever reads from it
         address = own = ""
-    here = address != "" and (address == own or ipaddress.ip_address(address).is_loopback)
+    here = address != "" and (address == own or _is_ours(address))
     return Identity(_host(url), address, key, here)
+
+
+def _is_ours(address: str) -> bool:
+    """Whether it is this machine's: nobody can listen at an address of another.
+
+    The own end of a connection does not tell: to a second address of an interface it is the first.
+    """
+    if ipaddress.ip_address(address).is_loopback:
+        return True
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as listening:
+            listening.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _host(url: str) -> str:

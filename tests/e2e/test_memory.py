@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +66,31 @@ def nonsense(executor: Executor, number: int) -> int:
                 moved += size
                 peer.receive()
     return moved >> 20
+
+
+WAVES = """
+import sys, torch
+from shared.memory import FreedMemory, keep_freed_memory, resident_bytes
+keep_freed_memory()
+freed, start, held, most = FreedMemory(64 << 20), resident_bytes(), [], 0
+for wave in range(8):  # each of larger blocks, which do not fit where those of the last one were
+    size = int((1 << 18) * 1.3**wave)
+    blocks = [(torch.ones(size), torch.ones(1 << 13)) for _ in range((128 << 20) // (4 * size))]
+    most = max(most, resident_bytes() - start)
+    held += [small for _, small in blocks]
+    del blocks
+    if sys.argv[1] == "give back":
+        freed.give_back()
+print(most >> 20)
+"""
+
+
+@pytest.mark.parametrize(("how", "least", "most"), [("keep", 260, 2000), ("give back", 128, 230)])
+def test_memory_between_blocks_in_use(how: str, least: int, most: int) -> None:
+    """128 MiB at once, a few in small blocks between them that stay, and 64 that may be kept: in MiB."""
+    command = [sys.executable, "-c", WAVES, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert least <= int(done.stdout) <= most
 
 
 @pytest.mark.parametrize("misuse", [flood, nonsense])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,21 @@ def test_two_addresses_of_this_machine_are_one_machine(certificates: list[bytes]
         waived = Operators({"machine"})
         meet(waived, "wss://a.example:1", first, certificates[0])
         meet(waived, "wss://b.example:1", second, certificates[1])
+
+
+def test_an_address_of_this_machine_that_connections_do_not_leave_by(certificates: list[bytes]) -> None:
+    """A second address of an interface: the other end of a connection to it is the first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("198.51.100.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address but those of itself")
+        address = asking.getsockname()[0]
+    for first, second in itertools.combinations((address, "127.0.0.1"), 2):
+        operators = Operators(())
+        meet(operators, "wss://a.example:1", first, certificates[0])
+        with pytest.raises(ConfigurationError, match="have the same machine"):
+            meet(operators, "wss://b.example:1", second, certificates[1])
 
 
 def test_connections_that_have_ended_already(certificates: list[bytes]) -> None:
