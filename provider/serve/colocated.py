@@ -443,7 +443,7 @@ class ColocatedServer:
                 "overloaded", "as many sessions as the executor allows", _RETRY_SECONDS, counted=True
             )
         opened = session.opened()  # before it may end
-        self._sessions.loop.call(partial(self._begin, session))
+        self._sessions.loop.call(partial(self._sessions.start, session))
         return [OPENED, encode(opened)]
 
     def _refuse(
@@ -460,10 +460,6 @@ class ColocatedServer:
             return self._refuse("overloaded", NO_ROOM, _RETRY_SECONDS)
         log.error("no session for a tenant of this machine", exc_info=error)
         return self._refuse("internal", "the executor failed to open a session; report it")
-
-    def _begin(self, session: ColocatedConnection) -> None:
-        self._sessions.began(session)
-        session.start(self._sessions.loop, partial(self._sessions.ended, session))
 
 
 def _claim(directory: Path) -> int:

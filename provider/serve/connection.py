@@ -94,10 +94,7 @@ class Connection:
         self._sock.setblocking(False)
         loop.watch(self._descriptor, self._ready)
         loop.later(STALL_SECONDS / 4, self._look_for_stall)
-        if self._draining:
-            self._finish()
-        else:
-            self._ready(READ)  # what came with the handshake is in TLS already
+        self._ready(READ)  # what came with the handshake is in TLS already
 
     def drain(self) -> None:
         """In the loop's thread: answer what has arrived, then close."""

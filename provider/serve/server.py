@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -65,10 +66,14 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     return context
 
 
-class Drains(Protocol):
-    """An open session of any transport."""
+class Session(Protocol):
+    """A session of any transport."""
 
     tenant: str
+
+    def start(self, loop: Loop, ended: Callable[[], None]) -> None:
+        """In the loop's thread: serve it, and say when it has ended."""
+        ...
 
     def drain(self) -> None:
         """In the loop's thread: answer what has arrived, then close."""
@@ -88,12 +93,12 @@ class Sessions:
     def __init__(self, metrics: Metrics, loop: Loop, limit: int, tenant_limit: int) -> None:
         self.metrics, self.loop, self._limit, self._tenant_limit = metrics, loop, limit, tenant_limit
         self._beginning = 0
-        self._open: set[Drains] = set()
+        self._open: set[Session] = set()
         self._changed = threading.Condition()
         self.draining = False
 
     def begin(self) -> bool:
-        """Whether there is room for another, which is taken; to be ended by ``began`` or ``gave_up``."""
+        """Whether there is room for another, which is taken; to be ended by ``start`` or ``gave_up``."""
         with self._changed:
             if self._beginning + len(self._open) < self._limit:
                 self._beginning += 1
@@ -107,17 +112,17 @@ class Sessions:
             self._beginning -= 1
             self._changed.notify_all()
 
-    def began(self, session: Drains) -> None:
-        """It is open; in the loop's thread."""
+    def start(self, session: Session) -> None:
+        """Serve it from now on; in the loop's thread."""
         with self._changed:
             self._beginning -= 1
             self._open.add(session)
         self.metrics.connected(1)
+        session.start(self.loop, partial(self._ended, session))
         if self.draining:
             session.drain()
 
-    def ended(self, session: Drains) -> None:
-        """It is open no longer."""
+    def _ended(self, session: Session) -> None:
         self.metrics.connected(-1)
         with self._changed:
             self._open.discard(session)
@@ -204,14 +209,10 @@ class Entrance:
             if connection is None:
                 self._sessions.gave_up()
             else:
-                self._sessions.loop.call(partial(self._begin, connection))
+                self._sessions.loop.call(partial(self._sessions.start, connection))
         except BaseException:
             log.exception("a handshake failed")
             self._sessions.gave_up()
-
-    def _begin(self, connection: Connection) -> None:
-        self._sessions.began(connection)
-        connection.start(self._sessions.loop, partial(self._sessions.ended, connection))
 
     def _shake_hands(self, raw: socket.socket) -> Connection | None:
         with raw:

@@ -171,12 +171,10 @@ class TenantSession:
         except WireError as error:  # the place that the tenant named for it is none
             self._failed(header, error)
             return
-        self._service.engine.afterwards(partial(self._count, header, answer, done))
-
-    def _count(self, header: Header, answer: Header, done: Done) -> None:
-        self._service.metrics.product(self._tenant, header, answer, done)
-        if self._service.transcript:
-            self._service.transcript.answered(self._number, header.request_id, done.reply_seconds)
+        service = self._service
+        if service.transcript:
+            service.transcript.answered(self._number, header.request_id, done.reply_seconds)
+        service.engine.afterwards(partial(service.metrics.product, self._tenant, header, answer, done))
 
     def _fetch(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service

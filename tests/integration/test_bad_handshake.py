@@ -19,7 +19,7 @@ import pytest
 from conftest import Executor
 from raw_peers import SECONDS, Refused, counted, open_raw, scripted_executor, tls, upgrade_request
 
-import provider.serve.connection
+import provider.serve.handshake
 import tenant_sdk
 from provider.observe.metrics import Metrics
 from provider.serve.certificates import write_certificates
@@ -346,7 +346,7 @@ def test_a_server_of_something_else(tls_dir: Path, response: bytes) -> None:
 
 @pytest.mark.parametrize("stage", ["tcp", "tls", "bytes"])
 def test_a_slow_handshake_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    monkeypatch.setattr(provider.serve.connection, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(provider.serve.handshake, "HANDSHAKE_SECONDS", 0.3)
     monkeypatch.setattr(provider.serve.connection, "HANDSHAKE_BYTES", 1 << 20)
     host, port = llama.url.removeprefix("wss://").split(":")
     with counted(llama, "symbiosis_handshakes_failed_total", reason="slow"):
