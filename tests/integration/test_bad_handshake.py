@@ -277,7 +277,7 @@ def test_who_resets_the_connection_at_once_is_no_failure(
 
 
 def test_who_is_refused_and_stays_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provider.serve.connection, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(provider.serve.handshake, "LINGER_SECONDS", 0.1)
     with tls(llama) as sock, counted(llama, "symbiosis_handshakes_failed_total", reason="unauthorized"):
         sock.sendall(upgrade_request("Sec-WebSocket-Protocol: symbiosis.v2"))
         assert sock.recv(4096).startswith(b"HTTP/1.1 401 ")
@@ -347,7 +347,7 @@ def test_a_server_of_something_else(tls_dir: Path, response: bytes) -> None:
 @pytest.mark.parametrize("stage", ["tcp", "tls", "bytes"])
 def test_a_slow_handshake_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     monkeypatch.setattr(provider.serve.handshake, "HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr(provider.serve.connection, "HANDSHAKE_BYTES", 1 << 20)
+    monkeypatch.setattr(provider.serve.handshake, "HANDSHAKE_BYTES", 1 << 20)
     host, port = llama.url.removeprefix("wss://").split(":")
     with counted(llama, "symbiosis_handshakes_failed_total", reason="slow"):
         if stage == "tcp":
