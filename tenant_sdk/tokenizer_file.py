@@ -23,6 +23,8 @@ from shared.errors import ModelMismatch
 MOST_GROWTH = 1024
 MOST_TOKEN = 4096  # characters of one token: what decoding one token can yield
 MOST_ADDED = 64  # special tokens around a text
+# Ids without a token, beside as many as there are tokens: the library lists each when it writes a tokenizer.
+MOST_HOLES = 1 << 16
 BYTES_OF_CHARACTER = 4
 
 # Patterns that match at least as much as the single character that replaces them.
@@ -274,12 +276,16 @@ def _check_vocabulary(file: _File) -> None:
     if vocabulary is UNSET:
         raise _refused("it has no vocabulary")
     tokens: Iterable[str] = vocabulary if isinstance(vocabulary, dict) else (token for token, _ in vocabulary)
-    identities = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    identities = [
+        *(vocabulary.values() if isinstance(vocabulary, dict) else ()),
+        *(token.id for token in file.added_tokens),
+    ]
     longest = max(map(len, (*tokens, *(token.content for token in file.added_tokens))), default=0)
     if longest > MOST_TOKEN:
         raise _refused(f"a token of {longest} characters; {MOST_TOKEN} is the limit")
-    if any(not 0 <= each < 1 << 31 for each in (*identities, *(token.id for token in file.added_tokens))):
-        raise _refused("a token's id is no number from 0 to 2^31 - 1")
+    most = 2 * (len(vocabulary) + len(file.added_tokens)) + MOST_HOLES
+    if not 0 <= min(identities, default=0) <= max(identities, default=0) <= most:
+        raise _refused(f"its tokens' ids have holes: one is not from 0 to {most}")
     _check_merges(file.model)
     for rule in _list(file.decoder, "decoders"):
         if type(rule).__struct_config__.tag == "Strip" and not 0 <= (rule.start or 0) + (rule.stop or 0) <= 1:
