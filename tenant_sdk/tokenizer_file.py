@@ -9,8 +9,10 @@ shown by comparing it (``tenant_sdk.attestation``), here is only seen to it that
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Iterable
-from typing import Any, Union
+from os.path import commonprefix
+from typing import Annotated, Any, TypeVar, Union
 
 import msgspec
 import numpy as np
@@ -22,6 +24,12 @@ from shared.errors import ModelMismatch
 # XLNet's could do the most, 648.
 MOST_GROWTH = 1024
 MOST_TOKEN = 4096  # characters of one token: what decoding one token can yield
+# What loading takes time and memory for, with the largest in use that we know of.
+MOST_RULES = 64  # one after the other
+MOST_ENTRIES = 1 << 20  # of a vocabulary, 901,629, and merges, 580,604
+MOST_PLACES = 1 << 22  # in a Unigram vocabulary's tree of all beginnings of tokens, half a kilobyte each
+MOST_EXTRA = 1 << 15  # added tokens, 28,672
+MOST_LETTERS = 1 << 20  # characters of all added tokens together
 MOST_ADDED = 64  # special tokens around a text
 # Ids without a token, beside as many as there are tokens: the library lists each when it writes a tokenizer.
 MOST_HOLES = 1 << 16
@@ -32,6 +40,12 @@ BYTES_OF_CHARACTER = 4
 _FORMS = {"NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "Lowercase": 4, "BertNormalizer": 4}
 _KEEPS_FORM = ("Strip", "StripAccents")  # they only take characters away
 _NEVER_LONGER = (" {2,}", r"\s+", " +", r"\s{2,}", r"[\s]+", "\n", r"\n", "\t", r"[\n\r\t ]+")
+
+
+T = TypeVar("T")
+_Few = Annotated[list[T], msgspec.Meta(max_length=MOST_RULES)]
+_Entries = msgspec.Meta(max_length=MOST_ENTRIES)
+_Vocabulary = Annotated[dict[str, int], _Entries]
 
 
 def _structs(kind: str, table: dict[str, dict[str, Any]]) -> Any:
@@ -54,7 +68,7 @@ def _structs(kind: str, table: dict[str, dict[str, Any]]) -> Any:
 def _with_sequence(kind: str, field: str, table: dict[str, dict[str, Any]]) -> Any:
     """The rules of a table, or a list of them; lists in lists are not used by anybody."""
     single = _structs(kind, table)
-    several = _structs(kind, {"Sequence": {field: list[single]}})  # type: ignore[valid-type]
+    several = _structs(kind, {"Sequence": {field: _Few[single]}})  # type: ignore[valid-type]
     return single | several
 
 
@@ -147,8 +161,8 @@ _PostProcessor: Any = _with_sequence(
             "add_prefix_space": bool,
         },
         "TemplateProcessing": {
-            "single": list[_Piece],
-            "pair": list[_Piece],
+            "single": _Few[_Piece],
+            "pair": _Few[_Piece],
             "special_tokens": dict[str, _SpecialToken],
         },
     },
@@ -179,16 +193,20 @@ _Model: Any = _structs(
             "fuse_unk": bool,
             "byte_fallback": bool,
             "ignore_merges": bool,
-            "vocab": dict[str, int],
-            "merges": list[str | tuple[str, str]],
+            "vocab": _Vocabulary,
+            "merges": Annotated[list[str | tuple[str, str]], _Entries],
         },
-        "Unigram": {"unk_id": int | None, "vocab": list[tuple[str, float]], "byte_fallback": bool},
-        "WordLevel": {"vocab": dict[str, int], "unk_token": str},
+        "Unigram": {
+            "unk_id": int | None,
+            "vocab": Annotated[list[tuple[str, float]], _Entries],
+            "byte_fallback": bool,
+        },
+        "WordLevel": {"vocab": _Vocabulary, "unk_token": str},
         "WordPiece": {
             "unk_token": str,
             "continuing_subword_prefix": str,
             "max_input_chars_per_word": int,
-            "vocab": dict[str, int],
+            "vocab": _Vocabulary,
         },
     },
 )
@@ -213,7 +231,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Read so that files which have them parse, and left out: a call says itself whether it pads or truncates.
     truncation: msgspec.Raw = _NULL
     padding: msgspec.Raw = _NULL
-    added_tokens: list[_AddedToken] = []
+    added_tokens: Annotated[list[_AddedToken], msgspec.Meta(max_length=MOST_EXTRA)] = []
     normalizer: _Normalizer | None = None
     pre_tokenizer: _PreTokenizer | None = None
     post_processor: _PostProcessor | None = None
@@ -283,6 +301,9 @@ def _check_vocabulary(file: _File) -> None:
     longest = max(map(len, (*tokens, *(token.content for token in file.added_tokens))), default=0)
     if longest > MOST_TOKEN:
         raise _refused(f"a token of {longest} characters; {MOST_TOKEN} is the limit")
+    check_letters(token.content for token in file.added_tokens)
+    if not isinstance(vocabulary, dict) and _places(token for token, _ in vocabulary) > MOST_PLACES:
+        raise _refused("its vocabulary's tokens are long and have little in common")
     most = 2 * (len(vocabulary) + len(file.added_tokens)) + MOST_HOLES
     if not 0 <= min(identities, default=0) <= max(identities, default=0) <= most:
         raise _refused(f"its tokens' ids have holes: one is not from 0 to {most}")
@@ -292,6 +313,25 @@ def _check_vocabulary(file: _File) -> None:
             raise _refused("its decoder cuts more off a token than it may have")
     if getattr(file.model, "dropout", None) not in (None, UNSET, 0.0):
         raise _refused("its dropout makes tokens random")
+
+
+def check_letters(tokens: Iterable[str]) -> None:
+    """Refuse special tokens that are too long together: searching for them takes a table of all letters.
+
+    Raises:
+        ModelMismatch: they are.
+    """
+    letters = sum(map(len, tokens))
+    if letters > MOST_LETTERS:
+        raise _refused(f"its special tokens have {letters} characters; {MOST_LETTERS} is the limit")
+
+
+def _places(tokens: Iterable[str]) -> int:
+    """How many beginnings tokens have, each counted once."""
+    ordered = sorted(token.encode() for token in tokens)
+    # Letter by letter is what is wanted here.
+    shared = (len(commonprefix(pair)) for pair in itertools.pairwise(ordered))  # noqa: RUF071
+    return sum(map(len, ordered)) - sum(shared)
 
 
 def _check_merges(model: Any) -> None:

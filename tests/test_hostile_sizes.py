@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from hostile_files import RULES, changed
+from hostile_files import RULES, changed, sequence, template
 
 from shared.errors import ModelMismatch
 from tenant_sdk.tokenizer import build_tokenizer
+from tenant_sdk.tokenizer_file import MOST_ENTRIES, safe_tokenizer
 
 BPE = json.loads(RULES)["model"]
 
@@ -42,3 +43,59 @@ def test_some_holes_are_in_use() -> None:
     size = len(BPE["vocab"])
     added = [{"id": 2 * size, "content": "<later>", "special": True}]
     assert build_tokenizer({"tokenizer.json": changed(added_tokens=added)})("<later>")["input_ids"]
+
+
+# -- how many of anything ----------------------------------------------------------------------------
+
+NFC = [{"type": "NFC"}] * 65
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": sequence(*NFC)},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 65}},
+        {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 65}},
+        {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}] * 65}},
+        # Nothing is put around a text, many times.
+        {"post_processor": template(("Sequence", "A"), *[("SpecialToken", "<s>")] * 100, tokens=0)},
+        {"added_tokens": [{"id": i, "content": f"<{i}>"} for i in range(40_000)]},
+        {"added_tokens": [{"id": i, "content": f"<{i:04000}>"} for i in range(300)]},
+        # Each letter of each is a place in a tree.
+        {
+            "model": {
+                "type": "Unigram",
+                "unk_id": 0,
+                "vocab": [[f"{i:04}" + "x" * 500, 0.0] for i in range(10_000)],
+                "byte_fallback": False,
+            }
+        },
+        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]] * (MOST_ENTRIES + 1)}},
+        {"model": {"type": "WordLevel", "vocab": {f"{i:x}": 0 for i in range(MOST_ENTRIES + 1)}}},
+        {"model": {**BPE, "merges": ["a b"] * (MOST_ENTRIES + 1)}},
+    ],
+)
+def test_more_of_something_than_any_tokenizer_has(parts: dict[str, Any]) -> None:
+    """Seconds or minutes of loading, and gigabytes."""
+    data = changed(**parts)
+    with pytest.raises(ModelMismatch, match=r"tokenizer\.json is refused"):
+        safe_tokenizer(data)
+
+
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("tokens", [[f"<{i}>" for i in range(10_001)], [f"<{i:04000}>" for i in range(300)]])
+def test_special_tokens_of_the_options_are_counted(key: str, tokens: list[str]) -> None:
+    """The library takes time with the square of their number."""
+    options = json.dumps({key: tokens}).encode()
+    with pytest.raises(ModelMismatch, match="special tokens"):
+        build_tokenizer({"tokenizer.json": RULES, "tokenizer_config.json": options})
+
+
+def test_large_tokenizers_in_use_are_within_the_limits() -> None:
+    """A speech model's 28,672 special tokens; a vocabulary of words with common beginnings."""
+    added = [{"id": 5000 + i, "content": f"<custom_token_{i}>", "special": True} for i in range(28_672)]
+    vocabulary = [[f"{i:x}", -1.0] for i in range(50_000)]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": vocabulary, "byte_fallback": False}
+    options = json.dumps({"additional_special_tokens": [f"<{i}>" for i in range(1000)]}).encode()
+    files = {"tokenizer.json": changed(added_tokens=added, model=model), "tokenizer_config.json": options}
+    assert len(build_tokenizer(files)) == 50_000 + 28_672 + 1000
