@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import re
 from collections.abc import Iterable
 from os.path import commonprefix
 from typing import Annotated, Any, TypeVar, Union
@@ -35,17 +36,24 @@ MOST_ADDED = 64  # special tokens around a text
 MOST_HOLES = 1 << 16
 BYTES_OF_CHARACTER = 4
 
-# Patterns that match at least as much as the single character that replaces them.
 # Unicode's normal forms and lower case: the longest that any character becomes, over all of Unicode.
 _FORMS = {"NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "Lowercase": 4, "BertNormalizer": 4}
 _KEEPS_FORM = ("Strip", "StripAccents")  # they only take characters away
-_NEVER_LONGER = (" {2,}", r"\s+", " +", r"\s{2,}", r"[\s]+", "\n", r"\n", "\t", r"[\n\r\t ]+")
 
 
 T = TypeVar("T")
 _Few = Annotated[list[T], msgspec.Meta(max_length=MOST_RULES)]
 _Entries = msgspec.Meta(max_length=MOST_ENTRIES)
 _Vocabulary = Annotated[dict[str, int], _Entries]
+
+# A pattern that may replace something is a choice of these in a row: an end of the text, or a character or
+# class, and how often. The library panics where a replacement's pattern matches no character.
+_PART = re.compile(
+    r"[\^$]|(?P<one>\\[pP]\{\^?\w+\}|\\[sSdDwWnrt]|\\[^\w<>`']|\[\^?(?:\\.|[^\[\]\\])+\]|[^\\\[\](){}?*+^$|])"
+    r"(?P<times>[?*+]|\{\d+(?:,\d*)?\})?",
+    re.DOTALL,
+)
+_ONCE_OR_MORE = re.compile(r"|\+|\{[1-9]\d*(,([1-9]\d*)?)?\}")
 
 
 def _structs(kind: str, table: dict[str, dict[str, Any]]) -> Any:
@@ -375,7 +383,9 @@ def _growth(rules: list[Any]) -> float:
         elif kind == "Precompiled":
             growth *= _longest_of_charsmap(rule.precompiled_charsmap)
         elif kind == "Prepend":
-            growth *= 1 + len(rule.prepend or "")
+            if not rule.prepend:
+                raise _refused("a rule of it would match nothing")
+            growth *= 1 + len(rule.prepend)
         elif kind == "Metaspace":
             growth *= 1 + max(len(getattr(rule, name) or "") for name in ("replacement", "str_rep"))
         elif kind == "Replace":
@@ -391,13 +401,20 @@ def _growth(rules: list[Any]) -> float:
 
 def _growth_of_replace(rule: Any) -> float:
     pattern, content = rule.pattern or _Pattern(), rule.content or ""
-    if pattern.String is not UNSET:
-        return max(
-            1.0, len(content) / max(1, len(pattern.String)) if pattern.String else 1.0 + 2 * len(content)
-        )
-    if pattern.Regex in _NEVER_LONGER and len(content) <= 1:
-        return 1.0
-    return 1.0 + 2 * len(content)  # it may match before and behind each character
+    if not pattern.String if pattern.Regex is UNSET else not _consumes(pattern.Regex):
+        raise _refused(f"a rule of it may match nothing, or cannot be told to: {pattern.Regex or ''!r:.80}")
+    return max(1.0, len(content) / len(pattern.String or "x"))
+
+
+def _consumes(pattern: str) -> bool:
+    """Whether a regular expression is one of the simple ones that match at least one character."""
+    for branch in pattern.split("|"):
+        parts = list(_PART.finditer(branch))
+        if "".join(part[0] for part in parts) != branch or not any(
+            part["one"] and _ONCE_OR_MORE.fullmatch(part["times"] or "") for part in parts
+        ):
+            return False
+    return True
 
 
 def _longest_of_charsmap(encoded: Any) -> int:

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from hostile_files import RULES, changed, sequence, template
+from hostile_files import RULES, TEXT, changed, replace, sequence, template
 
 from shared.errors import ModelMismatch
+from tenant_sdk.cli import run
 from tenant_sdk.tokenizer import build_tokenizer
 from tenant_sdk.tokenizer_file import MOST_ENTRIES, safe_tokenizer
 
@@ -99,3 +100,79 @@ def test_large_tokenizers_in_use_are_within_the_limits() -> None:
     options = json.dumps({"additional_special_tokens": [f"<{i}>" for i in range(1000)]}).encode()
     files = {"tokenizer.json": changed(added_tokens=added, model=model), "tokenizer_config.json": options}
     assert len(build_tokenizer(files)) == 50_000 + 28_672 + 1000
+
+
+# -- what ends the process ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"type": "Prepend", "prepend": ""},
+        replace("", "z"),
+        *(
+            replace(pattern, "z", "Regex")
+            for pattern in (
+                "",
+                "(?=insulin)",
+                "x*",
+                "x?",
+                "x|",
+                "|x",
+                "^",
+                "$",
+                r"\b",
+                "x{0,1}",
+                "x{1,0}",
+                "x+?",
+            )
+        ),
+        *(
+            replace(pattern, "z", "Regex")
+            for pattern in (r"x\K", "(x)?", "[x]*", r"\x{41}?", "(?#x)", "[x", "x||y")
+        ),
+    ],
+)
+def test_rules_that_match_nothing(rule: dict[str, Any]) -> None:
+    """The library would leave its arrays where a text matches, and panic past ``except Exception``."""
+    with pytest.raises(ModelMismatch, match="match nothing"):
+        build_tokenizer({"tokenizer.json": changed(normalizer=rule)})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        " {2,}",
+        r"\s+",
+        r"[\n\r\t ]+",
+        r"\r\n|\r",
+        r"^\s+",
+        r"\p{Z}",
+        "``|''",
+        r"[^\]a]\.",
+        ".",
+        r"\$",
+        "x{2,3}",
+    ],
+)
+def test_patterns_that_match_something(pattern: str) -> None:
+    rule = replace(pattern, "z", "Regex")
+    normalizer = build_tokenizer({"tokenizer.json": changed(normalizer=rule)}).backend_tokenizer.normalizer
+    for text in ("", "x", "xx", "  ", "\r\n\r", "``''", "b.]", "$$", f"é {TEXT}  "):
+        assert normalizer.normalize_str(text) is not None
+
+
+def test_a_panic_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """A pattern that gives up on a text: no ``Exception``, and nothing that can be told beforehand."""
+    rule = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    tokenizer = build_tokenizer({"tokenizer.json": changed(pre_tokenizer=rule)})
+    with pytest.raises(SystemExit) as caught:
+        run(lambda: tokenizer("x" * 40))
+    assert caught.value.code == 1
+    assert "error: the tokenizer" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        run(_interrupted)
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
