@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
-from hostile_files import RULES, TEXT, changed, replace, sequence, template
+from conftest import Executor
+from hostile_files import RULES, TEXT, changed, config_of, replace, sequence, template
 
-from shared.errors import ModelMismatch
+from shared.errors import ModelMismatch, SymbiosisError, WireError
+from shared.messages import digest_of
+from shared.protocol import validate_manifest
 from tenant_sdk.cli import run
 from tenant_sdk.tokenizer import build_tokenizer
 from tenant_sdk.tokenizer_file import MOST_ENTRIES, safe_tokenizer
@@ -176,3 +183,26 @@ def test_a_panic_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
 
 def _interrupted() -> None:
     raise KeyboardInterrupt
+
+
+# -- how long an error is ----------------------------------------------------------------------------
+
+
+def test_a_shape_has_few_axes(llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    for axes, refused in ((8, False), (9, True), (1_000_000, True)):
+        long = msgspec.structs.replace(manifest.parameters[0], shape=(1,) * axes)
+        lied = msgspec.structs.replace(manifest, parameters=(long, *manifest.parameters[1:]))
+        lied = msgspec.structs.replace(lied, digest=digest_of(lied))
+        with pytest.raises(WireError, match="impossible type") if refused else nullcontext():
+            validate_manifest(lied)
+
+
+@pytest.mark.parametrize("kind", [SymbiosisError, ModelMismatch, partial(WireError, "code")])
+def test_an_error_is_no_longer_than_a_page(kind: Callable[[str], SymbiosisError]) -> None:
+    error = kind("begins " + "x\n" * 1_000_000)
+    assert error.message.startswith("begins x x")
+    assert error.message.endswith("...")
+    assert len(error.message) == 2000
+    assert len(str(error)) < 2100
+    assert kind("x" * 2000).message == "x" * 2000
