@@ -10,13 +10,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from conftest import Executor
 from hostile_files import RULES, TEXT, changed, config_of, replace, sequence, template
+from torch import nn
+from transformers import TrOCRConfig, TrOCRForCausalLM
 
 from shared.errors import ModelMismatch, SymbiosisError, WireError
-from shared.messages import digest_of
+from shared.messages import ParameterInfo, digest_of
 from shared.protocol import validate_manifest
 from tenant_sdk.cli import run
+from tenant_sdk.model_loading import _check_shapes, _tables
 from tenant_sdk.tokenizer import build_tokenizer
 from tenant_sdk.tokenizer_file import MOST_ENTRIES, safe_tokenizer
 
@@ -206,3 +210,36 @@ def test_an_error_is_no_longer_than_a_page(kind: Callable[[str], SymbiosisError]
     assert len(error.message) == 2000
     assert len(str(error)) < 2100
     assert kind("x" * 2000).message == "x" * 2000
+
+
+# -- models ------------------------------------------------------------------------------------------
+
+
+def test_tables_that_are_no_buffers(llama: Executor) -> None:
+    """Sines as an ordinary attribute: 4 GiB of them, when the model is built with memory."""
+    _, manifest = config_of(llama)
+    config = TrOCRConfig(
+        vocab_size=16,
+        d_model=64,
+        decoder_layers=1,
+        decoder_attention_heads=1,
+        decoder_ffn_dim=16,
+        use_learned_position_embeddings=False,
+        max_position_embeddings=1 << 24,
+    )
+    with torch.device("meta"):
+        state = TrOCRForCausalLM(config).state_dict()
+    listed = tuple(ParameterInfo(name, tuple(each.shape), "float32", "") for name, each in state.items())
+    trocr = msgspec.structs.replace(manifest, architecture="TrOCRForCausalLM", groups=(), parameters=listed)
+    with pytest.raises(ModelMismatch, match=r"tables of 4\.0 GiB"):
+        _check_shapes(trocr, config, None, (), offload_head=False)
+    config.max_position_embeddings = 512
+    _check_shapes(trocr, config, None, (), offload_head=False)
+    model = nn.Linear(2, 2, device="meta")
+    model.table = torch.empty(1000, device="meta")
+    model.several = {
+        "a": [model.table, model.weight, torch.empty(10, device="meta")],
+        "b": (torch.empty(1, device="meta"),),
+    }
+    model.register_buffer("buffer", torch.empty(100, device="meta"))
+    assert sorted(each.numel() for each in _tables(model)) == [1, 10, 100, 1000]
