@@ -20,6 +20,7 @@ from shared.errors import ModelMismatch, SymbiosisError, WireError
 from shared.messages import ParameterInfo, digest_of
 from shared.protocol import validate_manifest
 from tenant_sdk.cli import run
+from tenant_sdk.configuration import model_configuration
 from tenant_sdk.model_loading import _check_shapes, _tables
 from tenant_sdk.tokenizer import build_tokenizer
 from tenant_sdk.tokenizer_file import MOST_ENTRIES, safe_tokenizer
@@ -243,3 +244,55 @@ def test_tables_that_are_no_buffers(llama: Executor) -> None:
     }
     model.register_buffer("buffer", torch.empty(100, device="meta"))
     assert sorted(each.numel() for each in _tables(model)) == [1, 10, 100, 1000]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "longformer", "attention_window": [8192]},
+        {"model_type": "longformer", "attention_window": 2048},
+        {"model_type": "led", "attention_window": [512, 2048]},
+        {"model_type": "reformer", "local_attn_chunk_length": 4096},
+        # A text is made as long as a multiple of both.
+        {"model_type": "reformer", "local_attn_chunk_length": 1021, "lsh_attn_chunk_length": 1019},
+        {"model_type": "reformer", "local_attn_chunk_length": 96},
+        {"model_type": "big_bird", "block_size": 2048, "num_random_blocks": -3},
+        {"model_type": "pegasus_x", "block_size": 2048},
+        {"model_type": "cpmant", "prompt_length": 2048},
+        {"model_type": "mamba2", "chunk_size": 2048},
+        {"model_type": "gpt_neo", "window_size": 2048},
+        {"model_type": "longt5", "local_radius": 2047},
+    ],
+)
+def test_no_text_is_padded_to_any_length(raw: dict[str, Any], llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    wide = msgspec.structs.replace(manifest.parameters[0], name="vocabulary", shape=(50_000, 8))
+    large = msgspec.structs.replace(manifest, parameters=(*manifest.parameters, wide))
+    with pytest.raises(ModelMismatch, match=r"configuration: .* is "):
+        model_configuration(json.dumps(raw).encode(), large, {})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "mistral", "sliding_window": 4096},
+        {"model_type": "gemma2", "sliding_window": 4096, "max_position_embeddings": 1 << 20},
+        {"model_type": "llama4_text", "attention_chunk_size": 8192},
+        {"model_type": "xlstm", "max_inference_chunksize": 16384},
+        {"model_type": "recurrent_gemma", "attention_window_size": 2048},
+        {"model_type": "doge", "keep_window_size": 2048},
+        {"model_type": "longformer", "attention_window": [32, 512, 1024]},
+        {"model_type": "reformer", "local_attn_chunk_length": 64, "lsh_attn_chunk_length": 256},
+        {"model_type": "big_bird", "block_size": 64},
+        {"model_type": "modernbert", "local_attention": 128},
+        {"model_type": "gpt_neo", "window_size": 256},
+        {"model_type": "mamba2", "chunk_size": 256},
+        {"model_type": "longt5", "local_radius": 127, "global_block_size": 16},
+    ],
+)
+def test_windows_in_use_pass(raw: dict[str, Any], llama: Executor) -> None:
+    """Also beside few and narrow layers, since most of these numbers only mask."""
+    _, manifest = config_of(llama)
+    config = model_configuration(json.dumps(raw).encode(), manifest, {})
+    for key, value in raw.items():
+        assert getattr(config, key) == value
