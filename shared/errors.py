@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import math
 
+MOST_MESSAGE = 2000  # characters: a message may quote lists that a peer made
+
 
 class SymbiosisError(Exception):
     """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry"."""
@@ -35,7 +37,9 @@ class SymbiosisError(Exception):
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         # One line that a terminal can show: it may quote what a peer wrote, and lines of a log are entries.
-        message = peer_text(message.replace("\n", " "), len(message))
+        if len(message) > MOST_MESSAGE:
+            message = message[: MOST_MESSAGE - 3] + "..."
+        message = peer_text(message.replace("\n", " "), MOST_MESSAGE)
         super().__init__(message)
         self.message = message
         self.retry_after = retry_after

@@ -22,6 +22,7 @@ from shared.errors import (
     RequestTimeout,
     SymbiosisError,
     VerificationError,
+    peer_text,
 )
 from tenant_sdk import cli_options as options
 from tenant_sdk.session import Session
@@ -279,6 +280,13 @@ def run(application: Callable[[], Any]) -> None:
         application()
     except SymbiosisError as error:
         _status.print(f"[bold red]error:[/] {escape(str(error))}")
+        sys.exit(1)
+    except BaseException as error:
+        # How the compiled part of a tokenizer gives up on a text; the class has no name that can be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = escape(peer_text(str(error)))
+        _status.print(f"[bold red]error:[/] the tokenizer cannot read the text: {reason}")
         sys.exit(1)
 
 

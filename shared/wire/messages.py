@@ -15,8 +15,8 @@ from shared.errors import WireError
 TENANT_FILES = {
     "config.json": 1 << 20,
     "generation_config.json": 1 << 16,
-    "tokenizer.json": 256 << 20,
-    "tokenizer_config.json": 16 << 20,
+    "tokenizer.json": 64 << 20,
+    "tokenizer_config.json": 8 << 20,
     "special_tokens_map.json": 1 << 20,
     "chat_template.jinja": 1 << 20,
 }

@@ -33,10 +33,10 @@ from shared.wire.messages import TENANT_FILES, GroupInfo, Manifest, digest_of
 MAX_REQUEST_CONTROL_BYTES = 64 * 1024
 MAX_ANSWER_CONTROL_BYTES = 8 * 1024 * 1024
 MAX_NAME = 256  # characters of any name in a manifest, all of them printable: messages and logs show them
-MAX_GROUPS, MAX_PARAMETERS = 1 << 16, 1 << 20
+MAX_GROUPS, MAX_PARAMETERS, MAX_AXES = 1 << 16, 1 << 20, 8
 
 
-RING = "ring"  # the numerics whose answers hold the products with both planes (``shared.ring.fixed_point``)
+RING = "ring"  # the numerics whose answers hold the products with both planes (``shared.ring``)
 
 
 class Plan(NamedTuple):
@@ -182,7 +182,8 @@ def validate_manifest(manifest: Manifest) -> None:
         ):
             raise WireError("manifest", "the executor's manifest has a group without possible bounds")
     for parameter in manifest.parameters:
-        if parameter.dtype not in DTYPE_NAMES or not all(0 < n < 1 << 31 for n in parameter.shape):
+        possible = len(parameter.shape) <= MAX_AXES and all(0 < n < 1 << 31 for n in parameter.shape)
+        if parameter.dtype not in DTYPE_NAMES or not possible:
             raise WireError("manifest", f"parameter {parameter.name[:80]!r} has an impossible type")
     for file in manifest.files:
         if not 0 <= file.size <= TENANT_FILES.get(file.name, 0):

@@ -29,10 +29,16 @@ _LOADS = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,63}")  # no separator of a path or a URL
 _LABELS = ("id2label", "label2id")
-# Numbers that no layer accounts for: places in a text, and ids of tokens. Nothing is made of as many.
+# Numbers that no layer accounts for: places in a text, how far a token sees, and ids of tokens. Nothing is
+# made of as many.
 _PLACES = re.compile(
-    r"position|window|context|n_ctx|max_seq|theta|_id$|_ids$|chunk|local_attention", re.IGNORECASE
+    r"position|context|n_ctx|max_seq|theta|_id$|_ids$|sliding_window|"
+    r"(attention|speech_encoder)_chunk_size|attention_window_size|keep_window_size|max_inference_chunksize",
+    re.IGNORECASE,
 )
+# Other windows and chunks, to whose multiples a short text is padded too, and tokens that are put before it.
+_CHUNKS = re.compile(r"window|chunk|block_(size|len)|local_(attention|radius)|prompt_length", re.IGNORECASE)
+_PAD_TOGETHER = re.compile(r"attn_chunk_length$", re.IGNORECASE)  # to what all of these divide
 # Built, these load compiled code from a public hub.
 _FETCHING = ("mra", "rwkv", "yoso")
 # Of configuration classes themselves: they would give one key's value to another.
@@ -125,7 +131,9 @@ class _Limits:
         """Of the number under a key: what is counted, or as wide as a layer, is all in the manifest."""
         if "layer" in key.lower() or key == "num_labels":
             return self.many
-        return _LARGEST if _PLACES.search(key) else max(self.widest, _FEW)
+        if _PLACES.search(key):
+            return _LARGEST
+        return _FEW if _CHUNKS.search(key) else max(self.widest, _FEW)
 
 
 def _object(data: bytes, name: str) -> dict[str, Any]:
@@ -162,6 +170,10 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
         ):
             raise ModelMismatch(f"the executor's configuration: {key[:80]} repeats too much")
         return [_clean(each, limits, key, depth + 1, lists + 1) for each in value if _harmless(each)]
+    if isinstance(value, int) and _PAD_TOGETHER.search(key) and abs(value) & abs(value) - 1:
+        raise ModelMismatch(
+            f"the executor's configuration: {key[:80]} is {value:.6g}, which is no power of two"
+        )
     # In lists of lists numbers say how often the rest is repeated.
     if isinstance(value, int) and abs(value) > (most := limits.many if lists > 1 else limits.of(key)):
         raise ModelMismatch(

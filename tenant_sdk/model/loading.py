@@ -146,12 +146,31 @@ def _check_shapes(
             f"the executor lists no values for parameters of {made / 2**30:.1f} GiB; the limit for what is "
             f"made here is {MOST_BUFFERS / 2**30:.0f} GiB"
         )
-    computed = sum(each.numel() * each.element_size() for _, each in model.named_buffers())
+    computed = sum(each.numel() * each.element_size() for each in _tables(model))
     if computed > MOST_BUFFERS:
         raise ModelMismatch(
             f"the executor's configuration makes tables of {computed / 2**30:.1f} GiB; the limit is "
             f"{MOST_BUFFERS / 2**30:.0f} GiB"
         )
+
+
+def _tables(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors of a model that are no parameters, once each: buffers, attributes, and what is in these."""
+    found: dict[int, torch.Tensor] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        elif isinstance(value, dict | list | tuple) and depth < 3:
+            for each in value.values() if isinstance(value, dict) else value:
+                look(each, depth + 1)
+
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_modules"):
+                look(value, 0)
+    listed = set(map(id, model.parameters()))
+    return [each for key, each in found.items() if key not in listed]
 
 
 def _model_class(manifest: Manifest, config: Any, model_class: type[Any] | None) -> Callable[[Any], Any]:

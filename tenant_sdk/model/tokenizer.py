@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shared.errors import ModelMismatch
-from tenant_sdk.model.tokenizer_file import MOST_TOKEN, safe_tokenizer
+from tenant_sdk.model.tokenizer_file import MOST_TOKEN, check_letters, safe_tokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MOST_SPECIAL = 10_000  # that the options name; transformers takes time with the square of their number
 LONGEST = 10**30  # what tokenizers without a limit say
 
 
@@ -86,6 +87,9 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Any:
         *(options.additional_special_tokens or older.additional_special_tokens or ()),
         *(extra.values() if isinstance(extra, dict) else extra or ()),
     ]
+    if len(more) > MOST_SPECIAL:
+        raise ModelMismatch(f"the executor's tokenizer names {len(more)} special tokens")
+    check_letters(each if isinstance(each, str) else each.content for each in more)
     if more:
         chosen["extra_special_tokens"] = [_token(each) for each in more]
     if options.model_max_length is not None:

@@ -10,8 +10,11 @@ memory.
 from __future__ import annotations
 
 import base64
+import itertools
+import re
 from collections.abc import Iterable
-from typing import Any, Union
+from os.path import commonprefix
+from typing import Annotated, Any, TypeVar, Union
 
 import msgspec
 import numpy as np
@@ -23,14 +26,35 @@ from shared.errors import ModelMismatch
 # XLNet's could do the most, 648.
 MOST_GROWTH = 1024
 MOST_TOKEN = 4096  # characters of one token: what decoding one token can yield
+# What loading takes time and memory for, with the largest in use that we know of.
+MOST_RULES = 64  # one after the other
+MOST_ENTRIES = 1 << 20  # of a vocabulary, 901,629, and merges, 580,604
+MOST_PLACES = 1 << 22  # in a Unigram vocabulary's tree of all beginnings of tokens, half a kilobyte each
+MOST_EXTRA = 1 << 15  # added tokens, 28,672
+MOST_LETTERS = 1 << 20  # characters of all added tokens together
 MOST_ADDED = 64  # special tokens around a text
+# Ids without a token, beside as many as there are tokens: the library lists each when it writes a tokenizer.
+MOST_HOLES = 1 << 16
 BYTES_OF_CHARACTER = 4
 
-# Patterns that match at least as much as the single character that replaces them.
 # Unicode's normal forms and lower case: the longest that any character becomes, over all of Unicode.
 _FORMS = {"NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "Lowercase": 4, "BertNormalizer": 4}
 _KEEPS_FORM = ("Strip", "StripAccents")  # they only take characters away
-_NEVER_LONGER = (" {2,}", r"\s+", " +", r"\s{2,}", r"[\s]+", "\n", r"\n", "\t", r"[\n\r\t ]+")
+
+
+T = TypeVar("T")
+_Few = Annotated[list[T], msgspec.Meta(max_length=MOST_RULES)]
+_Entries = msgspec.Meta(max_length=MOST_ENTRIES)
+_Vocabulary = Annotated[dict[str, int], _Entries]
+
+# A pattern that may replace something is a choice of these in a row: an end of the text, or a character or
+# class, and how often. The library panics where a replacement's pattern matches no character.
+_PART = re.compile(
+    r"[\^$]|(?P<one>\\[pP]\{\^?\w+\}|\\[sSdDwWnrt]|\\[^\w<>`']|\[\^?(?:\\.|[^\[\]\\])+\]|[^\\\[\](){}?*+^$|])"
+    r"(?P<times>[?*+]|\{\d+(?:,\d*)?\})?",
+    re.DOTALL,
+)
+_ONCE_OR_MORE = re.compile(r"|\+|\{[1-9]\d*(,([1-9]\d*)?)?\}")
 
 
 def _structs(kind: str, table: dict[str, dict[str, Any]]) -> Any:
@@ -53,7 +77,7 @@ def _structs(kind: str, table: dict[str, dict[str, Any]]) -> Any:
 def _with_sequence(kind: str, field: str, table: dict[str, dict[str, Any]]) -> Any:
     """The rules of a table, or a list of them; lists in lists are not used by anybody."""
     single = _structs(kind, table)
-    several = _structs(kind, {"Sequence": {field: list[single]}})  # type: ignore[valid-type]
+    several = _structs(kind, {"Sequence": {field: _Few[single]}})  # type: ignore[valid-type]
     return single | several
 
 
@@ -146,8 +170,8 @@ _PostProcessor: Any = _with_sequence(
             "add_prefix_space": bool,
         },
         "TemplateProcessing": {
-            "single": list[_Piece],
-            "pair": list[_Piece],
+            "single": _Few[_Piece],
+            "pair": _Few[_Piece],
             "special_tokens": dict[str, _SpecialToken],
         },
     },
@@ -178,16 +202,20 @@ _Model: Any = _structs(
             "fuse_unk": bool,
             "byte_fallback": bool,
             "ignore_merges": bool,
-            "vocab": dict[str, int],
-            "merges": list[str | tuple[str, str]],
+            "vocab": _Vocabulary,
+            "merges": Annotated[list[str | tuple[str, str]], _Entries],
         },
-        "Unigram": {"unk_id": int | None, "vocab": list[tuple[str, float]], "byte_fallback": bool},
-        "WordLevel": {"vocab": dict[str, int], "unk_token": str},
+        "Unigram": {
+            "unk_id": int | None,
+            "vocab": Annotated[list[tuple[str, float]], _Entries],
+            "byte_fallback": bool,
+        },
+        "WordLevel": {"vocab": _Vocabulary, "unk_token": str},
         "WordPiece": {
             "unk_token": str,
             "continuing_subword_prefix": str,
             "max_input_chars_per_word": int,
-            "vocab": dict[str, int],
+            "vocab": _Vocabulary,
         },
     },
 )
@@ -212,7 +240,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Read so that files which have them parse, and left out: a call says itself whether it pads or truncates.
     truncation: msgspec.Raw = _NULL
     padding: msgspec.Raw = _NULL
-    added_tokens: list[_AddedToken] = []
+    added_tokens: Annotated[list[_AddedToken], msgspec.Meta(max_length=MOST_EXTRA)] = []
     normalizer: _Normalizer | None = None
     pre_tokenizer: _PreTokenizer | None = None
     post_processor: _PostProcessor | None = None
@@ -275,18 +303,44 @@ def _check_vocabulary(file: _File) -> None:
     if vocabulary is UNSET:
         raise _refused("it has no vocabulary")
     tokens: Iterable[str] = vocabulary if isinstance(vocabulary, dict) else (token for token, _ in vocabulary)
-    identities = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    identities = [
+        *(vocabulary.values() if isinstance(vocabulary, dict) else ()),
+        *(token.id for token in file.added_tokens),
+    ]
     longest = max(map(len, (*tokens, *(token.content for token in file.added_tokens))), default=0)
     if longest > MOST_TOKEN:
         raise _refused(f"a token of {longest} characters; {MOST_TOKEN} is the limit")
-    if any(not 0 <= each < 1 << 31 for each in (*identities, *(token.id for token in file.added_tokens))):
-        raise _refused("a token's id is no number from 0 to 2^31 - 1")
+    check_letters(token.content for token in file.added_tokens)
+    if not isinstance(vocabulary, dict) and _places(token for token, _ in vocabulary) > MOST_PLACES:
+        raise _refused("its vocabulary's tokens are long and have little in common")
+    most = 2 * (len(vocabulary) + len(file.added_tokens)) + MOST_HOLES
+    if not 0 <= min(identities, default=0) <= max(identities, default=0) <= most:
+        raise _refused(f"its tokens' ids have holes: one is not from 0 to {most}")
     _check_merges(file.model)
     for rule in _list(file.decoder, "decoders"):
         if type(rule).__struct_config__.tag == "Strip" and not 0 <= (rule.start or 0) + (rule.stop or 0) <= 1:
             raise _refused("its decoder cuts more off a token than it may have")
     if getattr(file.model, "dropout", None) not in (None, UNSET, 0.0):
         raise _refused("its dropout makes tokens random")
+
+
+def check_letters(tokens: Iterable[str]) -> None:
+    """Refuse special tokens that are too long together: searching for them takes a table of all letters.
+
+    Raises:
+        ModelMismatch: they are.
+    """
+    letters = sum(map(len, tokens))
+    if letters > MOST_LETTERS:
+        raise _refused(f"its special tokens have {letters} characters; {MOST_LETTERS} is the limit")
+
+
+def _places(tokens: Iterable[str]) -> int:
+    """How many beginnings tokens have, each counted once."""
+    ordered = sorted(token.encode() for token in tokens)
+    # Letter by letter is what is wanted here.
+    shared = (len(commonprefix(pair)) for pair in itertools.pairwise(ordered))  # noqa: RUF071
+    return sum(map(len, ordered)) - sum(shared)
 
 
 def _check_merges(model: Any) -> None:
@@ -330,7 +384,9 @@ def _growth(rules: list[Any]) -> float:
         elif kind == "Precompiled":
             growth *= _longest_of_charsmap(rule.precompiled_charsmap)
         elif kind == "Prepend":
-            growth *= 1 + len(rule.prepend or "")
+            if not rule.prepend:
+                raise _refused("a rule of it would match nothing")
+            growth *= 1 + len(rule.prepend)
         elif kind == "Metaspace":
             growth *= 1 + max(len(getattr(rule, name) or "") for name in ("replacement", "str_rep"))
         elif kind == "Replace":
@@ -346,13 +402,20 @@ def _growth(rules: list[Any]) -> float:
 
 def _growth_of_replace(rule: Any) -> float:
     pattern, content = rule.pattern or _Pattern(), rule.content or ""
-    if pattern.String is not UNSET:
-        return max(
-            1.0, len(content) / max(1, len(pattern.String)) if pattern.String else 1.0 + 2 * len(content)
-        )
-    if pattern.Regex in _NEVER_LONGER and len(content) <= 1:
-        return 1.0
-    return 1.0 + 2 * len(content)  # it may match before and behind each character
+    if not pattern.String if pattern.Regex is UNSET else not _consumes(pattern.Regex):
+        raise _refused(f"a rule of it may match nothing, or cannot be told to: {pattern.Regex or ''!r:.80}")
+    return max(1.0, len(content) / len(pattern.String or "x"))
+
+
+def _consumes(pattern: str) -> bool:
+    """Whether a regular expression is one of the simple ones that match at least one character."""
+    for branch in pattern.split("|"):
+        parts = list(_PART.finditer(branch))
+        if "".join(part[0] for part in parts) != branch or not any(
+            part["one"] and _ONCE_OR_MORE.fullmatch(part["times"] or "") for part in parts
+        ):
+            return False
+    return True
 
 
 def _longest_of_charsmap(encoded: Any) -> int:
