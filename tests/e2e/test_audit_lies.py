@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from audits import MODEL, lied_to
-from provider.engine.batching import Batcher
 
+from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
 from security.attacks import active
 from security.attacks.active import POISONED_ROWS, CanaryRows, LyingProvider, Poison
@@ -54,7 +54,7 @@ def test_effects_that_are_not_the_sources(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_liar_that_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LyingProvider, "run", Batcher.run)
+    monkeypatch.setattr(LyingProvider, "submit", Engine.submit)
     with pytest.raises((AuditError, IndexError)):
         lied_to(tmp_path)
 
@@ -90,8 +90,10 @@ def test_canaries_that_always_get_another_tenants_answer(
     canaries: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the first time, and always the same."""
-    run = Batcher.run
-    monkeypatch.setattr(
-        Batcher, "run", lambda self, tenant, header, blocks: run(self, tenant, header, [blocks[0].roll(1, 1)])
-    )
+    submit = Engine.submit
+
+    def another(self: Engine, tenant: str, session: Any, header: Any, rows: torch.Tensor, done: Any) -> None:
+        submit(self, tenant, session, header, rows.roll(1, 1), done)
+
+    monkeypatch.setattr(Engine, "submit", another)
     assert canaries().wrong == 320

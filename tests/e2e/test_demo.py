@@ -45,7 +45,7 @@ def test_the_demo_and_its_failure(tmp_path: Path) -> None:
     ):
         assert promise in out
     files = {path.name for path in (tmp_path / "well").iterdir()}
-    assert files == {"adapter", "provider.observe.log", "mask_source.log", "loss.png", "summary.json"}
+    assert files == {"adapter", "provider.log", "mask_source.log", "loss.png", "summary.json"}
     summary = json.loads((tmp_path / "well" / "summary.json").read_text())
     remote, local = summary["executor"], summary["local"]
     assert len(remote["losses"]) == len(local["losses"]) == 3

@@ -9,7 +9,6 @@ import logging
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 import urllib.request
@@ -76,7 +75,7 @@ def test_who_comes_when_there_are_none_left_is_told_to_come_back(
     for count in range(8):
         with contextlib.ExitStack() as stack:
             with left(executor, count, idle):
-                found = [come(executor) for _ in range(5)]
+                found = [come(executor) for _ in range(12)]
                 strangers = [come(executor, "wrong") for _ in range(2)]
             sessions = [stack.enter_context(each) for each in found if isinstance(each, Peer)]
             refused = [each for each in found if isinstance(each, str)]
@@ -103,11 +102,8 @@ def test_a_session_that_cannot_be_opened_is_closed_with_a_reason(
 ) -> None:
     """And the reason arrives, though the tenant has said more by then than was read."""
 
-    def fail() -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
     with monkeypatch.context() as patch:
-        patch.setattr(socket, "socketpair", fail)
+        patch.setattr(descriptors.Spare, "take", lambda _: False)
         with counted(llama, "symbiosis_handshakes_failed_total", reason="full"):
             assert come(llama) == "close 1013"
     assert "out of file descriptors" in caplog.text

@@ -11,8 +11,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from provider.engine.batching import Done
 
+from provider.engine.engine import Done
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
 from provider.observe.status import PAGE, Status
