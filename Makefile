@@ -9,7 +9,7 @@ export GOMP_SPINCOUNT ?= 1000
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test quick check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -32,6 +32,9 @@ demo: install ## fine-tune on private notes through an executor, compare with lo
 test: install ## run the tests
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
+quick: install ## run the tests that need no sockets
+	$(BIN)/python -m pytest -n auto --dist loadfile tests/unit $(ARGS)
+
 check: install ## lint, check the format and the types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,6 +44,7 @@ bench: install ## measure split execution, the ring, transports, and many tenant
 	$(BIN)/python benchmarks/split_execution.py $(ARGS)
 	$(BIN)/python benchmarks/ring.py $(ARGS)
 	$(BIN)/python benchmarks/transports.py $(ARGS)
+	$(BIN)/python benchmarks/request_rate.py $(ARGS)
 	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 clean: ## remove results and caches, but not .venv
