@@ -147,7 +147,7 @@ class Connection:
             if self._draining and not self._reader.mid_message:
                 self._finish()
                 return
-            if self._session.in_flight >= self._window or len(self._out) > self._window:
+            if self._full:
                 self._wait_for(reading=False)
                 return
             # The rest of a message, or the next, that TLS has decrypted already is not told of.
@@ -155,8 +155,18 @@ class Connection:
                 return
         self._loop.call(self._go_on)
 
+    @property
+    def _full(self) -> bool:
+        """Whether as much is under way, or waits for the tenant to read it, as may be."""
+        return self._session.in_flight >= self._window or len(self._out) > self._window
+
+    def _read_again(self) -> None:
+        """If that was put off, and need not be any more."""
+        if not (self._reading or self._ending or self._full):
+            self._reading = True  # so that it is asked for once
+            self._loop.call(self._go_on)
+
     def _go_on(self) -> None:
-        """Read again, if that was put off."""
         if not self._ended and not self._ending:
             self._wait_for(reading=True)
             self._ready(READ)
@@ -168,8 +178,7 @@ class Connection:
             taken()
             return
         self._queue(encode_message(header, blocks), taken)
-        if not self._reading and not self._ending and self._session.in_flight < self._window:
-            self._loop.call(self._go_on)
+        self._read_again()
         if self._draining:
             self._finish()
 
@@ -201,6 +210,7 @@ class Connection:
             return
         if self._writing:
             self._wait_for(writing=False)
+        self._read_again()
         if self._ending and not self._said_goodbye:
             self._say_goodbye()
 

@@ -98,6 +98,24 @@ def test_a_request_that_tls_has_decrypted_already(llama: Executor) -> None:
         assert sorted(peer.receive()[0].request_id for _ in range(2)) == [1, 2]
 
 
+def test_a_tenant_that_pings_and_does_not_listen(another: Callable[..., Executor]) -> None:
+    """Its answers wait in the network, not in the executor; it goes on when the tenant reads."""
+    executor, pings = another(), 120_000
+    with open_raw(executor) as peer, executor.connect() as other:
+        peer.hello()
+        piece = peer.frame(b"", 9) * 1000
+        with ThreadPoolExecutor(1) as threads:
+            sent = threads.submit(lambda: [peer.send(piece) for _ in range(pings // 1000)])
+            sessions: Any = executor.server.sessions  # type: ignore[union-attr]
+            eventually(lambda: not all(session._reading for session in sessions._open))
+            ask(other)  # nobody else waits for it
+            for _ in range(pings):
+                assert peer.receive_frame() == (10, b"")
+            sent.result(SECONDS)
+        peer.message(product(1, 64), ROW)
+        assert peer.receive()[0].operation == REPLY
+
+
 def test_further_connections_are_closed_at_once(another: Callable[..., Executor]) -> None:
     executor = another(max_connections=2)
     with executor.connect() as first:
