@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -53,13 +54,15 @@ Completed = Callable[["Done | Exception"], None]
 class _Asked:
     """A request on its way, and who wants the answer."""
 
-    __slots__ = ("answers", "completed", "done", "first", "request", "work")
+    __slots__ = ("answers", "completed", "done", "first", "left", "request", "under_way", "work")
 
     def __init__(self, work: Work, request: Request, completed: Completed) -> None:
         self.work, self.request, self.completed = work, request, completed
         self.answers: dict[int, list[torch.Tensor]] = {}  # by their first row
         self.first = 0.0
         self.done = 0  # rows
+        self.under_way = 0  # pieces that a lane has
+        self.left = False  # nobody wants the answer any more
 
 
 class Engine:
@@ -156,7 +159,18 @@ class Engine:
         return future
 
     def left(self, tenant: str, session: Hashable) -> None:
-        """A session has ended, and asks no more; in the loop's thread."""
+        """A session has ended, and asks no more; in the loop's thread.
+
+        What no lane has is not multiplied; all of it completes, also what is with a lane, when it is back.
+        """
+        for asked in [
+            a for a in self._asked.values() if (a.work.tenant, a.work.session) == (tenant, session)
+        ]:
+            asked.left = True
+            self._policy.drop(asked.work)
+            if not asked.under_way:
+                del self._asked[asked.work]
+                self._complete(asked, ConnectionResetError("the session has ended"))
         self._policy.left(tenant, session)
 
     def afterwards(self, what: Callable[[], None]) -> None:
@@ -215,10 +229,14 @@ class Engine:
 
     def _start(self, number: int, lane: Lane, batch: Batch) -> None:
         rows = [Rows(self._asked[work].request, start, stop) for work, start, stop in batch]
+        for work, _, _ in batch:
+            self._asked[work].under_way += 1
         started = self._clock()
         kind, count = batch[0].work.kind, rows_of(batch)
         forecast = self._latency.seconds(kind.group, kind.direction, kind.members, count)
-        if lane.here and forecast <= INLINE_SECONDS:
+        # Rows are made of a payload as a whole, which the forecast for a part of them leaves out.
+        whole = all(r.request.blocks is not None or r.stop - r.start == r.request.header.rows for r in rows)
+        if lane.here and whole and forecast <= INLINE_SECONDS:
             try:
                 multiplied = lane.multiply(rows)
             except Exception as error:
@@ -244,8 +262,13 @@ class Engine:
             asked = self._asked.get(work)
             if asked is None:
                 continue  # an earlier piece of it failed
+            asked.under_way -= 1
             if not asked.answers:
                 asked.first = started
+            if asked.left:
+                if not asked.under_way:
+                    complete.append((asked, ConnectionResetError("the session has ended")))
+                continue
             if isinstance(answer, Exception):
                 complete.append((asked, answer))
                 continue
@@ -256,9 +279,10 @@ class Engine:
                 times = asked.first - work.arrived, ended - work.arrived
                 complete.append((asked, Done(blocks, work.request_class, *times)))
         fault: Exception | None = None
+        for asked, _ in complete:
+            del self._asked[asked.work]
         try:
             for asked, done in complete:
-                del self._asked[asked.work]
                 if isinstance(done, Exception):
                     self._policy.drop(asked.work)
             if not any(isinstance(answer, Exception) for answer in answers):
@@ -285,7 +309,8 @@ class Engine:
         log.error("the scheduler failed", exc_info=error)
         left, self._asked = list(self._asked.values()), {}
         for asked in left:
-            self._policy.drop(asked.work)
+            with suppress(Exception):
+                self._policy.drop(asked.work)
             self._complete(asked, RuntimeError(f"the scheduler failed: {error!r}"))
 
 

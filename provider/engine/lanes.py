@@ -81,15 +81,11 @@ class ProcessLane:
     def __init__(self, executor: BaseExecutor) -> None:
         self._executor = executor
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="products")
+        self._thread.submit(int)  # now, while there are threads to be had
 
     def submit(self, batch: Sequence[Rows]) -> Future[Multiplied]:
         """See Lane."""
-        try:
-            return self._thread.submit(self.multiply, batch)
-        except RuntimeError:  # there is no thread to be had: it is done here, and others wait
-            done: Future[Multiplied] = Future()
-            done.set_result(self.multiply(batch))
-            return done
+        return self._thread.submit(self.multiply, batch)
 
     def multiply(self, batch: Sequence[Rows]) -> Multiplied:
         """See Lane."""

@@ -257,7 +257,7 @@ class Opportunistic:
             return [self._take(waiting[0], self._most_rows(waiting[0], now))]
         costs = {work: self._most_rows(work, now) * work.row_cost for work in waiting}
         # Nobody who is further ahead than this is multiplied before the least served has caught up.
-        limit = self.counters.least() + max(LEAD, *costs.values())
+        limit = min(self.counters.of(work.tenant) for work in waiting) + max(LEAD, *costs.values())
         fair = [work for work in waiting if self.counters.of(work.tenant) + costs[work] <= limit]
         ripe = {work: now if alone else self._ripe(work) for work in fair}
         heads = [work for work in fair if ripe[work] <= now]

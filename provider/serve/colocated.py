@@ -183,6 +183,8 @@ class ColocatedConnection:
     def drain(self) -> None:
         """In the loop's thread: answer what has arrived, then close."""
         self._draining = True
+        if self._greeted and self._reading:
+            self._guard(self._read_requests)()
         if not self._ended:
             self._finish()
 
@@ -215,7 +217,9 @@ class ColocatedConnection:
 
     def _read_socket(self) -> None:
         """What comes over ZeroMQ, whose descriptor does not tell of every message."""
-        while not (self._ended or self._ending):
+        for _ in range(self._window):
+            if self._ended or self._ending or self._session.in_flight >= self._window:
+                return  # whatever is answered has this looked at again
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -234,6 +238,7 @@ class ColocatedConnection:
             else:
                 self._memory.grow(MEMORY.unpack(data)[1])
                 self._write(MEMORY.pack(MEMORY_BYTE, self._memory.size))
+        self._loop.call(self._guard(self._read_socket))  # others first
 
     def _read_requests(self) -> None:
         """What comes through the pipe: the fronts of requests whose rows are in memory."""
@@ -340,9 +345,11 @@ class ColocatedConnection:
             return
         if self._draining:
             self._finish()
-        elif not self._reading and self._greeted and self._session.in_flight < self._window:
-            self._reading = True
-            self._loop.change(self._requests, READ)
+        elif self._session.in_flight == self._window - 1:
+            self._loop.call(self._guard(self._read_socket))
+            if not self._reading and self._greeted:
+                self._reading = True
+                self._loop.change(self._requests, READ)
 
     def _write(self, data: bytes) -> None:
         try:
@@ -435,10 +442,14 @@ class ColocatedServer:
             )
         try:
             session = ColocatedConnection(self._directory, tenant, self._service, self._budget)
-        except MemoryError:
-            return self._refuse("overloaded", "no shared memory for another session", _RETRY_SECONDS)
+        except Exception as error:
+            self._sessions.stayed_away(tenant)
+            if isinstance(error, MemoryError):
+                return self._refuse("overloaded", "no shared memory for another session", _RETRY_SECONDS)
+            raise
         if not self._sessions.begin():
             session.abandon()
+            self._sessions.stayed_away(tenant)
             return self._refuse(
                 "overloaded", "as many sessions as the executor allows", _RETRY_SECONDS, counted=True
             )

@@ -18,12 +18,21 @@ from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Bearer, TurnedAway
 from provider.session.tenant import Send, TenantSession
 from shared.errors import WireError
 from shared.wire.header import Header
-from shared.wire.websocket import Incoming, MessageReader, Opcode, encode_control, encode_message
+from shared.wire.websocket import (
+    Control,
+    Incoming,
+    MessageReader,
+    Opcode,
+    encode_control,
+    encode_message,
+)
 
 log = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0  # without a byte in the middle of a message, or unable to write one
-RECORDS = 64  # of TLS that are read before it is another's turn
+RECORDS = 64  # of TLS that are thrown away before it is another's turn
+TURN_SECONDS = 2e-3  # for what one session has sent
+LOOKS = 4  # within that time, for sessions that stall
 
 OpenSession = Callable[["Bearer", "Send"], "TenantSession"]
 
@@ -84,23 +93,24 @@ class Connection:
         self._descriptor = sock.fileno()
         self._out: deque[_Out] = deque()
         self._piece = memoryview(b"")  # of the first of them
+        self._events: deque[Incoming | Control] = deque()  # complete, and not yet handled
         self._reading, self._writing = True, False  # what the loop waits for
         self._draining = self._ending = self._said_goodbye = self._ended = False
-        self._moved = time.monotonic()
+        self._written = 0
+        self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks no more
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
         """Serve it in the loop, whose thread this is, until it has ended."""
         self._loop, self._on_end = loop, ended
         self._sock.setblocking(False)
         loop.watch(self._descriptor, self._ready)
-        loop.later(STALL_SECONDS / 4, self._look_for_stall)
+        loop.later(STALL_SECONDS / LOOKS, self._look_for_stall)
         self._ready(READ)  # what came with the handshake is in TLS already
 
     def drain(self) -> None:
         """In the loop's thread: answer what has arrived, then close."""
         self._draining = True
-        if not self._ended:
-            self._finish()
+        self._go_on()
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -124,36 +134,43 @@ class Connection:
             self._end()
 
     def _read(self) -> None:
-        """Take what has arrived, but not more than is fair, and handle what is complete."""
-        for _ in range(RECORDS):
+        """Handle what has arrived, but no longer than is fair to others."""
+        until = time.monotonic() + TURN_SECONDS
+        more = True
+        while self._handle(until) and more:
             try:
                 count = self._sock.recv_into(self._reader.get_buffer())
             except ssl.SSLWantReadError:
+                self._finish()
                 return
             if count == 0:
                 self._leave()
                 return
-            self._moved = time.monotonic()
-            for event in self._reader.received(count):
-                if isinstance(event, Incoming):
-                    self._session.answer(event)
-                elif event.opcode == Opcode.PING:
-                    self._queue(iter((encode_control(Opcode.PONG, event.data),)))
-                elif event.opcode == Opcode.CLOSE:
-                    self._leave()
-                    return
-            if self._ended or self._ending:
-                return
-            if self._draining and not self._reader.mid_message:
-                self._finish()
-                return
+            self._events += self._reader.received(count)
+            # What TLS has decrypted already is not told of; and who drains wants all that has arrived.
+            more = bool(self._sock.pending() or self._reader.mid_message or self._draining)
+
+    def _handle(self, until: float) -> bool:
+        """What is complete, one after the other; whether to go on reading."""
+        while self._events:
             if self._full:
                 self._wait_for(reading=False)
-                return
-            # The rest of a message, or the next, that TLS has decrypted already is not told of.
-            if not self._sock.pending() and not self._reader.mid_message:
-                return
-        self._loop.call(self._go_on)
+                return False
+            event = self._events.popleft()
+            if isinstance(event, Incoming):
+                self._session.answer(event)
+            elif event.opcode == Opcode.PING:
+                self._queue(iter((encode_control(Opcode.PONG, event.data),)))
+            elif event.opcode == Opcode.CLOSE:
+                self._leave()
+            if self._ended or self._ending:
+                return False
+            if time.monotonic() > until:
+                break
+        if time.monotonic() > until:  # fragments complete nothing, and take time as well
+            self._loop.call(self._go_on)
+            return False
+        return True
 
     @property
     def _full(self) -> bool:
@@ -180,7 +197,7 @@ class Connection:
         self._queue(encode_message(header, blocks), taken)
         self._read_again()
         if self._draining:
-            self._finish()
+            self._loop.call(self._go_on)
 
     def _queue(self, pieces: Iterator[bytes | memoryview], taken: Callable[[], None] = lambda: None) -> None:
         if self._ended:
@@ -204,7 +221,7 @@ class Connection:
                     self._piece = memoryview(following)
                 count = self._sock.send(self._piece)
                 self._piece = self._piece[count:]
-                self._moved = time.monotonic()
+                self._written += count
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             self._wait_for(writing=True)
             return
@@ -217,8 +234,8 @@ class Connection:
     # -- the end ----------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Close, once everything that has arrived is answered."""
-        if not (self._ending or self._session.in_flight or self._reader.mid_message or self._sock.pending()):
+        """Close, if this is to end and everything that has arrived is answered."""
+        if self._draining and not (self._ending or self._session.in_flight or self._reader.mid_message):
             self._close(1001, "")
 
     def _leave(self) -> None:
@@ -229,6 +246,8 @@ class Connection:
         if self._ending or self._ended:
             return
         self._ending = True
+        self._events.clear()
+        self._wait_for(reading=True)  # for the tenant's end
         self._queue(iter((_closing(code, reason),)))
 
     def _say_goodbye(self) -> None:
@@ -247,9 +266,11 @@ class Connection:
     def _wait_for_end(self) -> None:
         """Closing a socket with unread bytes would destroy what was sent."""
         try:
-            while self._sock.recv(1 << 16):
-                pass
-            self._end()
+            for _ in range(RECORDS):
+                if not self._sock.recv(1 << 16):
+                    self._end()
+                    return
+            self._loop.call(lambda: self._ready(READ))  # TLS may have decrypted more
         except (BlockingIOError, ssl.SSLWantReadError):
             pass
 
@@ -263,6 +284,9 @@ class Connection:
         self._ended = True
         self._loop.forget(self._descriptor)
         self._out.clear()
+        self._events.clear()
+        self._piece = memoryview(b"")
+        self._reader.drop()
         self._session.close()
         self._sock.close()
         self._on_end()
@@ -279,11 +303,15 @@ class Connection:
     def _look_for_stall(self) -> None:
         if self._ended:
             return
-        waits = self._out or (self._reading and self._reader.mid_message)
-        if waits and time.monotonic() - self._moved > STALL_SECONDS:
+        moved = (self._reader.progress, self._written)  # control frames and empty fragments are none
+        waits = (self._reading and self._reader.mid_message, bool(self._out))
+        for way in range(2):
+            self._stuck[way] = self._stuck[way] + 1 if waits[way] and moved[way] == self._seen[way] else 0
+        self._seen = moved
+        if max(self._stuck) >= LOOKS:
             self._broke(TimeoutError())
         else:
-            self._loop.later(STALL_SECONDS / 4, self._look_for_stall)
+            self._loop.later(STALL_SECONDS / LOOKS, self._look_for_stall)
 
 
 def _closing(code: int, reason: str) -> bytes:

@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,7 @@ class Sessions:
     def __init__(self, metrics: Metrics, loop: Loop, limit: int, tenant_limit: int) -> None:
         self.metrics, self.loop, self._limit, self._tenant_limit = metrics, loop, limit, tenant_limit
         self._beginning = 0
+        self._coming: Counter[str] = Counter()  # tenants that were let in and have no session yet
         self._open: set[Session] = set()
         self._changed = threading.Condition()
         self.draining = False
@@ -117,6 +119,7 @@ class Sessions:
         with self._changed:
             self._beginning -= 1
             self._open.add(session)
+        self.stayed_away(session.tenant)  # it is here
         self.metrics.connected(1)
         session.start(self.loop, partial(self._ended, session))
         if self.draining:
@@ -129,13 +132,21 @@ class Sessions:
             self._changed.notify_all()
 
     def crowded(self, tenant: str) -> bool:
-        """Whether a tenant has as many sessions as it may; it is counted and logged if so."""
+        """Whether a tenant has as many sessions as it may; counted and logged if so, else a place is kept."""
         with self._changed:
-            crowded = sum(session.tenant == tenant for session in self._open) >= self._tenant_limit
-        if crowded:
-            self.metrics.handshake_failed("tenant_full")
-            log.warning("tenant %s has %d sessions already", tenant, self._tenant_limit)
-        return crowded
+            there = sum(session.tenant == tenant for session in self._open) + self._coming[tenant]
+            if there < self._tenant_limit:
+                self._coming[tenant] += 1
+                return False
+        self.metrics.handshake_failed("tenant_full")
+        log.warning("tenant %s has %d sessions already", tenant, self._tenant_limit)
+        return True
+
+    def stayed_away(self, tenant: str) -> None:
+        """The place that was kept for a tenant is free."""
+        with self._changed:
+            self._coming[tenant] -= 1
+            self._coming += Counter()  # forgets who is not coming
 
     def drain(self, seconds: float) -> bool:
         """Let every session answer what has arrived; whether all ended in time."""
@@ -241,6 +252,7 @@ class Entrance:
         session = self._open_session(bearer, send)
         if not self._spare.take():  # a session with the last one would leave none to refuse others with
             session.close()
+            self._sessions.stayed_away(bearer.tenant)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return session
 

@@ -77,7 +77,12 @@ class TenantSession:
         self._admitted: dict[int, tuple[Header, Header, int]] = {}
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed = False
-        self.in_flight = 0  # requests without an answer
+        self._under_way: set[int] = set()  # of those admitted, without an answer
+
+    @property
+    def in_flight(self) -> int:
+        """Requests without an answer."""
+        return len(self._under_way)
 
     def accept(self, header: Header) -> None:
         """Check a request's header; nothing has been allocated yet.
@@ -107,6 +112,9 @@ class TenantSession:
             WireError: fatal.
         """
         header = message.header
+        if self._closed:
+            self._release(id(header))
+            return
         try:
             if message.error is not None:
                 raise message.error
@@ -137,8 +145,8 @@ class TenantSession:
     def close(self) -> None:
         """The tenant left, or its carrier broke, perhaps in the middle of a message."""
         self._closed = True
-        for number in list(self._admitted):
-            self._release(number)
+        for number in self._admitted.keys() - self._under_way:
+            self._release(number)  # the others hold memory until they are back
         self._service.engine.left(self._tenant, id(self))
         if self._service.transcript:
             self._service.transcript.closed(self._number)
@@ -155,21 +163,15 @@ class TenantSession:
         service = self._service
         if service.transcript:
             service.transcript.request(self._number, header, payload)
-        self.in_flight += 1
+        self._under_way.add(id(header))
         service.engine.submit(self._tenant, id(self), header, payload, partial(self._multiplied, header))
 
     def _multiplied(self, header: Header, done: Done | Exception) -> None:
-        self.in_flight -= 1
-        if self._closed:
+        if isinstance(done, Exception) or self._closed:
+            self._back(header, None, [], done if isinstance(done, Exception) else None)
             return
-        if isinstance(done, Exception):
-            self._failed(header, done)
-            return
-        _, answer, _ = self._admitted[id(header)]
-        try:
-            self._send(answer, done.blocks, partial(self._release, id(header)))
-        except WireError as error:  # the place that the tenant named for it is none
-            self._failed(header, error)
+        answer = self._admitted[id(header)][1]
+        if not self._back(header, answer, done.blocks):
             return
         service = self._service
         if service.transcript:
@@ -182,22 +184,37 @@ class TenantSession:
         size = answer.payload_bytes
         service.quotas.admit(self._tenant, 0, size, size, time.monotonic())
         self._admitted[id(header)] = header, answer, size
-        self.in_flight += 1
+        self._under_way.add(id(header))
         loop = service.engine.loop
         service.reader.submit(read).add_done_callback(
             lambda future: loop.call(partial(self._read, header, answer, future))
         )
 
     def _read(self, header: Header, answer: Header, future: Future[torch.Tensor]) -> None:
-        self.in_flight -= 1
-        if self._closed:
-            return
         error = future.exception()
-        if error is not None:
-            self._failed(header, error)
-            return
-        self._send(answer, [future.result()], partial(self._release, id(header)))
-        self._service.metrics.sent.inc(answer.payload_bytes)
+        if self._back(header, answer, [] if error else [future.result()], error):
+            self._service.metrics.sent.inc(answer.payload_bytes)
+
+    def _back(
+        self,
+        header: Header,
+        answer: Header | None,
+        blocks: list[torch.Tensor],
+        error: BaseException | None = None,
+    ) -> bool:
+        """A request under way is back: answer it, or say why not. Whether it has an answer."""
+        self._under_way.discard(id(header))
+        if self._closed:
+            self._release(id(header))
+            return False
+        try:
+            if error is not None or answer is None:
+                raise error or RuntimeError("no answer")
+            self._send(answer, blocks, partial(self._release, id(header)))
+        except Exception as failure:  # such as a place for the answer that is none
+            self._failed(header, failure)
+            return False
+        return True
 
     def _failed(self, header: Header, error: BaseException) -> None:
         """One request's failure is that request's alone; the peer learns nothing of its cause."""

@@ -191,6 +191,10 @@ class MessageReader:
         """Whether a message or a frame header has begun and not ended."""
         return self._in_message or self._have > 0 or self._frame_left > 0
 
+    def drop(self) -> None:
+        """Forget what has been read of a message: no more follows."""
+        self._payload, self._view, self._scratch = None, memoryview(b""), memoryview(b"")
+
     def get_buffer(self) -> memoryview:
         """Where the next received bytes go; never empty."""
         self._direct = self._frame_left > 0 and self._filled < len(self._view) and self._have == 0

@@ -75,7 +75,7 @@ def test_who_comes_when_there_are_none_left_is_told_to_come_back(
     for count in range(8):
         with contextlib.ExitStack() as stack:
             with left(executor, count, idle):
-                found = [come(executor) for _ in range(12)]
+                found = [come(executor) for _ in range(30)]  # some in holes between others
                 strangers = [come(executor, "wrong") for _ in range(2)]
             sessions = [stack.enter_context(each) for each in found if isinstance(each, Peer)]
             refused = [each for each in found if isinstance(each, str)]

@@ -14,6 +14,8 @@ import pytest
 import torch
 from conftest import Executor, make_model
 from hostile_files import BYTE_LEVEL, RULES, changed, config_of, replace, sequence
+from lanes import HeldLane, service_on
+from raw_peers import eventually
 from safetensors.torch import load_file, save_file
 
 from provider.engine.engine import Engine
@@ -23,7 +25,7 @@ from provider.session.quota import Limit, Quotas
 from provider.session.tenant import Service, TenantSession
 from shared.checkpoint import Checkpoint
 from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, WireError
-from shared.wire.header import Header, Operation
+from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Fetch, encode
 from shared.wire.websocket import Incoming
 from tenant_sdk.doctor import Finding
@@ -259,6 +261,47 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
         taken()
     assert quotas.in_flight() == (0, 0)
     assert answers(other, request(10)).operation == Operation.REPLY
+    service.close()
+
+
+def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) -> None:
+    """At once what nobody works on, the rest when it is back: memory is held until then."""
+    base, quotas = BaseExecutor(checkpoint("llama")), Quotas(Limit(bytes_in_flight=1 << 30))
+    service, lane = service_on(base, HeldLane, quotas=quotas)
+    width, size = base.manifest.groups[0].inputs, base.manifest.files[0].size
+    gone = TenantSession(service, "alice", lambda *_: None)
+
+    def accepted(header: Header, payload: torch.Tensor) -> Incoming:
+        gone.accept(header)
+        return Incoming(header, payload)
+
+    def product() -> Incoming:
+        header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 7, 3, width, 1)
+        return accepted(header, torch.ones(3, width))
+
+    body = encode(Fetch("file", base.manifest.files[0].name, 0, size))
+    fetch = Header(Operation.FETCH, request_id=8, rows=1, columns=len(body))
+    hello = b'{"client":"x"}'
+    first = accepted(
+        Header(Operation.HELLO, rows=1, columns=len(hello)),
+        torch.frombuffer(bytearray(hello), dtype=torch.uint8),
+    )
+    under_way, queued, arriving = product(), product(), product()
+    one = quotas.in_flight()[1] // 3
+
+    def leave() -> None:
+        for each in (first, under_way, queued):
+            gone.answer(each)
+
+    service.engine.loop.call(leave)
+    assert lane.busy.wait(60)
+    service.engine.loop.call(gone.close)
+    for late in (arriving, Incoming(fetch, torch.frombuffer(bytearray(body), dtype=torch.uint8))):
+        service.engine.loop.call(lambda late=late: gone.answer(late))  # type: ignore[misc]
+    eventually(lambda: quotas.in_flight() == (3, one))
+    lane.go.set()
+    eventually(lambda: quotas.in_flight() == (0, 0))
+    assert service.engine.waiting == 0
     service.close()
 
 

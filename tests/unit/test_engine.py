@@ -309,23 +309,24 @@ def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
     assert all(error is None or "the scheduler failed" in str(error) for error in errors)
 
 
-def test_no_thread_to_be_had(ring: BaseExecutor, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane without a thread multiplies in the loop's."""
-    monkeypatch.setattr("provider.engine.engine.INLINE_SECONDS", 0.0)
-    engine = engines(ring)
-    engine.ask("first", 0, *rows_of_group_0(ring, 1)).result(60)  # the loop has its own
-    lane = engine._lanes[0]
-    monkeypatch.setattr(lane, "_thread", ThreadPoolExecutor(1))
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    asked = [engine.ask(f"tenant {i}", i, *rows_of_group_0(ring, 2)) for i in range(4)]
-    answers = [joined(each.result(60)) for each in asked]
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert all(torch.equal(each, answers[0]) for each in answers)
+def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
+    """What a lane has comes back to it all the same, and is nobody's answer."""
+    engine, lane, base = counted
+    with_lane = engine.ask("a", 1, *rows_of_group_0(base, 1))
+    assert lane.entered.wait(60)
+    waits = engine.ask("a", 1, *rows_of_group_0(base, 5))
+    others = engine.ask("b", 2, *rows_of_group_0(base, 3))
+    waiting(engine, 3)
+    engine.loop.call(lambda: engine.left("a", 1))
+    with pytest.raises(ConnectionResetError):
+        waits.result(60)
+    assert not with_lane.done()  # its rows are in use
+    lane.go.set()
+    with pytest.raises(ConnectionResetError):
+        with_lane.result(60)
+    others.result(60)
+    assert lane.rows == [1, 3]
+    assert engine.waiting == 0
 
 
 def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
