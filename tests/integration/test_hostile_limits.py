@@ -282,19 +282,15 @@ def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) ->
     body = encode(Fetch("file", base.manifest.files[0].name, 0, size))
     fetch = Header(Operation.FETCH, request_id=8, rows=1, columns=len(body))
     hello = b'{"client":"x"}'
-    first = accepted(
-        Header(Operation.HELLO, rows=1, columns=len(hello)),
-        torch.frombuffer(bytearray(hello), dtype=torch.uint8),
-    )
+    greeting = Header(Operation.HELLO, rows=1, columns=len(hello))
+    first = accepted(greeting, torch.frombuffer(bytearray(hello), dtype=torch.uint8))
     under_way, queued, arriving = product(), product(), product()
     one = quotas.in_flight()[1] // 3
 
-    def leave() -> None:
-        for each in (first, under_way, queued):
-            gone.answer(each)
-
-    service.engine.loop.call(leave)
+    for each in (first, under_way):
+        service.engine.loop.call(lambda each=each: gone.answer(each))  # type: ignore[misc]
     assert lane.busy.wait(60)
+    service.engine.loop.call(lambda: gone.answer(queued))
     service.engine.loop.call(gone.close)
     for late in (arriving, Incoming(fetch, torch.frombuffer(bytearray(body), dtype=torch.uint8))):
         service.engine.loop.call(lambda late=late: gone.answer(late))  # type: ignore[misc]
