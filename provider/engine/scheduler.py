@@ -155,7 +155,7 @@ class Alone:
 class Lockstep:
     """Wait until every active tenant asks, then multiply all that share the oldest request's kind.
 
-    What batching costs without opportunism (Symbiosis .4.5): the slowest tenant sets the pace.
+    What batching costs without opportunism (Symbiosis §4.5): the slowest tenant sets the pace.
 
     Args:
         patience: seconds after which a tenant that does not ask is no longer active.
@@ -202,7 +202,7 @@ class Objective:
     Attributes:
         decode_seconds: the executor's part of one token: waiting and products of all groups together.
         wait_share: how long a request waits for others to join it, as a share of the time that its own
-            product takes, so that larger ones wait longer (Symbiosis .3.7).
+            product takes, so that larger ones wait longer (Symbiosis §3.7).
         wait_seconds: the most that any request waits for others.
     """
 
@@ -214,8 +214,8 @@ class Objective:
 class Opportunistic:
     """Decode first, then the least served tenant; whoever shares the weight comes along.
 
-    Batches without padding or lockstep (Symbiosis .3.7); windows of rows that nobody waits for, sized
-    by a latency model (FlexLLM .6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
+    Batches without padding or lockstep (Symbiosis §3.7); windows of rows that nobody waits for, sized
+    by a latency model (FlexLLM §6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
     wait, none gets further ahead of the least served than one largest piece or LEAD tokens cost,
     whatever it declares: FlexLLM's lemma 1 with that cost as the bound.
 

@@ -32,7 +32,7 @@ def _silent(items: Iterable[T], _what: str) -> Iterable[T]:
 
 
 class BaseExecutor:
-    """Serves every group of one checkpoint in one numerics (Symbiosis .3.2).
+    """Serves every group of one checkpoint in one numerics (Symbiosis §3.2).
 
     Args:
         folder: the checkpoint.

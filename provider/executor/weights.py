@@ -48,7 +48,7 @@ class GroupWeight(Protocol):
 class FloatWeight:
     """Float weights in float32 or bfloat16, W of all members one above the other: [O, D].
 
-    No bias, in either direction: what the paper calls the noise effect (Symbiosis .3.8) is this
+    No bias, in either direction: what the paper calls the noise effect (Symbiosis §3.8) is this
     same product applied to a mask.
 
     On the CPU, products are oneDNN's: torch would take those of float32 from MKL, which takes up to twice as

@@ -3,7 +3,7 @@
 One thread opens sessions; each session has a socket, pipes and a piece of memory, from which rows are
 multiplied as they lie there; answers go to the places that the tenant named. The
 executor keeps no account of places: they are the tenant's own, and all that is checked is that they lie
-within its memory (Symbiosis .3.5; ``shared/PROTOCOL.md``, "Co-located transport").
+within its memory (Symbiosis §3.5; ``shared/PROTOCOL.md``, "Co-located transport").
 """
 
 from __future__ import annotations

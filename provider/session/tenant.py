@@ -73,7 +73,7 @@ class TenantSession:
     def __init__(self, service: Service, tenant: str, send: Send) -> None:
         self._service, self._tenant, self._send = service, tenant, send
         self._protocol = ExecutorProtocol(service.executor.manifest)
-        # Admitted and not yet taken by the network: answer's header, rows, bytes of request and answer.
+        # Admitted and not yet taken by the network: its header, the answer's, bytes of both.
         self._admitted: dict[int, tuple[Header, Header, int]] = {}
         self._number = service.transcript.opened(tenant) if service.transcript else 0
         self._closed = False
@@ -132,11 +132,7 @@ class TenantSession:
             self._failed(header, error)
 
     def refuse(self, request_id: int, error: SymbiosisError) -> None:
-        """Answer with an error; request id 0 is for the whole session.
-
-        Raises:
-            OSError: the carrier broke.
-        """
+        """Answer with an error; request id 0 is for the whole session."""
         self._service.metrics.refused.labels(error.code).inc()
         data = encode(ErrorInfo(error.code, error.message, error.retry_after))
         header = Header(Operation.ERROR, request_id=request_id, rows=1, columns=len(data))

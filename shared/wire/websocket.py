@@ -1,4 +1,4 @@
-"""WebSocket frames (RFC 6455 .5) without I/O and without copies.
+"""WebSocket frames (RFC 6455 §5) without I/O and without copies.
 
 The opening handshake is done by the ``websockets`` library. Its frame layer copies a payload
 several times between socket and application, which for megabytes of activations costs more than TLS
@@ -30,7 +30,7 @@ CHUNK_BYTES = 256 * 1024
 
 
 class Opcode(enum.IntEnum):
-    """RFC 6455 .5.2."""
+    """RFC 6455 §5.2."""
 
     CONTINUATION = 0
     TEXT = 1

@@ -1,4 +1,4 @@
-"""A channel to an executor on the same machine: ZeroMQ and shared memory (Symbiosis .3.5).
+"""A channel to an executor on the same machine: ZeroMQ and shared memory (Symbiosis §3.5).
 
 ``shared/PROTOCOL.md``, "Co-located transport", is normative. The session's memory is the executor's;
 which request and which answer lies where in it is the tenant's affair.

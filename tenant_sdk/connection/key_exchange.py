@@ -1,7 +1,7 @@
 """How the two ends of a TLS connection agree on its keys: what is preferred, and what it came to.
 
 Python says which group was agreed since 3.15. Before, it is read off the ServerHello, which travels in the
-clear (RFC 8446 .4.1.3), as it lies in the socket's buffer, before OpenSSL takes it from there.
+clear (RFC 8446 §4.1.3), as it lies in the socket's buffer, before OpenSSL takes it from there.
 """
 
 from __future__ import annotations

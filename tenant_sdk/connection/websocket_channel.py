@@ -35,7 +35,7 @@ class WebsocketChannel(Channel):
         sock: after TLS and websocket handshake.
         peer: the URL, for messages.
         timeout: seconds without any progress after which requests fail and the channel closes.
-        entropy: fresh random bytes for websocket masks (RFC 6455 .5.3).
+        entropy: fresh random bytes for websocket masks (RFC 6455 §5.3).
     """
 
     def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:

@@ -1,4 +1,4 @@
-"""VirtLinear: a linear layer whose product is computed by the executor (Symbiosis .3.2, VirtLayer)."""
+"""VirtLinear: a linear layer whose product is computed by the executor (Symbiosis §3.2, VirtLayer)."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Group:
 class _GroupProduct(torch.autograd.Function):
     """``y_m = x W_m^T`` for some members; backward ``gx = sum_m gy_m W_m``.
 
-    Nothing is saved: the gradient needs the weight alone (Symbiosis .3.6).
+    Nothing is saved: the gradient needs the weight alone (Symbiosis §3.6).
     """
 
     @staticmethod

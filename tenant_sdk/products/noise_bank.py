@@ -1,4 +1,4 @@
-"""The paper's masking: a bank of noise whose effect is known beforehand (Symbiosis .3.8).
+"""The paper's masking: a bank of noise whose effect is known beforehand (Symbiosis §3.8).
 
 What it is worth: little. If the executor computes the effects, as the paper has it, it has seen
 every mask and can subtract each. If somebody else does, a mask that serves twice still shows the

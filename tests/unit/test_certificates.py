@@ -120,7 +120,7 @@ def test_the_dates_are_those_that_were_asked_for(folder: Path) -> None:
 
 
 def test_extensions(folder: Path) -> None:
-    """RFC 5280 .4.2 and what Python 3.13 insists on."""
+    """RFC 5280 §4.2 and what Python 3.13 insists on."""
     ca = load(folder, "ca").extensions
     authority = ca.get_extension_for_class(x509.BasicConstraints)
     assert (authority.critical, authority.value.ca, authority.value.path_length) == (True, True, 0)

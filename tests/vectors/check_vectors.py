@@ -68,12 +68,12 @@ def expect(right: bool, what: str) -> None:
 
 
 def unmask(data: bytes, mask: bytes) -> bytes:
-    """.5.3."""
+    """§5.3."""
     return bytes(byte ^ mask[i % 4] for i, byte in enumerate(data)) if mask else data
 
 
 def frame_header(data: bytes) -> tuple[int, bool, int, int, bytes, int]:
-    """.5.2: opcode, fin, reserved bits, length, mask, and where the payload begins."""
+    """§5.2: opcode, fin, reserved bits, length, mask, and where the payload begins."""
     length, at = data[1] & 0x7F, 2
     if length >= 126:
         size = 2 if length == 126 else 8
@@ -224,12 +224,12 @@ def outcome(vector: dict, manifest: dict) -> tuple[str | None, bool, int]:
 
 
 def twice(byte: int) -> int:
-    """Multiplication by x in GF(2^8), FIPS 197 .4.2."""
+    """Multiplication by x in GF(2^8), FIPS 197 §4.2."""
     return (byte << 1 ^ (0x11B if byte & 0x80 else 0)) & 0xFF
 
 
 def make_sbox() -> list[int]:
-    """.5.1.1: the inverse in GF(2^8), then an affine map."""
+    """§5.1.1: the inverse in GF(2^8), then an affine map."""
     powers = [1]  # of 3, which are all but 0
     while len(powers) < 255:
         powers.append(powers[-1] ^ twice(powers[-1]))
@@ -245,7 +245,7 @@ SBOX = make_sbox()
 
 
 def expand_key(key: bytes) -> list[bytes]:
-    """.5.2: 15 round keys of a key of 32 bytes."""
+    """§5.2: 15 round keys of a key of 32 bytes."""
     words, constant = [key[at : at + 4] for at in range(0, 32, 4)], 1
     while len(words) < 60:
         word = words[-1]
@@ -259,7 +259,7 @@ def expand_key(key: bytes) -> list[bytes]:
 
 
 def encrypt(block: bytes, keys: list[bytes]) -> bytes:
-    """.5.1: one block of 16 bytes, column after column."""
+    """§5.1: one block of 16 bytes, column after column."""
     state = [a ^ b for a, b in zip(block, keys[0], strict=True)]
     for number, key in enumerate(keys[1:], 1):
         state = [SBOX[state[at * 5 % 16]] for at in range(16)]  # and the rows are shifted

@@ -55,7 +55,7 @@ from shared.wire.websocket import (
 )
 
 FILE = Path(__file__).with_name("messages.json")
-MASK = bytes.fromhex("37fa213d")  # of RFC 6455 .5.7; a real one is random
+MASK = bytes.fromhex("37fa213d")  # of RFC 6455 §5.7; a real one is random
 FLOAT32, INT32 = DTYPE_CODES[torch.float32], DTYPE_CODES[torch.int32]
 
 MANIFEST = Manifest(
