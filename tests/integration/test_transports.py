@@ -190,6 +190,18 @@ def test_a_wrong_token(transport: str, llama_everywhere: Everywhere) -> None:
     eventually(lambda: llama_everywhere.metric("symbiosis_connections") == 0)
 
 
+def held(everywhere: Start, folder: Path) -> tuple[Everywhere, HeldLane]:
+    """An executor whose products wait to be told, and its lane."""
+    lanes: list[HeldLane] = []
+
+    def slow(executor: BaseExecutor) -> Service:
+        service, lane = service_on(executor, HeldLane)
+        lanes.append(lane)
+        return service
+
+    return everywhere(folder, service=slow), lanes[0]
+
+
 def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
         session._remote._submit(channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
@@ -200,15 +212,7 @@ def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
 def test_draining_answers_what_has_arrived(
     transport: str, everywhere: Start, checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
 ) -> None:
-    lanes: list[Any] = []
-
-    def slow(executor: BaseExecutor) -> Service:
-        service, lane = service_on(executor, HeldLane)
-        lanes.append(lane)
-        return service
-
-    one = everywhere(checkpoint("llama"), service=slow)
-    (lane,) = lanes
+    one, lane = held(everywhere, checkpoint("llama"))
     with one.connect(transport) as session:
         channel = session._remote.channel  # later it would open a new one
         under_way = threads.submit(product, session, torch.ones(1, 64))
@@ -240,15 +244,7 @@ def test_a_forked_process_sends_nothing(transport: str, llama_everywhere: Everyw
 def test_closing_while_others_wait(
     transport: str, everywhere: Start, checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
 ) -> None:
-    lanes: list[Any] = []
-
-    def slow(executor: BaseExecutor) -> Service:
-        service, lane = service_on(executor, HeldLane)
-        lanes.append(lane)
-        return service
-
-    one = everywhere(checkpoint("llama"), service=slow)
-    (lane,) = lanes
+    one, lane = held(everywhere, checkpoint("llama"))
     session = one.connect(transport)
     futures = [threads.submit(product, session, torch.ones(1, 64)) for _ in range(4)]
     assert lane.busy.wait(SECONDS)
