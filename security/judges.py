@@ -245,6 +245,8 @@ def no_cross_talk(result: Result) -> tuple[bool, str]:
     found = result.figures.get("canaries")
     if not found:
         return False, "not measured"
+    if not found["products"]:
+        return False, "no product was counted"
     return found["wrong"] == 0 and found["products"] < found["replies"] / 2, (
         f"{found['wrong']} of {found['replies']:,} replies wrong; {found['replies'] / found['products']:.1f} "
         "requests of 16 tenants were computed in one product on average"

@@ -178,10 +178,14 @@ class Engine:
         self._afterwards.append(what)
 
     def close(self) -> None:
-        """End the loop and the lanes."""
-        self.loop.close()
+        """End the loop, after what was to be done afterwards, and the lanes."""
+        self.loop.close(self._catch_up)
         for lane in self._lanes:
             lane.close()
+
+    def _catch_up(self) -> None:
+        while self._afterwards:
+            self._afterwards.popleft()()
 
     def _work(self, tenant: str, session: Hashable, header: Header) -> Work:
         kind = Kind(header.group, header.direction, header.members, header.dtype)

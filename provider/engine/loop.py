@@ -74,10 +74,11 @@ class Loop:
             except (BlockingIOError, OSError):
                 pass  # it has been woken already, or has ended
 
-    def close(self) -> None:
-        """End the thread, from another one; what is registered is forgotten."""
+    def close(self, last: Callable[[], None]) -> None:
+        """End the thread, after it has done one thing more; what is registered is forgotten."""
         if self._thread is None:
             return
+        self.call(last)
         self.call(self._end)
         if self._thread is not threading.current_thread():
             self._thread.join(10.0)

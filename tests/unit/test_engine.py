@@ -366,3 +366,19 @@ def test_a_profile_forecasts_products(ring: BaseExecutor) -> None:
             line = made.line(group, direction)
             assert line.fixed > 0
             assert line.per_row > 0
+
+
+def test_every_product_is_counted_before_the_end(base: BaseExecutor, engines: Engines) -> None:
+    """Counting is done when nobody waits; what was left when the engine ended was never counted."""
+    counted, ended = list[int](), threading.Event()
+    engine = engines(base, on_batch=lambda rows, seconds, processor: counted.append(rows))
+    header, payload = request(base, random.Random(3))
+
+    def answered(done: Done | Exception) -> None:
+        engine.close()
+        ended.set()
+
+    engine.loop.call(lambda: engine.submit("tenant", 0, header, payload, answered))
+    assert ended.wait(30)
+    engine.close()  # waits for the thread
+    assert counted == [header.rows]
