@@ -76,7 +76,7 @@ class Tenant(threading.Thread):
 
     def _break(self) -> None:
         """Let the connection go while a request is under way; the session opens another."""
-        remote = self.session._remote
+        remote = self.session.executor
         rows = torch.zeros((64, self.planes[0].shape[2]), dtype=torch.int32)
         waiting = threading.Thread(target=self._lose, args=(rows,))
         waiting.start()
@@ -92,7 +92,9 @@ class Tenant(threading.Thread):
     def _remote(self, group: int, rows: torch.Tensor) -> list[torch.Tensor]:
         info = self.session.manifest.groups[group]
         everyone = (1 << len(info.members)) - 1
-        return self.session._remote.product(Operation.PRODUCT, group, Direction.FORWARD, everyone, [rows])
+        return self.session.executor.submit(
+            Operation.PRODUCT, group, Direction.FORWARD, everyone, [rows]
+        ).result()
 
 
 def main() -> int:

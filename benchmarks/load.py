@@ -22,8 +22,7 @@ import torch
 
 import tenant_sdk
 from shared.errors import SymbiosisError
-from shared.wire.header import Direction, Operation
-from tenant_sdk.connection.urgency import nobody_waits
+from shared.wire.header import Direction, Operation, RequestClass
 
 
 class Tenant(threading.Thread):
@@ -44,7 +43,7 @@ class Tenant(threading.Thread):
         self.steps: list[tuple[float, float]] = []
         self.rows = 0  # through one group each
         self.session = tenant_sdk.connect(url, token=plan["token"], ca=ca, privacy="plain", timeout=timeout)
-        self.remote = self.session._remote
+        self.remote = self.session.executor
         self.groups = range(len(self.remote.shapes))
 
     @property
@@ -82,7 +81,7 @@ class Tenant(threading.Thread):
             time.sleep(max(0.0, self.begin + at - time.time()))
             yield
 
-    def _pass(self, rows: int, direction: Direction) -> float:
+    def _pass(self, rows: int, direction: Direction, request_class: RequestClass) -> float:
         """Through all groups; the seconds that it waited for answers."""
         waited = 0.0
         for group in self.groups if direction == Direction.FORWARD else reversed(self.groups):
@@ -93,30 +92,36 @@ class Tenant(threading.Thread):
             widths = shape.plan(direction, members).request_widths
             blocks = [torch.zeros((rows, width), dtype=self.remote.wire_dtype) for width in widths]
             asked = time.perf_counter()
-            self.remote.product(Operation.PRODUCT, group, direction, members, blocks)
+            self.remote.submit(Operation.PRODUCT, group, direction, members, blocks, request_class).result()
             waited += time.perf_counter() - asked
             self.rows += rows
             if self.plan.get("think"):
                 time.sleep(self.plan["think"])
         return waited
 
-    def _timed(self, kept: list[tuple[float, float]], rows: int, *directions: Direction) -> None:
-        waited = sum(self._pass(rows, direction) for direction in directions)
+    def _timed(
+        self,
+        kept: list[tuple[float, float]],
+        rows: int,
+        *directions: Direction,
+        request_class: RequestClass = RequestClass.DECODE,
+    ) -> None:
+        waited = sum(self._pass(rows, direction, request_class) for direction in directions)
         ended = time.time()
         if ended <= self.end:
             kept.append((ended - self.begin, waited))
 
     def _converse(self, prompt: int, tokens: int) -> None:
         if prompt:
-            self._timed(self.first_tokens, prompt, Direction.FORWARD)
+            self._timed(self.first_tokens, prompt, Direction.FORWARD, request_class=RequestClass.PREFILL)
         for _ in range(tokens):
             if time.time() >= self.end:
                 return
             self._timed(self.tokens, 1, Direction.FORWARD)
 
     def _tune(self, rows: int) -> None:
-        with nobody_waits():
-            self._timed(self.steps, rows, Direction.FORWARD, Direction.BACKWARD)
+        both = (Direction.FORWARD, Direction.BACKWARD)
+        self._timed(self.steps, rows, *both, request_class=RequestClass.FINETUNING)
 
 
 def poisson(rate: float, seconds: float, draw: random.Random) -> list[float]:

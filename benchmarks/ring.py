@@ -143,7 +143,7 @@ def measure_verification(rounds: int) -> dict[str, list[float]]:
 
 def wire_bytes(session: tenant_sdk.Session) -> tuple[int, int]:
     """Bytes that the provider's connection has sent and received, as TCP counts them."""
-    sock = session._remote.channel._sock
+    sock = session.executor.channel._sock
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
     sent, received = struct.unpack_from("<QQ", info, 120)
     return sent, received
@@ -172,7 +172,7 @@ def measure_private_layer(work: Path, rounds: int) -> dict[str, Any]:
 
                 def layer(rows: int, session: tenant_sdk.Session = session, group: int = group) -> None:
                     x = torch.ones(rows, 768)
-                    session._privacy.product(group, Direction.FORWARD, 1, [x])
+                    session.products.submit(group, Direction.FORWARD, 1, [x]).result()
 
                 for _ in range(20):
                     layer(1)

@@ -123,9 +123,9 @@ def generate(model: Any, ids: torch.Tensor, count: int) -> float:
 
 def fill(session: tenant_sdk.Session | None, budget: int) -> None:
     """Have all effects of the next round there."""
-    pads = session._privacy._pads
-    pads.batch_rows = 128  # a prompt and its tokens
-    pads.fill(budget, 120)
+    masks = session.products._masks
+    masks.batch_rows = 128  # a prompt and its tokens
+    masks.fill(budget, 120)
 
 
 def product_seconds(running: Executor) -> float:
@@ -196,7 +196,7 @@ def measure_round_trips(running: Executor, tls: Path, work: Path, rounds: int) -
     context = ssl.create_default_context(cafile=str(tls / "ca.pem"))
     results = []
     session = tenant_sdk.connect(running.url, token=running.token, ca=running.ca, privacy="plain")
-    remote = session._remote
+    remote = session.executor
     url = f"wss://localhost:{ready.read_text()}"
     with websocket_connect(url, ssl=context, compression=None, max_size=1 << 28) as socket:
         for rows, repeats in ((1, 1000), (1024, 20)):
@@ -210,7 +210,7 @@ def measure_round_trips(running: Executor, tls: Path, work: Path, rounds: int) -
                 product = product_seconds(running)
                 for _ in range(repeats):
                     started = time.perf_counter()
-                    remote.product(Operation.PRODUCT, 1, Direction.FORWARD, 1, [x])
+                    remote.submit(Operation.PRODUCT, 1, Direction.FORWARD, 1, [x]).result()
                     timings.append(time.perf_counter() - started)
                 product = (product_seconds(running) - product) / repeats
                 echoes: list[float] = []

@@ -45,14 +45,14 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 
 def trips(session: tenant_sdk.Session, rows: int) -> dict[str, Callable[[], object]]:
     """The two ways to ask."""
-    remote, x = session._remote, torch.randn(rows, WIDTH)
+    remote, x = session.executor, torch.randn(rows, WIDTH)
     channel = remote.channel
 
     def through_channel() -> None:
         remote._submit(channel, Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x])()
 
     def through_session() -> None:
-        remote.product(Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x])
+        remote.submit(Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x]).result()
 
     return {"channel": through_channel, "session": through_session}
 

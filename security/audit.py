@@ -189,8 +189,8 @@ class Audit:
 
     @staticmethod
     def _crash_at(source: Executor, session: tenant_sdk.Session, request: int) -> None:
-        pads: Any = session._privacy._pads  # type: ignore[attr-defined]
-        take, left = pads.take, request
+        masks: Any = session.products._masks  # type: ignore[attr-defined]
+        take, left = masks.take, request
 
         def dying(kind: Kind, rows: int, **options: Any) -> Any:
             nonlocal left
@@ -198,11 +198,11 @@ class Audit:
             if left:
                 return take(kind, rows, **options)
             source.pause()
-            pad = take(kind, rows, **options)
+            taken = take(kind, rows, **options)
             source.crash()
-            return pad
+            return taken
 
-        pads.take = dying
+        masks.take = dying
 
     def _traffic(self, parties: Parties) -> None:
         self.lengths: dict[str, list[int]] = {}
@@ -242,7 +242,7 @@ class Audit:
             for message in blocks_of(stream, 12, 0)[:768]:
                 with truth.doing("prompt", message):
                     rows = public.first_inputs[message]
-                    session._privacy.product(0, Direction.FORWARD, members, [rows])
+                    session.products.submit(0, Direction.FORWARD, members, [rows]).result()
         self.captured[name] = Captured(ELSEWHERE, truth)
 
     # -- active attacks ---------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class Audit:
 
             def send(session: tenant_sdk.Session, rows: int) -> Callable[[], Any]:
                 block = torch.ones(rows, width)
-                return lambda: session._privacy.product(0, Direction.FORWARD, members, [block])
+                return lambda: session.products.submit(0, Direction.FORWARD, members, [block]).result()
 
             attack = CoTenantTiming(send(watcher, 1), send(watched, 512), self.plan.timing_moments)
             idle, busy = attack.attack(None, self.rng)

@@ -104,7 +104,7 @@ def workload(
     truth = Truth()
     with parties.connect(mode, tenant_of(mode)) as session:
         run_workload(session, text, size, truth, seed)
-        session._privacy.planted = ErrorInfo("planted", planted)  # type: ignore[attr-defined]
+        session.products.planted = ErrorInfo("planted", planted)  # type: ignore[attr-defined]
         return truth, printed(session)
 
 
@@ -122,7 +122,7 @@ def play(
     drawn = torch.from_numpy(rng.integers(0, 2, rows).astype(bool))
     for part in drawn.split(batch):
         block = part[:, None].float().expand(-1, width).contiguous() * 3.0
-        session._privacy.product(group, Direction.FORWARD, members, [block])
+        session.products.submit(group, Direction.FORWARD, members, [block]).result()
     return drawn
 
 

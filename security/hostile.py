@@ -37,6 +37,7 @@ from security.workload import Truth, blocks_of, tune, watch
 from shared.errors import VerificationError
 from shared.wire.header import Direction
 from shared.wire.messages import Limits, Manifest, digest_of
+from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.session import Session
 
 TOLERANCE = 1.0  # of the control's tenant, far above what rounding does to the oracle's rows
@@ -417,16 +418,24 @@ def _serve_instead(base: BaseExecutor, files: Mapping[str, bytes | None]) -> Non
 
 def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) -> None:
     """Make a session check after rounding, and accept what is nearly right."""
-    privacy: Any = session._privacy
-    product = privacy.product
+    products: Any = session.products
+    submit = products.submit
 
-    def checked(*asked: Any) -> Any:
-        out = product(*asked)
-        if asked[0] == group and float((torch.cat(out, 1) - asked[3][0] @ weight.T).abs().max()) > TOLERANCE:
-            raise VerificationError("a wrong answer, as far as a tolerance tells")
-        return out
+    def checked(*asked: Any) -> PendingProduct:
+        pending = submit(*asked)
 
-    privacy.product = checked
+        def result() -> list[torch.Tensor]:
+            out = pending.result()
+            if (
+                asked[0] == group
+                and float((torch.cat(out, 1) - asked[3][0] @ weight.T).abs().max()) > TOLERANCE
+            ):
+                raise VerificationError("a wrong answer, as far as a tolerance tells")
+            return list(out)
+
+        return PendingProduct(result)
+
+    products.submit = checked
 
 
 def sequences(seen: set[tuple[int, ...]]) -> str:

@@ -366,7 +366,7 @@ class Supplies:
         """A copy of the tenant's process asks too: does the provider see the difference of two rows?"""
         found: dict[str, tuple[Finding, int, set[str]]] = {}
         for mode, copy in (
-            (ONE_TIME, lambda pads, action: in_copy(action)),
+            (ONE_TIME, lambda masks, action: in_copy(action)),
             (f"{ONE_TIME}, children go on", unguarded),
         ):
             hits = copies = 0
@@ -413,15 +413,15 @@ class Supplies:
         rows = torch.from_numpy(self.rng.standard_normal((3, FORKED_ROWS, info.inputs))).float()
         for _ in range(BEFORE):
             _ask(session, rows[0])
-        pads: Any = session._privacy._pads  # type: ignore[attr-defined]
-        pads.fill(FILL_BYTES, FILL_SECONDS)
+        masks: Any = session.products._masks  # type: ignore[attr-defined]
+        masks.fill(FILL_BYTES, FILL_SECONDS)
 
         def child() -> None:
             with suppress(ConnectionLost):  # its copy of the connection is closed; it opens another
                 _ask(session, rows[1])
             _ask(session, rows[1])
 
-        how = copy(pads, child)
+        how = copy(masks, child)
         for _ in range(AFTER):
             _ask(session, rows[2])
         return _integers(session.manifest, rows[1]) - _integers(session.manifest, rows[2]), how
@@ -441,7 +441,7 @@ class Supplies:
 
 def _ask(session: Session, rows: torch.Tensor) -> None:
     members = (1 << len(session.manifest.groups[0].members)) - 1
-    session._privacy.product(0, Direction.FORWARD, members, [rows])
+    session.products.submit(0, Direction.FORWARD, members, [rows]).result()
 
 
 def _integers(manifest: Manifest, rows: torch.Tensor) -> torch.Tensor:

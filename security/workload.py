@@ -11,6 +11,7 @@ import peft
 import torch
 
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.session import Session
 
 ADAPTED = ("up_proj",)
@@ -97,26 +98,41 @@ class Truth:
 
 def watch(session: Session, truth: Truth) -> None:
     """Note every product of a session, as the model asked for it and as it was sent."""
-    privacy, remote = session._privacy, session._remote
-    ask, send = privacy.product, remote.product
+    products, executor = session.products, session.executor
+    ask, send = products.submit, executor.submit
 
-    def product(group: int, direction: Direction, members: int, blocks: list[torch.Tensor]) -> Any:
+    def asking(
+        group: int, direction: Direction, members: int, rows: list[torch.Tensor], *options: Any
+    ) -> PendingProduct:
         if len(truth.samples) < SAMPLES:
-            truth.samples += [block.detach().clone() for block in blocks if len(block[0].unique()) > 3]
-        out = ask(group, direction, members, blocks)
-        # Fingerprints of a group are made before its first request, so that one is the last.
-        last = truth.sent[-1]
-        last.phase, last.tokens, last.labels = truth.phase, truth.tokens, truth.labels
-        return out
+            truth.samples += [block.detach().clone() for block in rows if len(block[0].unique()) > 3]
+        pending = ask(group, direction, members, rows, *options)
+        # Fingerprints of a group are made before its first request, so its pieces are the last.
+        stop = len(rows[0])
+        for piece in reversed(truth.sent):
+            within = slice(stop - piece.rows, stop)
+            piece.phase = truth.phase
+            piece.tokens = truth.tokens[within] if truth.tokens is not None else None
+            piece.labels = truth.labels[within] if truth.labels is not None else None
+            stop = within.start
+            if stop <= 0:
+                break
+        return pending
 
     def sending(
-        operation: Operation, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
-    ) -> Any:
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: list[torch.Tensor],
+        *options: Any,
+    ) -> PendingProduct:
         if operation == Operation.PRODUCT:
-            truth.sent.append(Sent(group, direction, len(blocks[0])))
-        return send(operation, group, direction, members, blocks)
+            for piece in executor.pieces(group, direction, members, len(rows[0])):
+                truth.sent.append(Sent(group, direction, piece.stop - piece.start))
+        return send(operation, group, direction, members, rows, *options)
 
-    privacy.product, remote.product = product, sending  # type: ignore[method-assign]
+    products.submit, executor.submit = asking, sending  # type: ignore[method-assign, assignment]
 
 
 def run_workload(session: Session, text: list[str], size: Size, truth: Truth, seed: int) -> None:

@@ -407,7 +407,7 @@ def _speed(remote: RemoteExecutor) -> Iterator[Finding]:
 
     def product(group: int, members: int, rows: int) -> Callable[[], object]:
         x = torch.randn(rows, remote.shapes[group].inputs)
-        return lambda: remote.product(Operation.EFFECT, group, Direction.FORWARD, members, [x])
+        return lambda: remote.submit(Operation.EFFECT, group, Direction.FORWARD, members, [x]).result()
 
     group, shape = groups[0]
     all_members = (1 << len(shape.outputs)) - 1

@@ -21,10 +21,10 @@ from tenant_sdk.connection.remote import RemoteExecutor, Stats
 from tenant_sdk.connection.transports import open_channel, over_tls, url_of
 from tenant_sdk.products.fingerprints import StoredFingerprints
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
+from tenant_sdk.products.masks import BankMasks, Masks, NoMasks, OneTimeMasks
 from tenant_sdk.products.noise_bank import NoiseBank, NoiseBankOptions
-from tenant_sdk.products.pads import BankPads, NoPads, OneTimePads, Pads
-from tenant_sdk.products.privacy import Plain, Privacy, padded
-from tenant_sdk.products.ring_mode import RingMode
+from tenant_sdk.products.products import PlainProducts, Products, padded
+from tenant_sdk.products.ring_products import RingProducts
 from tenant_sdk.products.verification import Fingerprints, LiveFingerprints, Verifier
 from tenant_sdk.session import Session
 from tenant_sdk.trust.attestation import check_agreement
@@ -201,22 +201,22 @@ def connect(
         if stored is not None and not remotes[0].ring:
             stored.attest(manifest)  # its products are not checked, but all that is downloaded is
         if not remotes[0].ring:
-            return Session(remotes[0], padded(_float_privacy(remotes[0], privacy, sources, bank), pad_rows))
+            return Session(remotes[0], padded(_float_products(remotes[0], privacy, sources, bank), pad_rows))
         if stored is not None:
             stored.fit(manifest)
         shapes = remotes[0].shapes
-        pads: Pads
+        masks: Masks
         if privacy == "one-time":
-            pads = OneTimePads(
+            masks = OneTimeMasks(
                 shapes,
                 [source for source in sources if not isinstance(source, LocalSource)],
                 budget_bytes=int(mask_budget_mib * 2**20),
                 entropy=os.urandom,
             )
         elif privacy == "noise-bank":
-            pads = BankPads(shapes, _bank_source(remotes[0], sources), bank, os.urandom)
+            masks = BankMasks(shapes, _bank_source(remotes[0], sources), bank, os.urandom)
         else:
-            pads = NoPads(shapes)
+            masks = NoMasks(shapes)
         verifier = None
         if verify != "off":
             verifier = Verifier(
@@ -228,7 +228,7 @@ def connect(
             )
         local = next((source for source in sources if isinstance(source, LocalRing)), None)
         scales = _agreed_scales(remotes, stored.scales if stored else local.scales if local else None)
-        return Session(remotes[0], padded(RingMode(remotes[0], pads, verifier, scales), pad_rows))
+        return Session(remotes[0], padded(RingProducts(remotes[0], masks, verifier, scales), pad_rows))
     except BaseException:
         for remote in remotes:
             remote.close()
@@ -332,14 +332,14 @@ def _warn(provider: str, privacy: str, operators: Operators, remotes: list[Remot
         )
 
 
-def _float_privacy(
+def _float_products(
     remote: RemoteExecutor,
     privacy: str,
     sources: list[ExecutorSource | LocalRing | LocalSource],
     bank: NoiseBankOptions,
-) -> Privacy:
+) -> Products:
     if privacy == "plain":
-        return Plain(remote)
+        return PlainProducts(remote)
     return NoiseBank(remote, _bank_source(remote, sources), bank, entropy=os.urandom)
 
 

@@ -14,50 +14,37 @@ from transformers import PreTrainedModel
 
 from shared.errors import ConfigurationError
 from shared.forks import Home
-from shared.wire.header import Direction
 from shared.wire.messages import Manifest
 from tenant_sdk.connection.remote import RemoteExecutor, Stats
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.model.surgery import attach_layers, detach_layers
 from tenant_sdk.model.virtual import Group
-from tenant_sdk.products.privacy import Privacy
-
-
-class _AtHome:
-    """A privacy mode that is asked in this process alone: in a forked child locks may be held for ever."""
-
-    def __init__(self, inner: Privacy) -> None:
-        self._inner, self._home = inner, Home()
-
-    def product(
-        self, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        self._home.check()
-        return self._inner.product(group, direction, members, blocks)
-
-    def close(self) -> None:
-        self._inner.close()
+from tenant_sdk.products.products import Products
 
 
 class Session:
-    """Models whose frozen layers run on an executor. Make one with ``connect``; close it or use ``with``."""
+    """Models whose frozen layers run on an executor. Make one with ``connect``; close it or use ``with``.
 
-    def __init__(self, remote: RemoteExecutor, privacy: Privacy) -> None:
-        self._remote, self._privacy, self._home = remote, privacy, Home()
-        at_home = _AtHome(privacy)
+    Attributes:
+        products: of the executor's groups, hidden as the privacy mode says; what the models' layers ask.
+        executor: the connection: what is asked of it directly, it sees as it is.
+    """
+
+    def __init__(self, executor: RemoteExecutor, products: Products) -> None:
+        self.executor, self.products, self._home = executor, products, Home()
         self._groups = [
-            Group(identity, info, at_home) for identity, info in enumerate(remote.manifest.groups)
+            Group(identity, info, products) for identity, info in enumerate(executor.manifest.groups)
         ]
 
     @property
     def manifest(self) -> Manifest:
         """What the executor serves."""
-        return self._remote.manifest
+        return self.executor.manifest
 
     @property
     def stats(self) -> Stats:
         """A copy of the session's counters."""
-        stats = self._remote.stats
+        stats = self.executor.stats
         return dataclasses.replace(stats, key_exchange=dict(stats.key_exchange))
 
     def load_model(
@@ -88,7 +75,7 @@ class Session:
         """
         self._check_head(offload_head)
         return model_loading.load_model(
-            self._remote,
+            self.executor,
             self._groups,
             dtype=dtype,
             offload_head=offload_head,
@@ -103,7 +90,7 @@ class Session:
         Raises:
             ConfigurationError: it serves none.
         """
-        return model_loading.load_tokenizer(self._remote)
+        return model_loading.load_tokenizer(self.executor)
 
     def attach(
         self,
@@ -159,8 +146,8 @@ class Session:
         """
         if self._home.left:
             return
-        self._privacy.close()
-        self._remote.close()
+        self.products.close()
+        self.executor.close()
 
     def __enter__(self) -> Session:
         """The session itself."""

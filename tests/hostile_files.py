@@ -75,4 +75,4 @@ def config_of(executor: Executor) -> tuple[dict[str, Any], Any]:
     """The config.json that an executor serves, and its manifest."""
     with executor.connect() as session:
         (info,) = (info for info in session.manifest.files if info.name == "config.json")
-        return json.loads(session._remote.file(info)), session.manifest
+        return json.loads(session.executor.file(info)), session.manifest

@@ -11,7 +11,7 @@ import torch
 from shared.errors import ConnectionLost
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts
-from shared.wire.header import Direction
+from shared.wire.header import Direction, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.products.forecast import Kind
 
@@ -92,7 +92,13 @@ class MemorySource:
         self._limit = limit
 
     def seed_effect(
-        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: int,
+        seed: bytes,
+        request_class: RequestClass,
     ) -> torch.Tensor:
         """See SeedSource."""
         kind = Kind(group, direction, members)

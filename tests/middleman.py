@@ -154,7 +154,7 @@ class Middleman:
     def claim(self, other: Executor) -> None:
         """Have the executor claim another one's weights: its digest, bounds and scales."""
         with other.connect() as session:
-            theirs = [session._remote.scales(group) for group in range(len(session.manifest.groups))]
+            theirs = [session.executor.scales(group) for group in range(len(session.manifest.groups))]
             manifest = json.loads(encode(session.manifest))
         self.manifest = lambda _: manifest
         self.scales = lambda fetch, _: (

@@ -27,10 +27,10 @@ def check(condition: bool, what: str) -> None:
 
 
 def in_child(session: tenant_sdk.Session, told: int) -> None:
-    pads = session._privacy._pads  # type: ignore[attr-defined]
+    masks = session.products._masks  # type: ignore[attr-defined]
     for what, action in {
-        "take": lambda: pads.take(Kind(0, Direction.FORWARD, 1), 1),
-        "ping": lambda: session._remote.channel.ping(),
+        "take": lambda: masks.take(Kind(0, Direction.FORWARD, 1), 1),
+        "ping": lambda: session.executor.channel.ping(),
         "product": lambda: session._groups[0].forward_product(1, torch.ones(1, 64)),
     }.items():
         try:

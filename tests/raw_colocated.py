@@ -98,7 +98,9 @@ class RawTenant:
 
 def ones_product(session: tenant_sdk.Session, rows: int = 1) -> torch.Tensor:
     """The first member of group 0, times rows of ones."""
-    return session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(rows, 64)])[0]
+    return session.executor.submit(
+        Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(rows, 64)]
+    ).result()[0]
 
 
 def memories(pid: int | str = "self") -> int:

@@ -38,7 +38,7 @@ def goes_on(llama: Executor, witness: tenant_sdk.Session, weight: torch.Tensor) 
     sessions = metric(llama, "symbiosis_connections")
     yield
     x = torch.randn((3, 64), generator=torch.Generator().manual_seed(1))
-    (y,) = witness._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])
+    (y,) = witness.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()
     torch.testing.assert_close(y, x @ weight.T)
     # Fewer, if a session of an earlier test was still ending when this one began.
     eventually(lambda: metric(llama, "symbiosis_connections") <= sessions)

@@ -1,12 +1,13 @@
 """Which rows are multiplied next, and with whom: decisions without I/O, clock or tensors.
 
 ``next(now)`` takes pieces of waiting requests out of the queue and returns them as one batch, or says
-until when it would rather wait. ``provider.engine.batching`` asks, and does what it is told.
+until when it would rather wait. ``provider.engine.engine`` asks, and does what it is told.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -16,7 +17,6 @@ from provider.engine.latency import LatencyModel
 from provider.executor.tiles import TILE, tile_of
 from shared.wire.header import Direction, RequestClass
 
-DECODE_ROWS = 16  # a decode of more rows than this is a prefill, whatever it calls itself
 ACTIVE_SECONDS = 0.25  # a tenant that asked this recently is expected to ask again
 QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room for the next
 # No product is longer while nobody decodes: whoever comes next must not wait for ever. Shorter ones, which
@@ -90,12 +90,12 @@ def rows_of(batch: Batch) -> int:
 
 
 def bounded_class(declared: int, direction: int, rows: int) -> RequestClass:
-    """The class that a request gets: what was declared, as far as its size allows."""
+    """The class that a request gets: what was declared, as far as it can be."""
     if declared == RequestClass.FINETUNING or direction == Direction.BACKWARD:
         return RequestClass.FINETUNING
-    if rows <= DECODE_ROWS and declared != RequestClass.PREFILL:
-        return RequestClass.DECODE
-    return RequestClass.PREFILL
+    if declared == RequestClass.UNDECLARED:
+        return RequestClass.DECODE if rows == 1 else RequestClass.PREFILL
+    return RequestClass(declared)
 
 
 class Policy(Protocol):
@@ -201,12 +201,15 @@ class Objective:
 
     Attributes:
         decode_seconds: the executor's part of one token: waiting and products of all groups together.
+        decode_rows: sequences that one tenant may decode at once; what it asks for beyond that waits like
+            prompts do, whatever it is declared to be.
         wait_share: how long a request waits for others to join it, as a share of the time that its own
             product takes, so that larger ones wait longer (Symbiosis §3.7).
         wait_seconds: the most that any request waits for others.
     """
 
     decode_seconds: float = 0.1
+    decode_rows: int = 256
     wait_share: float = 0.25
     wait_seconds: float = 0.005
 
@@ -234,6 +237,7 @@ class Opportunistic:
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
         self._queue: list[Work] = []
+        self._decoding: Counter[str] = Counter()  # rows of decodes in the queue, by tenant
         self._active = _Active(ACTIVE_SECONDS)
         self._last_decode = -math.inf
         self._interactive = _Active(INTERACTIVE_SECONDS)
@@ -241,6 +245,11 @@ class Opportunistic:
 
     def add(self, work: Work, now: float) -> None:
         """See Policy."""
+        if work.decodes:
+            if self._decoding[work.tenant] + work.rows > self._objective.decode_rows:
+                work.request_class = RequestClass.PREFILL
+            else:
+                self._decoding[work.tenant] += work.rows
         self.counters.joined(work.tenant)
         self._queue.append(work)
         self._active.seen(work.tenant, now)
@@ -271,6 +280,10 @@ class Opportunistic:
         if work in self._queue:
             self._queue.remove(work)
             self.counters.left(work.tenant)
+            if work.decodes:
+                self._decoding[work.tenant] -= work.rows
+                if not self._decoding[work.tenant]:
+                    del self._decoding[work.tenant]
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""

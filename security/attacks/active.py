@@ -99,7 +99,7 @@ class Poison:
         old: list[torch.Tensor] = []
 
         def ask() -> None:
-            session._privacy.product(self.group, self.direction, members, blocks)
+            session.products.submit(self.group, self.direction, members, blocks).result()
 
         def meant(header: Header) -> bool:
             wanted = (self.group, self.direction, POISONED_ROWS)
@@ -158,7 +158,9 @@ class WeightExtraction:
         """The weight of all members: [O, D]."""
         info = view.manifest.groups[self.group]
         members = (1 << len(info.members)) - 1
-        columns = view._privacy.product(self.group, Direction.FORWARD, members, [torch.eye(info.inputs)])
+        columns = view.products.submit(
+            self.group, Direction.FORWARD, members, [torch.eye(info.inputs)]
+        ).result()
         return torch.cat(columns, 1).T
 
 

@@ -209,5 +209,5 @@ def download(session: Session, into: Path) -> Path:
     """The files that an executor serves, as they come."""
     into.mkdir()
     for info in session.manifest.files:
-        (into / info.name).write_bytes(session._remote.file(info))
+        (into / info.name).write_bytes(session.executor.file(info))
     return into

@@ -129,7 +129,7 @@ class MaskServedTwice:
     goal: ClassVar[str] = "the difference of two rows"
     sees: ClassVar[str] = "rows of the tenant's process and of its copy"
     metric: ClassVar[str] = "differences of rows read exactly"
-    source: ClassVar[str] = "two-time pads, such as those of Project Venona; Ristenpart and Yilek, 2010"
+    source: ClassVar[str] = "two-time masks, such as those of Project Venona; Ristenpart and Yilek, 2010"
 
     def attack(self, view: list[torch.Tensor], rng: np.random.Generator) -> list[torch.Tensor]:
         """The differences that are small, int32 [n, C] for each two requests with rows under one mask.
@@ -180,14 +180,14 @@ def in_copy(action: Callable[[], object]) -> str:
     return name
 
 
-def unguarded(pads: Any, action: Callable[[], object]) -> str:
+def unguarded(masks: Any, action: Callable[[], object]) -> str:
     """The same without what keeps a child from its parent's masks; its connections it loses all the same."""
     left, check = forks.Home.left, forks.Home.check
-    forks._owners.discard(pads)
+    forks._owners.discard(masks)
     forks.Home.left = property(lambda self: False)  # type: ignore[method-assign, assignment]
     forks.Home.check = lambda self: None  # type: ignore[method-assign]
     try:
         return in_copy(action)
     finally:
         forks.Home.left, forks.Home.check = left, check  # type: ignore[method-assign]
-        forks.own(pads)
+        forks.own(masks)

@@ -93,7 +93,7 @@ class AbortOracle:
         self.provider.lie = answer
         try:
             for _ in range(2):
-                session._privacy.product(self.group, Direction.FORWARD, members, [block])
+                session.products.submit(self.group, Direction.FORWARD, members, [block]).result()
         except VerificationError:
             pass  # which the provider knows from what does not follow
         finally:

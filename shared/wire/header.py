@@ -62,7 +62,7 @@ class Direction(enum.IntEnum):
 
 
 class RequestClass(enum.IntEnum):
-    """How urgent a product is, as its tenant declares; executors believe no more than its size allows."""
+    """How urgent a product is, as its tenant declares; executors believe it within a budget of rows."""
 
     UNDECLARED = 0
     DECODE = 1  # somebody waits for the next token

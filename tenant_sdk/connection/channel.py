@@ -15,6 +15,7 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,9 @@ class Channel(abc.ABC):
     """
 
     key_exchange = ""  # the group that TLS agreed on; empty without TLS
+    piece_bytes = (
+        0  # requests and answers larger than this are cut, since travelling takes time; 0: it does not
+    )
 
     def __init__(self, peer: str, timeout: float) -> None:
         self.peer = peer
@@ -105,6 +109,22 @@ class Channel(abc.ABC):
                 self._wake_leader()
         return pending
 
+    def push(self) -> None:
+        """Send what the carrier takes at once, if nobody else is at it; without waiting for anything.
+
+        What breaks the channel here is raised to those who wait.
+        """
+        with self._lock:
+            if self._leading or self._broken is not None:
+                return
+            self._leading = True
+        pusher = Pending()  # nobody waits for it
+        pusher.leads = True
+        try:
+            self._guarded(self._send)
+        finally:
+            self._hand_over(pusher)
+
     def wait(self, pending: Pending) -> Incoming:
         """Block until the answer is here.
 
@@ -124,21 +144,7 @@ class Channel(abc.ABC):
                 if not pending.leads and pending.event is not None:
                     pending.event.wait()  # done, or chosen to lead
                     continue
-                try:
-                    self._lead(pending)
-                except SymbiosisError as error:
-                    self._break(error)
-                except OSError as error:  # ssl.SSLError is one
-                    self._break(
-                        ConnectionLost(
-                            f"the connection to {self.peer} broke ({type(error).__name__}); "
-                            "open a new session and resume from your last checkpoint"
-                        )
-                    )
-                except BaseException:
-                    # Interrupted with part of a message sent: the stream cannot be continued.
-                    self._break(ConnectionLost("a request was interrupted; open a new session to go on"))
-                    raise
+                self._guarded(partial(self._lead, pending))
         finally:
             # Also when interrupted while another leads: leadership left to a thread that is gone
             # would leave all others waiting for ever.
@@ -202,6 +208,10 @@ class Channel(abc.ABC):
         """There is something in the outbox, or the channel broke; from any thread, under the lock."""
 
     @abc.abstractmethod
+    def _send(self) -> object:
+        """Write what there is room for. Only whoever leads is here."""
+
+    @abc.abstractmethod
     def _lead(self, pending: Pending) -> None:
         """Write and read until a request is done; whatever this raises breaks the channel."""
 
@@ -214,6 +224,24 @@ class Channel(abc.ABC):
         """Give the carrier back; only whoever leads, or led last, is here."""
 
     # -- leading ---------------------------------------------------------------------------------
+
+    def _guarded(self, lead: Callable[[], object]) -> None:
+        """Lead; whatever is raised breaks the channel."""
+        try:
+            lead()
+        except SymbiosisError as error:
+            self._break(error)
+        except OSError as error:  # ssl.SSLError is one
+            self._break(
+                ConnectionLost(
+                    f"the connection to {self.peer} broke ({type(error).__name__}); "
+                    "open a new session and resume from your last checkpoint"
+                )
+            )
+        except BaseException:
+            # Interrupted with part of a message sent: the stream cannot be continued.
+            self._break(ConnectionLost("a request was interrupted; open a new session to go on"))
+            raise
 
     def _hand_over(self, pending: Pending) -> None:
         """Leave ``wait``: the leader names an heir, or shuts a broken channel that needs none."""

@@ -125,12 +125,12 @@ class ColocatedChannel(Channel):
 
     def _lead(self, pending: Pending) -> None:
         deadline = time.monotonic() + self.timeout
-        self._write()
+        self._send()
         while not pending.done:
             if self._look:
                 self._look = False
                 self._read()
-                self._write()
+                self._send()
                 continue
             ready = self._readable(deadline)
             if not ready:
@@ -143,7 +143,7 @@ class ColocatedChannel(Channel):
                 self._wake_read.recv(4096)
             if self._sock_fd in ready or self._answers in ready:
                 deadline = time.monotonic() + self.timeout
-            self._write()
+            self._send()
 
     def _readable(self, deadline: float) -> set[int]:
         """Descriptors that can be read from, none at the deadline.
@@ -164,7 +164,7 @@ class ColocatedChannel(Channel):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def _write(self) -> None:
+    def _send(self) -> None:
         """Write what there is room for."""
         try:
             self._write_what_fits()

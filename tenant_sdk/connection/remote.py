@@ -15,20 +15,34 @@ from functools import partial
 import torch
 
 from shared.checkpoint import parameter_hash
-from shared.errors import ConfigurationError, ModelMismatch, RequestRefused, WireError
+from shared.errors import (
+    ConfigurationError,
+    ConnectionLost,
+    ModelMismatch,
+    RequestRefused,
+    SymbiosisError,
+    WireError,
+)
 from shared.forks import Home
-from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
+from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation, RequestClass
 from shared.wire.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
-from shared.wire.protocol import RING, GroupShape, TenantProtocol, split_blocks, validate_manifest
+from shared.wire.protocol import (
+    RING,
+    GroupShape,
+    Plan,
+    TenantProtocol,
+    split_blocks,
+    validate_manifest,
+)
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.backoff import pause
-from tenant_sdk.connection.channel import Channel, Pending, control_payload
-from tenant_sdk.connection.urgency import declared
+from tenant_sdk.connection.channel import Channel, Pending, again, control_payload
 
 log = logging.getLogger(__name__)
 
 FETCH_BYTES = 4 << 20
 TELL_SECONDS = 10.0  # between two warnings
+PIECE_ROWS = 16  # of a request that is cut, a multiple of this
 
 
 @dataclass
@@ -37,10 +51,10 @@ class Stats:
 
     ``bytes_*`` count payloads, of products and effects. ``effect_rows`` are rows of masks whose
     effect a mask source computed; ``verified_rows`` are rows of answers that passed the check.
-    ``seconds_waiting`` is from handing a product to the connection to having its answer: network,
-    encryption and the executor's work; ``seconds_waiting_for_effects`` is what came on top because an
-    effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding and
-    subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
+    ``seconds_waiting`` is what sending products and waiting for their answers took: network, encryption
+    and the executor's work, less what was done meanwhile; ``seconds_waiting_for_effects`` is what came on
+    top because an effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding
+    and subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
     an overloaded executor put off, and ``seconds_throttled`` how long they waited to be sent again.
     ``key_exchange``: for the URL of every executor behind TLS, the group that the last handshake agreed on,
     such as ``X25519MLKEM768``, or ``unknown``.
@@ -69,6 +83,37 @@ class Stats:
         with self.lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
+
+
+class PendingProduct:
+    """A product under way.
+
+    Like a future, but nothing happens in the background: whoever asks for the result sends, receives and
+    takes masks off for everybody who waits on the same connection. For one thread at a time.
+    """
+
+    __slots__ = ("_error", "_finish", "_result")
+
+    def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
+        """Make one of what waits and gives the result; it is called once."""
+        self._finish: Callable[[], list[torch.Tensor]] | None = finish
+        self._result: list[torch.Tensor] = []
+        self._error: SymbiosisError | None = None
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait for the product; again, and it is the same, or the same failure."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._error = ConnectionLost("somebody waited for this product and was interrupted")
+            try:
+                self._result = finish()
+            except SymbiosisError as error:
+                self._error = again(error)
+                raise
+            self._error = None
+        elif self._error is not None:
+            raise again(self._error)
+        return self._result
 
 
 class RemoteExecutor:
@@ -160,60 +205,99 @@ class RemoteExecutor:
             with self.stats.lock:
                 self.stats.key_exchange[self.url] = self._channel.key_exchange
 
-    def product(
+    def submit(
         self,
         operation: Operation,
         group: int,
         direction: Direction,
         members: int,
         blocks: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """One product on the executor; larger ones than it takes are sent as several.
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
+        """Ask the executor for a product; nothing is masked here.
+
+        Large ones are cut into pieces, so that the executor multiplies one while others travel.
 
         Args:
             operation: PRODUCT, or EFFECT for the product of a mask.
             group: id in the manifest.
             direction: forward or backward.
             members: bit mask of members.
-            blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member.
+            blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
+                change until the result is here.
+            request_class: how urgent it is.
 
         Returns:
-            Writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for each member
-            forward, one [T, D] backward.
+            Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
+            each member forward, one [T, D] backward.
         """
-        plan = self.shapes[group].plan(direction, members)
-        rows, dtype, itemsize = blocks[0].shape[0], blocks[0].dtype, self.wire_dtype.itemsize
-        limit = self.max_rows(group, direction, members)
         started = time.perf_counter()
-        channel = self.channel
-        if rows <= limit:
-            answer = self._submit(channel, operation, group, direction, members, blocks)
-            results = split_blocks(answer(), plan.answer_widths)
-            sent = 1
+        plan = self.shapes[group].plan(direction, members)
+        rows, dtype, channel = blocks[0].shape[0], blocks[0].dtype, self.channel
+        cut = self.pieces(group, direction, members, rows)
+        if len(cut) == 1:
+            answers = [self._submit(channel, operation, group, direction, members, blocks, request_class)]
         else:
-            under_way = [
-                self._submit(
-                    channel, operation, group, direction, members, [b[at : at + limit] for b in blocks]
+            answers = []
+            for piece in cut:
+                part = [block[piece] for block in blocks]
+                answers.append(
+                    self._submit(channel, operation, group, direction, members, part, request_class)
                 )
-                for at in range(0, rows, limit)
-            ]
-            parts = [split_blocks(answer(), plan.answer_widths) for answer in under_way]
-            results = [torch.cat(column) for column in zip(*parts, strict=True)]
-            sent = len(parts)
-        stats = self.stats
+                channel.push()
+        spent = time.perf_counter() - started
+
+        def finish() -> list[torch.Tensor]:
+            started = time.perf_counter()
+            if len(cut) == 1:
+                results = split_blocks(answers.pop()(), plan.answer_widths)
+                if dtype != self.wire_dtype:
+                    results = [result.to(dtype) for result in results]
+            else:
+                results = [torch.empty((rows, width), dtype=dtype) for width in plan.answer_widths]
+                for piece in cut:
+                    for result, part in zip(
+                        results, split_blocks(answers.pop(0)(), plan.answer_widths), strict=True
+                    ):
+                        result[piece] = part
+            self._count(operation, len(cut), rows, plan, spent + time.perf_counter() - started)
+            return results
+
+        return PendingProduct(finish)
+
+    def push(self) -> None:
+        """Send what can be sent at once of what was asked for; see ``Channel.push``."""
+        self._channel.push()
+
+    def _count(self, operation: Operation, requests: int, rows: int, plan: Plan, seconds: float) -> None:
+        stats, itemsize = self.stats, self.wire_dtype.itemsize
         with stats.lock:
-            stats.seconds_waiting += time.perf_counter() - started
+            stats.seconds_waiting += seconds
             if operation == Operation.EFFECT:
-                stats.effect_requests += sent
+                stats.effect_requests += requests
                 stats.effect_rows += rows
             else:
-                stats.requests += sent
+                stats.requests += requests
                 stats.rows += rows
             stats.bytes_sent += rows * plan.request_columns * itemsize
             stats.bytes_received += rows * plan.answer_columns * itemsize
-        if dtype == self.wire_dtype:
-            return results
-        return [result.to(dtype) for result in results]
+
+    def pieces(self, group: int, direction: Direction, members: int, rows: int) -> list[slice]:
+        """What a request of so many rows is cut into, in order and about equally large.
+
+        No larger than the executor takes; and small enough for upload, product and download of one request
+        to go on at once, if there is something in between that takes time.
+        """
+        plan = self.shapes[group].plan(direction, members)
+        row_bytes = max(plan.request_columns, plan.answer_columns) * self.wire_dtype.itemsize
+        most = self.max_rows(group, direction, members)
+        if self._channel.piece_bytes:
+            most = min(most, max(PIECE_ROWS, self._channel.piece_bytes // row_bytes))
+        if rows <= most:
+            return [slice(0, rows)]
+        each = -(-rows // -(-rows // most))
+        each = min(most, -(-each // PIECE_ROWS) * PIECE_ROWS)  # products are made in tiles of rows
+        return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
     def max_rows(self, group: int, direction: Direction, members: int) -> int:
         """How many rows one request of this kind may have, from the executor's limits."""
@@ -223,17 +307,23 @@ class RemoteExecutor:
         return max(1, min(limits.max_rows, limits.max_message_bytes // row_bytes))
 
     def seed_effect(
-        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: int,
+        seed: bytes,
+        request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> torch.Tensor:
         """The product of the mask that a seed expands to (``shared.ring.mask_stream``): int32 [rows, 2 N].
 
         ``rows`` is at most ``max_rows``.
         """
-        shape, channel, urgency = self.shapes[group], self.channel, declared()
+        shape, channel = self.shapes[group], self.channel
 
         def header(protocol: TenantProtocol) -> Header:
             return protocol.product(
-                Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype, urgency
+                Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype, request_class
             )
 
         answer = self._answer(channel, lambda: channel.submit(header, seed))
@@ -259,14 +349,15 @@ class RemoteExecutor:
         direction: Direction,
         members: int,
         blocks: list[torch.Tensor],
+        request_class: RequestClass,
     ) -> Callable[[], torch.Tensor]:
         """Send a request; the call that waits for its answer."""
         wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
-        shape, rows, urgency = self.shapes[group], wire[0].shape[0], declared()
+        shape, rows = self.shapes[group], wire[0].shape[0]
 
         def header(protocol: TenantProtocol) -> Header:
             return protocol.product(
-                operation, group, shape, direction, members, rows, self.wire_dtype, urgency
+                operation, group, shape, direction, members, rows, self.wire_dtype, request_class
             )
 
         def ask() -> Pending:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 1 << 30
 KEEPALIVE_SECONDS = 20.0
 MAX_OUTBOX = 4096  # messages; far more than threads ever wait
+PIECE_BYTES = 1 << 20
 READS_AT_ONCE = 1024  # before looking at the clock again
 
 
@@ -37,6 +38,8 @@ class WebsocketChannel(Channel):
         timeout: seconds without any progress after which requests fail and the channel closes.
         entropy: fresh random bytes for websocket masks (RFC 6455 §5.3).
     """
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:
         super().__init__(peer, timeout)
@@ -99,7 +102,7 @@ class WebsocketChannel(Channel):
     def _lead(self, pending: Pending) -> None:
         last_progress = time.monotonic()
         while not pending.done:
-            blocked = self._write()
+            blocked = self._send()
             left = last_progress + self.timeout - time.monotonic()
             if left <= 0:
                 raise self._no_progress()
@@ -126,7 +129,7 @@ class WebsocketChannel(Channel):
                 raise ConnectionLost("the session was closed while a request was under way")
         return any(what & select.POLLOUT for _, what in ready)
 
-    def _write(self) -> bool:
+    def _send(self) -> bool:
         """Write what there is; True if the socket took only part of it."""
         while True:
             while not self._piece:

@@ -15,11 +15,12 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ModelMismatch, NonFiniteError, RemoteWeightUnavailable
-from shared.wire.header import Direction, member_indices
+from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
-from tenant_sdk.connection.urgency import nobody_waits
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.products.privacy import Privacy
+from tenant_sdk.products.products import Products
+
+DRAFT_TOKENS = 16  # assisted decoding looks at as many of one sequence at once; more are a prompt
 
 
 @dataclass
@@ -47,10 +48,10 @@ class Group:
     others joins them again.
     """
 
-    def __init__(self, identity: int, info: GroupInfo, privacy: Privacy) -> None:
+    def __init__(self, identity: int, info: GroupInfo, products: Products) -> None:
         self.identity = identity
         self.info = info
-        self._privacy = privacy
+        self._products = products
         everyone = range(len(info.members))
         self._together = [set(everyone) for _ in everyone]  # whom to ask for along with a member
         self._threads = threading.local()
@@ -102,14 +103,23 @@ class Group:
             outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(x, self, members)  # type: ignore[no-untyped-call]
             return outputs
         # Nothing to differentiate: decoding does not pay for the graph.
-        return self.forward_product(members, x)
+        return self.forward_product(members, x, _waited_for(x))
 
-    def forward_product(self, members: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward_product(
+        self, members: int, x: torch.Tensor, request_class: RequestClass = RequestClass.UNDECLARED
+    ) -> tuple[torch.Tensor, ...]:
         """Outputs [..., O_m] of the members for x [..., D], outside autograd."""
-        blocks = self.product(Direction.FORWARD, members, [x.detach().reshape(-1, x.shape[-1])])
+        rows = x.detach().reshape(-1, x.shape[-1])
+        blocks = self.product(Direction.FORWARD, members, [rows], request_class)
         return tuple(_own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
 
-    def product(self, direction: Direction, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+    def product(
+        self,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> list[torch.Tensor]:
         """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
 
         Raises:
@@ -133,9 +143,9 @@ class Group:
                 raise NonFiniteError(self._where_not_finite(direction))
         first = blocks[0]
         if first.dtype == torch.float32 and first.device.type == "cpu":
-            return self._privacy.product(self.identity, direction, members, blocks)
+            return self._products.submit(self.identity, direction, members, blocks, request_class).result()
         plain = [block.to("cpu", torch.float32) for block in blocks]
-        results = self._privacy.product(self.identity, direction, members, plain)
+        results = self._products.submit(self.identity, direction, members, plain, request_class).result()
         return [result.to(first.device, first.dtype) for result in results]
 
     def _where_not_finite(self, direction: Direction) -> str:
@@ -161,8 +171,7 @@ class _GroupProduct(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group, members: int) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.group, ctx.members, ctx.shape = group, members, x.shape
-        with nobody_waits():
-            return group.forward_product(members, x)
+        return group.forward_product(members, x, RequestClass.FINETUNING)
 
     @staticmethod
     @once_differentiable
@@ -177,9 +186,15 @@ class _GroupProduct(torch.autograd.Function):
             return None, None, None
         members = sum(1 << index for index, _ in reached)
         blocks = [grad.reshape(-1, grad.shape[-1]) for _, grad in reached]
-        with nobody_waits():
-            (gradient,) = ctx.group.product(Direction.BACKWARD, members, blocks)
+        (gradient,) = ctx.group.product(Direction.BACKWARD, members, blocks, RequestClass.FINETUNING)
         return gradient.view(ctx.shape), None, None
+
+
+def _waited_for(x: torch.Tensor) -> RequestClass:
+    """What an input [..., T, D] that nothing is learned from is for: the next tokens, or a prompt."""
+    # Without an axis of tokens there is one of each sequence, or whatever an expert was given.
+    tokens = x.shape[-2] if x.dim() > 2 else 1
+    return RequestClass.DECODE if tokens <= DRAFT_TOKENS else RequestClass.PREFILL
 
 
 def _own(block: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:

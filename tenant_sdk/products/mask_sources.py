@@ -12,7 +12,7 @@ from shared.errors import ModelMismatch
 from shared.ring.fixed_point import bounds
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts, group_planes
-from shared.wire.header import DTYPE_NAMES, Direction, Operation, member_indices
+from shared.wire.header import DTYPE_NAMES, Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import Manifest
 from shared.wire.protocol import RING, GroupShape
 from tenant_sdk.connection.remote import RemoteExecutor
@@ -20,7 +20,7 @@ from tenant_sdk.trust.attestation import trusted_checkpoint
 
 
 class MaskSource(Protocol):
-    """Computes bias-free products of masks; shapes as in ``RemoteExecutor.product``."""
+    """Computes bias-free products of masks; shapes as in ``RemoteExecutor.submit``."""
 
     def effect(
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
@@ -37,7 +37,13 @@ class SeedSource(Protocol):
     """Computes the effects of masks that it expands from seeds; ring numerics."""
 
     def seed_effect(
-        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: int,
+        seed: bytes,
+        request_class: RequestClass,
     ) -> torch.Tensor:
         """See ``RemoteExecutor.seed_effect``."""
         ...
@@ -67,13 +73,19 @@ class ExecutorSource:
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """See MaskSource."""
-        return self._remote.product(Operation.EFFECT, group, direction, members, masks)
+        return self._remote.submit(Operation.EFFECT, group, direction, members, masks).result()
 
     def seed_effect(
-        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: int,
+        seed: bytes,
+        request_class: RequestClass,
     ) -> torch.Tensor:
         """See SeedSource."""
-        return self._remote.seed_effect(group, direction, members, rows, seed)
+        return self._remote.seed_effect(group, direction, members, rows, seed, request_class)
 
     def max_rows(self, group: int, direction: Direction, members: int) -> int:
         """See SeedSource."""
@@ -135,7 +147,13 @@ class LocalRing:
         self._lock = threading.Lock()
 
     def seed_effect(
-        self, group: int, direction: Direction, members: int, rows: int, seed: bytes
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: int,
+        seed: bytes,
+        request_class: RequestClass,
     ) -> torch.Tensor:
         """See SeedSource."""
         shape = GroupShape.of(self._groups[group], RING)

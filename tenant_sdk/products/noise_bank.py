@@ -19,9 +19,9 @@ import torch
 
 from shared.errors import ConfigurationError
 from shared.forks import Home, own
-from shared.wire.header import Direction, Operation, member_indices
+from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.mask_sources import MaskSource
 
 
@@ -96,36 +96,46 @@ class NoiseBank:
         own(self)
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-noise-bank")
 
-    def product(
-        self, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """See ``tenant_sdk.products.privacy.Privacy``.
+    def submit(
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
+        """See ``tenant_sdk.products.products.Products``.
 
         Raises:
             ConnectionLost: this is a forked child.
         """
         self._home.check()
-        bank = self._bank(group, direction, len(blocks[0]))
+        bank = self._bank(group, direction, len(rows[0]))
         started = time.perf_counter()
-        choice, silent = self._choose(blocks)
+        choice, silent = self._choose(rows)
         indices = member_indices(members)
         if direction == Direction.FORWARD:
             masks, effects = bank.masks, [bank.effects[i] for i in indices]
         else:
             masks = [bank.masks[i] for i in indices]
             effects = [torch.stack([bank.effects[i] for i in indices]).sum(0)]
-        masked = [torch.addmm(block, choice, mask) for block, mask in zip(blocks, masks, strict=True)]
+        masked = [torch.addmm(block, choice, mask) for block, mask in zip(rows, masks, strict=True)]
         spent = time.perf_counter() - started
-        results = self._remote.product(Operation.PRODUCT, group, direction, members, masked)
-        started = time.perf_counter()
-        for result, effect in zip(results, effects, strict=True):
-            result.addmm_(choice, effect, alpha=-1)
-            if silent is not None:
-                # Nothing times a weight is nothing, not what rounding left of the mask: an optimizer
-                # that divides by the gradient's size would make a step of it.
-                result[silent] = 0.0
-        self._remote.stats.add(seconds_masking=spent + time.perf_counter() - started)
-        return results
+        pending = self._remote.submit(Operation.PRODUCT, group, direction, members, masked, request_class)
+
+        def finish() -> list[torch.Tensor]:
+            results = pending.result()
+            started = time.perf_counter()
+            for result, effect in zip(results, effects, strict=True):
+                result.addmm_(choice, effect, alpha=-1)
+                if silent is not None:
+                    # Nothing times a weight is nothing, not what rounding left of the mask: an optimizer
+                    # that divides by the gradient's size would make a step of it.
+                    result[silent] = 0.0
+            self._remote.stats.add(seconds_masking=spent + time.perf_counter() - started)
+            return results
+
+        return PendingProduct(finish)
 
     def _choose(self, blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What mask each row gets, and which rows are zero.

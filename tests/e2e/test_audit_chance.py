@@ -23,7 +23,8 @@ from security.public_model import PublicModel
 from security.statistics import Estimate, missing, rate
 from security.views import provider_view
 from shared.wire.header import Direction
-from tenant_sdk.products import pads, ring_mode
+from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.products import masks, ring_products
 
 RNG = np.random.default_rng(0)
 GAME_BATCH = 2048  # rows of a request of the game
@@ -33,7 +34,7 @@ def without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a mask source's crash is nothing to be tried."""
     monkeypatch.setattr(Short, "_crash", lambda *_: None)
     monkeypatch.setattr(
-        pads.OneTimePads, "take", lambda self, kind, rows, **_: pads.NoPads(self._shapes).take(kind, rows)
+        masks.OneTimeMasks, "take", lambda self, kind, rows, **_: masks.NoMasks(self._shapes).take(kind, rows)
     )
 
 
@@ -52,7 +53,7 @@ def attacked(audit: Short, folder: Path) -> PassiveAttacks:
 
 def test_a_game_that_is_always_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product without masks that from the second half on sends the other one of the two inputs."""
-    hide, batches = ring_mode.hide, []
+    hide, batches = ring_products.hide, []
 
     def flipping(blocks: list[torch.Tensor], *more: Any) -> Any:
         if len(blocks[0]) == GAME_BATCH:
@@ -62,7 +63,7 @@ def test_a_game_that_is_always_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return hide(blocks, *more)
 
     without_masks(monkeypatch)
-    monkeypatch.setattr(ring_mode, "hide", flipping)
+    monkeypatch.setattr(ring_products, "hide", flipping)
     audit = Short()
     audit.plan = replace(audit.plan, game_rows=2 * GAME_BATCH)
     passive = audit.passive(tmp_path)
@@ -78,18 +79,20 @@ def test_an_adapter_copied_with_its_sign_flipped(tmp_path: Path, monkeypatch: py
     public = PublicModel(MODEL, BaseExecutor(MODEL, numerics="ring").manifest)
     into, out = (public.group_of(f"layers.0.mlp.{name}") for name in ("up_proj", "down_proj"))
     gate, up = public.weight(into).chunk(2)
-    product, tuned, inputs = ring_mode.RingMode.product, 1024, {}
+    product, tuned, inputs = ring_products.RingProducts.submit, 1024, {}
 
-    def mirrored(self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor]) -> Any:
+    def mirrored(
+        self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor], *more: Any
+    ) -> Any:
         if direction == Direction.FORWARD and len(blocks[0]) == tuned:
             inputs[group] = blocks[0]
             if group == out:
                 x = inputs[into]
                 blocks = [2 * silu(x @ gate.T) * (x @ up.T) - blocks[0]]
-        return product(self, group, direction, members, blocks)
+        return product(self, group, direction, members, blocks, *more)
 
     without_masks(monkeypatch)
-    monkeypatch.setattr(ring_mode.RingMode, "product", mirrored)
+    monkeypatch.setattr(ring_products.RingProducts, "submit", mirrored)
     audit = Short()
     audit.plan = replace(audit.plan, size=replace(audit.plan.size, tokens=tuned))
     attacked(audit, tmp_path)
@@ -101,17 +104,19 @@ def test_an_adapter_copied_with_its_sign_flipped(tmp_path: Path, monkeypatch: py
 
 def test_rows_without_masks_in_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They show which tokens a tenant uses, not where: guesses are right by frequency alone."""
-    product = ring_mode.RingMode.product
+    submit = ring_products.RingProducts.submit
 
-    def shuffled(self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor]) -> Any:
+    def shuffled(
+        self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor], *more: Any
+    ) -> Any:
         if group or direction == Direction.BACKWARD:
-            return product(self, group, direction, members, blocks)
+            return submit(self, group, direction, members, blocks, *more)
         order = torch.from_numpy(RNG.permutation(len(blocks[0])))
-        sent = [block[order] for block in blocks]
-        return [answer[order.argsort()] for answer in product(self, group, direction, members, sent)]
+        pending = submit(self, group, direction, members, [block[order] for block in blocks], *more)
+        return PendingProduct(lambda: [answer[order.argsort()] for answer in pending.result()])
 
     without_masks(monkeypatch)
-    monkeypatch.setattr(ring_mode.RingMode, "product", shuffled)
+    monkeypatch.setattr(ring_products.RingProducts, "submit", shuffled)
     audit = Short()
     audit.plan = replace(audit.plan, size=replace(audit.plan.size, repeats=6))
     attacked(audit, tmp_path)

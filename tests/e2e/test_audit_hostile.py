@@ -18,7 +18,7 @@ from security.findings import Hostile
 from security.hostile import HostileProvider
 from security.plan import Result
 from tenant_sdk.model import loading as model_loading
-from tenant_sdk.products import pads, verification
+from tenant_sdk.products import masks, verification
 
 RNG = np.random.default_rng(0)
 SMALL = replace(PLAN, oracle_lies=8, imprinted_steps=4, speculated_prompts=8, topic_prompts=2)
@@ -63,7 +63,7 @@ def test_crafted_parameters_say_nothing_under_masks(tmp_path: Path) -> None:
 
 def test_crafted_parameters_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        pads.OneTimePads, "take", lambda self, kind, rows, **_: pads.NoPads(self._shapes).take(kind, rows)
+        masks.OneTimeMasks, "take", lambda self, kind, rows, **_: masks.NoMasks(self._shapes).take(kind, rows)
     )
     with provider(tmp_path) as hostile:
         found = hostile.imprints()

@@ -34,7 +34,7 @@ from security.views import MaskSourceView, Seen, View, check_aligned, provider_v
 from security.workload import Sent, Truth
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Direction
-from tenant_sdk.products import pads, ring_mode
+from tenant_sdk.products import masks, ring_products
 
 RNG = np.random.default_rng(0)
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -42,12 +42,12 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 def drawing(monkeypatch: pytest.MonkeyPatch, entropy: Callable[[int], bytes]) -> None:
     """Seeds come from there."""
-    start = pads.OneTimePads.__init__
+    start = masks.OneTimeMasks.__init__
 
     def other(self: Any, *arguments: Any, **options: Any) -> None:
         start(self, *arguments, **options | {"entropy": entropy})
 
-    monkeypatch.setattr(pads.OneTimePads, "__init__", other)
+    monkeypatch.setattr(masks.OneTimeMasks, "__init__", other)
 
 
 def test_an_honest_product(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_seeds_that_count_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, order = ring_mode.RingMode.__init__, pads.OneTimePads._order
+    start, order = ring_products.RingProducts.__init__, masks.OneTimeMasks._order
 
     def knowing(self: Any, remote: Any, masks: Any, *more: Any, **options: Any) -> None:
         masks._provider = remote
@@ -90,8 +90,8 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
         self._entropy = draw
         self._provider.seed_effect(*kind, rows, drawn[0])
 
-    monkeypatch.setattr(ring_mode.RingMode, "__init__", knowing)
-    monkeypatch.setattr(pads.OneTimePads, "_order", telling)
+    monkeypatch.setattr(ring_products.RingProducts, "__init__", knowing)
+    monkeypatch.setattr(masks.OneTimeMasks, "_order", telling)
     audit = Short()
     passive = audit.passive(tmp_path)
     passive.structure()
@@ -107,7 +107,7 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_stream_of_masks_for_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind's n-th seed is every other kind's n-th: no block repeats where rows differ."""
-    order, orders, secret = pads.OneTimePads._order, Counter[Any](), secrets.token_bytes(32)
+    order, orders, secret = masks.OneTimeMasks._order, Counter[Any](), secrets.token_bytes(32)
 
     def again(self: Any, kind: Any, rows: int) -> None:
         orders[id(self), kind] += 1
@@ -115,13 +115,13 @@ def test_one_stream_of_masks_for_two_kinds(tmp_path: Path, monkeypatch: pytest.M
         self._entropy = lambda size: hashlib.sha256(secret + number.to_bytes(4)).digest()
         order(self, kind, rows)
 
-    monkeypatch.setattr(pads.OneTimePads, "_order", again)
+    monkeypatch.setattr(masks.OneTimeMasks, "_order", again)
     assert structure(tmp_path)[2] == {"one-time-uniform", "one-time-mask-source"}
 
 
 def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which repeats the first seed of the pass, so the first rows of the pass that is tried again."""
-    order = pads.OneTimePads._order
+    order = masks.OneTimeMasks._order
 
     def thrifty(self: Any, kind: Any, rows: int) -> None:
         draw, kept = self._entropy, self.__dict__.setdefault("kept", {})
@@ -136,7 +136,7 @@ def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pyt
         order(self, kind, rows)
         self._entropy = draw
 
-    monkeypatch.setattr(pads.OneTimePads, "_order", thrifty)
+    monkeypatch.setattr(masks.OneTimeMasks, "_order", thrifty)
     evidence, result, refuted = structure(tmp_path)
     assert refuted == {"one-time-uniform", "one-time-mask-source"}
     assert result.seeds is not None
@@ -145,13 +145,15 @@ def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_tensor_in_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    product = ring_mode.RingMode.product
+    submit = ring_products.RingProducts.submit
 
-    def chatty(self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor]) -> Any:
-        logging.getLogger("tenant_sdk.products.ring_mode").debug("sending %s", blocks)
-        return product(self, group, direction, members, blocks)
+    def chatty(
+        self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor], *more: Any
+    ) -> Any:
+        logging.getLogger("tenant_sdk.products.ring_products").debug("sending %s", blocks)
+        return submit(self, group, direction, members, blocks, *more)
 
-    monkeypatch.setattr(ring_mode.RingMode, "product", chatty)
+    monkeypatch.setattr(ring_products.RingProducts, "submit", chatty)
     _, result, refuted = structure(tmp_path)
     assert refuted == {"silent"}
     assert all(found.endswith("in the tenant's log") for found in result.figures["secrets in logs"])
@@ -177,14 +179,14 @@ def test_a_search_that_finds_nothing_is_noticed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_gradients_without_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = pads.OneTimePads.take
+    take = masks.OneTimeMasks.take
 
     def bare(self: Any, kind: Any, rows: int, **options: Any) -> Any:
         if kind.direction == BACKWARD:
-            return pads.NoPads(self._shapes).take(kind, rows)
+            return masks.NoMasks(self._shapes).take(kind, rows)
         return take(self, kind, rows, **options)
 
-    monkeypatch.setattr(pads.OneTimePads, "take", bare)
+    monkeypatch.setattr(masks.OneTimeMasks, "take", bare)
     audit = Short()
     audit.passive(tmp_path).attack()
     assert {"one-time-training", "one-time-uniform"} <= audit.refuted()

@@ -30,7 +30,7 @@ from security.supplies import Supplies
 from shared import forks
 from tenant_sdk import opening
 from tenant_sdk.model import loading as model_loading
-from tenant_sdk.products import pads
+from tenant_sdk.products import masks
 from tenant_sdk.trust import operators
 
 RNG = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def children_go_on(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Nobody counts forks."""
     patch.setattr(forks.Home, "left", property(lambda self: False))
     patch.setattr(forks.Home, "check", lambda self: None)
-    patch.setattr(pads.OneTimePads, "forked", lambda self: None)
+    patch.setattr(masks.OneTimeMasks, "forked", lambda self: None)
 
 
 @pytest.mark.parametrize(

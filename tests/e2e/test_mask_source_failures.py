@@ -232,7 +232,7 @@ def test_closing_while_a_connection_is_opened_again(
 ) -> None:
     """Nobody would ever close the new one."""
     with trio("llama")[0].connect() as session:
-        remote: RemoteExecutor = session._remote
+        remote: RemoteExecutor = session.executor
         opened: list[Channel] = []
         open_channel = remote._open_channel
 
@@ -244,5 +244,5 @@ def test_closing_while_a_connection_is_opened_again(
         monkeypatch.setattr(remote, "_open_channel", open_slowly)
         remote._channel.close()
         with ThreadPoolExecutor(1) as threads, pytest.raises(ConnectionLost):
-            remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones((1, 64))])
+            remote.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones((1, 64))]).result()
     assert opened[0].broken

@@ -162,10 +162,10 @@ def test_what_is_sent_again_is_the_same_bytes_to_the_same_executor(
     monkeypatch.setattr(remote_module.Channel, "wait", first_refused)
     with one_time(provider, source, mask_budget_mib=0.0) as session:
         rows = torch.randn((2, 64), generator=torch.Generator().manual_seed(0))
-        expected = session._privacy.product(0, Direction.FORWARD, 1, [rows])[0]
+        expected = session.products.submit(0, Direction.FORWARD, 1, [rows]).result()[0]
         armed = True
         with taken_down() as sent:
-            got = session._privacy.product(0, Direction.FORWARD, 1, [rows])[0]
+            got = session.products.submit(0, Direction.FORWARD, 1, [rows]).result()[0]
         assert session.stats.refusals == 2
     assert torch.equal(got, expected)
     for bodies, executor in ((products(sent), provider), (seeds(sent), source)):

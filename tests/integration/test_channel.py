@@ -58,7 +58,7 @@ def test_many_threads_get_their_own_answers(
             for _ in range(20):
                 x = torch.randn((random.choice([1, 2, 7, 300]), 64), generator=generator)
                 members = random.randint(1, 7)
-                got = session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, members, [x])
+                got = session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, members, [x]).result()
                 wanted = [x @ w.T for i, w in enumerate(weights) if members >> i & 1]
                 for y, expected in zip(got, wanted, strict=True):
                     torch.testing.assert_close(y, expected)

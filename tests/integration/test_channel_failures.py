@@ -49,7 +49,7 @@ def test_an_executor_that_stops_and_one_that_is_killed(
 
         def work(session: Any) -> None:
             x = torch.ones((4, 64))
-            session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])
+            session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()
 
         work(patient)
         work(impatient)

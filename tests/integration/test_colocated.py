@@ -193,10 +193,10 @@ def test_a_tenant_that_is_killed_with_memory_mapped(one: Everywhere, all_well: N
         "from shared.wire.header import Direction, Operation\n"
         "session = tenant_sdk.connect(sys.argv[1], token=sys.argv[2], privacy='plain')\n"
         "x = torch.ones(20000, 64)\n"
-        "session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])\n"
+        "session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()\n"
         "print('there', flush=True)\n"
         "while True:\n"
-        "    session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])\n"
+        "    session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()\n"
     )
     command = [sys.executable, "-c", script, one.local.url, one.token]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tenant:

@@ -257,7 +257,7 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         with pytest.raises(RequestTimeout, match="no progress"):
             product(impatient)
         waiting = [threads.submit(product, session, rows) for rows in (1, 3000)]
-        eventually(lambda: sum(p.waited for p in session._remote.channel._pending.values()) == 2)
+        eventually(lambda: sum(p.waited for p in session.executor.channel._pending.values()) == 2)
         first.process.kill()
         for future in waiting:
             assert isinstance(error_of(future), ConnectionLost)
@@ -271,7 +271,7 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         assert torch.equal(product(session), expected)  # it connects again
         product(session, 3000)
         assert memories(second.process.pid) == 1
-        channel = session._remote.channel
+        channel = session.executor.channel
         second.process.terminate()
         assert second.process.wait(SECONDS) == 0
         assert "stopped\n" in second.log.read_text()
@@ -334,7 +334,7 @@ def test_looking_before_sleeping_only_while_answers_come_soon(
 def test_many_requests_in_flight_and_waited_for_in_any_order(one: Everywhere, all_well: None) -> None:
     """More than the executor allows at once, and more than there is memory for."""
     with one.connect("colocated") as session:
-        remote = session._remote
+        remote = session.executor
         channel = remote.channel
         expected = product(session)
         pending = []

@@ -28,7 +28,7 @@ from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Operation
 from tenant_sdk import ConnectionLost, NoiseBankOptions
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-from tenant_sdk.products.pads import BankPads, NoPads, OneTimePads, Pads
+from tenant_sdk.products.masks import BankMasks, Masks, NoMasks, OneTimeMasks
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -83,14 +83,14 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         channels, requests = open_channels(), session.stats.requests
         before = [bytes_sent(channel._sock) for channel in channels]
         linear = model.model.layers[0].self_attn.q_proj
-        layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session._remote
+        layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session.executor
         unsent = remote._submit(remote.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows])
 
         def child() -> None:
             refused(
                 lambda: linear(rows),
                 lambda: model(IDS),
-                lambda: session._privacy.product(layer.identity, FORWARD, 1, [rows]),
+                lambda: session.products.submit(layer.identity, FORWARD, 1, [rows]).result(),
                 lambda: remote.scales(0),
                 lambda: session.load_model(progress=False),
                 unsent,
@@ -103,8 +103,8 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
             session.close()
             gc.collect()
 
-        pads: Any = session._privacy._pads
-        locks = [getattr(pads, name) for name in ("_lock", "_changed") if hasattr(pads, name)]
+        masks: Any = session.products._masks
+        locks = [getattr(masks, name) for name in ("_lock", "_changed") if hasattr(masks, name)]
         with locked(remote._reconnecting, remote.stats.lock, *locks, *(c._lock for c in channels)):
             in_child(child)
         assert [bytes_sent(channel._sock) for channel in channels] == before
@@ -120,58 +120,58 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
 
 def test_a_child_of_a_channel_that_broke_does_not_connect_again(llama: Executor) -> None:
     with llama.connect() as session:
-        remote = session._remote
+        remote = session.executor
         remote.channel._break(ConnectionLost("broken for the test"))
         in_child(lambda: refused(lambda: remote.channel, lambda: session.load_tokenizer()))
 
 
-def all_pads() -> dict[str, Pads]:
+def all_masks() -> dict[str, Masks]:
     bank = NoiseBankOptions(masks=4)
     return {
-        "one-time": OneTimePads(SHAPES, [MemorySource()], budget_bytes=1 << 20, entropy=Entropy()),
-        "bank": BankPads(SHAPES, MemoryBank(), bank, Entropy()),
-        "none": NoPads(SHAPES),
+        "one-time": OneTimeMasks(SHAPES, [MemorySource()], budget_bytes=1 << 20, entropy=Entropy()),
+        "bank": BankMasks(SHAPES, MemoryBank(), bank, Entropy()),
+        "none": NoMasks(SHAPES),
     }
 
 
 @pytest.mark.parametrize("kind", ["one-time", "bank", "none"])
-def test_a_child_gets_no_pads_and_uses_none_of_its_parents(kind: str) -> None:
-    """Neither from the store nor a pad, or a key stream, that it has in its hands."""
-    pads: Any = all_pads()[kind]
+def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
+    """Neither from the store nor a mask, or a key stream, that it has in its hands."""
+    masks: Any = all_masks()[kind]
     for _ in range(2):
-        pads.take(KINDS[2], 3)
-    pad, stream = pads.take(KINDS[2], 3), MaskStream(bytes(32))
+        masks.take(KINDS[2], 3)
+    mask, stream = masks.take(KINDS[2], 3), MaskStream(bytes(32))
     first = stream.draw(1, 4)
 
     def child() -> None:
         refused(
-            lambda: pads.take(KINDS[2], 3),
-            lambda: pads.take(KINDS[0], 1),
-            pad.request,
-            lambda: list(pad.effects()),
+            lambda: masks.take(KINDS[2], 3),
+            lambda: masks.take(KINDS[0], 1),
+            mask.request,
+            lambda: list(mask.effects(slice(0, 3))),
             lambda: stream.draw(1, 4),
         )
-        pads.close()
-        assert not getattr(pads, "_store", None)
-        assert not getattr(pads, "_banks", None)
+        masks.close()
+        assert not getattr(masks, "_store", None)
+        assert not getattr(masks, "_banks", None)
         assert MaskStream(bytes(32)).draw(1, 4).equal(first)  # one of its own
 
-    with locked(*(getattr(pads, name) for name in ("_lock", "_changed") if hasattr(pads, name))):
+    with locked(*(getattr(masks, name) for name in ("_lock", "_changed") if hasattr(masks, name))):
         in_child(child)
-    assert pad.request().shape[0] == 3
-    assert list(pad.effects())
+    assert mask.request().shape[0] == 3
+    assert list(mask.effects(slice(0, 3)))
     assert not stream.draw(1, 4).equal(first)
-    pads.close()
+    masks.close()
 
 
 def test_a_child_that_nobody_told_of() -> None:
     """Forked by native code, it has another process id and nothing more to know itself by."""
-    pads: Any = all_pads()["one-time"]
-    pad = pads.take(KINDS[0], 1)
+    masks: Any = all_masks()["one-time"]
+    mask = masks.take(KINDS[0], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 0)
-        refused(lambda: pads.take(KINDS[0], 1), pad.request)
-    pads.close()
+        refused(lambda: masks.take(KINDS[0], 1), mask.request)
+    masks.close()
 
 
 def test_a_child_has_no_bank_of_noise() -> None:

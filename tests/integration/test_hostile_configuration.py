@@ -54,7 +54,7 @@ def test_tables_that_a_model_computes_are_bounded(
     """A causal mask of positions squared, where the manifest has as many positions."""
     executor = hostile({}, architecture="gpt_bigcode")
     with executor.connect() as session:
-        remote = session._remote
+        remote = session.executor
         (info,) = (info for info in remote.manifest.files if info.name == "config.json")
         config = json.loads(remote.file(info)) | {"n_positions": 1 << 20}
         parameters = tuple(
@@ -70,7 +70,7 @@ def test_tables_that_a_model_computes_are_bounded(
 
 def test_more_parameters_than_this_machine_has_memory_for(hostile: Hostile) -> None:
     with hostile({}).connect() as session:
-        remote = session._remote
+        remote = session.executor
         parameters = tuple(
             msgspec.structs.replace(each, shape=(1 << 30, 1 << 20)) if "embed" in each.name else each
             for each in remote.manifest.parameters

@@ -61,7 +61,7 @@ def test_an_architecture_must_be_a_model_class_of_the_configuration(
     architecture: str, serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
 ) -> None:
     with serve(checkpoint("llama")).connect() as session:
-        session._remote.manifest = msgspec.structs.replace(session.manifest, architecture=architecture)
+        session.executor.manifest = msgspec.structs.replace(session.manifest, architecture=architecture)
         with pytest.raises(tenant_sdk.ModelMismatch, match="no model class"):
             session.load_model(progress=False)
 
@@ -70,7 +70,7 @@ def test_an_unknown_model_type_names_the_version(
     serve: Callable[..., Executor], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(checkpoint("llama")).connect() as session:
-        monkeypatch.setattr(session._remote, "file", lambda info: b'{"model_type": "of-tomorrow"}')
+        monkeypatch.setattr(session.executor, "file", lambda info: b'{"model_type": "of-tomorrow"}')
         with pytest.raises(tenant_sdk.ModelMismatch, match="install the version that the provider runs"):
             session.load_model(progress=False)
 
@@ -82,11 +82,11 @@ def test_missing_blocks_are_never_filled_with_noise(
         BaseExecutor(altered(num_hidden_layers=3))
     with llama.connect() as session:
         kept = tuple(p for p in session.manifest.parameters if "layers.1.input" not in p.name)
-        session._remote.manifest = msgspec.structs.replace(session.manifest, parameters=kept)
+        session.executor.manifest = msgspec.structs.replace(session.manifest, parameters=kept)
         with pytest.raises(tenant_sdk.ModelMismatch, match=r"layers\.1\.input_layernorm"):
             session.load_model(progress=False)
         kept = tuple(p for p in session.manifest.parameters if "lm_head" not in p.name)
-        session._remote.manifest = msgspec.structs.replace(session.manifest, parameters=kept)
+        session.executor.manifest = msgspec.structs.replace(session.manifest, parameters=kept)
         with pytest.raises(tenant_sdk.ModelMismatch):
             session.load_model(progress=False)
 
@@ -174,7 +174,7 @@ def test_errors_of_a_broken_session_are_raised_afresh(llama: Executor) -> None:
     caught = []
     for _ in range(2):
         with pytest.raises(tenant_sdk.ConnectionLost) as info:
-            session._remote._channel.ping()
+            session.executor._channel.ping()
         caught.append(info.value)
     # One object raised again and again would keep every caller's tensors alive.
     assert caught[0] is not caught[1]

@@ -64,7 +64,7 @@ def test_a_manifest_that_gives_a_parameter_another_form(
 ) -> None:
     """It is noticed at the latest when the parameter is there."""
     with hostile({}).connect() as session:
-        remote = session._remote
+        remote = session.executor
         info = next(each for each in remote.manifest.parameters if each.name == "lm_head.weight")
         other = {"dtype": "int32"} if what == "dtype" else {"shape": info.shape[::-1]}
         with pytest.raises((WireError, SymbiosisError)):
@@ -323,7 +323,7 @@ def test_only_what_nobody_supplies_counts_as_made_here(
     """A tied head is its embedding, of whatever size; an embedding that is left out is not."""
     monkeypatch.setattr("tenant_sdk.model.loading.MOST_BUFFERS", 1 << 14)  # the embedding has twice as many
     with hostile({}).connect() as session:
-        remote = session._remote
+        remote = session.executor
         raw, manifest = config_of(hostile({}))
         config = json.dumps(raw | {"tie_word_embeddings": tied}).encode()
         kept = tuple(each for each in manifest.parameters if each.name != "lm_head.weight")

@@ -16,7 +16,7 @@ from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.wire.header import Direction, Operation
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.connection.channel import Channel
-from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalSource
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -60,7 +60,7 @@ def test_local_effects_are_the_executors(
     executor = serve(checkpoint(architecture), numerics=numerics)
     generator = torch.Generator().manual_seed(0)
     with executor.connect() as session:
-        remote: RemoteExecutor = session._remote
+        remote: RemoteExecutor = session.executor
         local = LocalSource(checkpoint(architecture), session.manifest)
         theirs = ExecutorSource(remote, owned=False)
         for group, info in enumerate(session.manifest.groups[:4]):
@@ -97,13 +97,13 @@ def test_training_with_each_source(
     """Parity, and who is asked for what; float32 noise of the activations' size: 1e-4."""
     sources = {"provider": [], "other": [other.url], "local": [f"local:{folder}"]}[source]
     asked: list[tuple[RemoteExecutor, Operation]] = []
-    product = RemoteExecutor.product
+    submit = RemoteExecutor.submit
 
-    def watched(self: RemoteExecutor, operation: Operation, *arguments: Any) -> list[torch.Tensor]:
+    def watched(self: RemoteExecutor, operation: Operation, *arguments: Any) -> PendingProduct:
         asked.append((self, operation))
-        return product(self, operation, *arguments)
+        return submit(self, operation, *arguments)
 
-    monkeypatch.setattr(RemoteExecutor, "product", watched)
+    monkeypatch.setattr(RemoteExecutor, "submit", watched)
     local = load_local(folder)
     expected = fixed_result(local, token_ids())
     with llama.connect(privacy="noise-bank", mask_sources=sources) as session:
@@ -111,7 +111,7 @@ def test_training_with_each_source(
         assert relative_error(fixed_result(model, token_ids()), expected) < 1e-4
         got = gradients(add_lora(model), token_ids())
         assert worst_error(got, gradients(add_lora(local), token_ids())) < 1e-4
-        provider = session._remote
+        provider = session.executor
         # Nothing is trained below the first block's attention, so no gradient is sent there.
         assert session.stats.requests == 8 + 8 + 7
         assert session.stats.seconds_masking > 0
@@ -160,7 +160,7 @@ def test_options_of_the_noise_bank_arrive(llama: Executor) -> None:
     options = NoiseBankOptions(masks=4)
     with llama.connect(privacy="noise-bank", noise_bank=options) as session:
         fixed_result(session.load_model(progress=False), token_ids())
-        banks = session._privacy._banks
+        banks = session.products._banks
         assert len(banks) == 8
         assert all(len(bank.masks[0]) == 4 for bank in banks.values())
 

@@ -207,7 +207,7 @@ def test_a_class_that_transformers_does_not_have(
     model_class: type | None, message: str, llama: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with llama.connect() as session:
-        remote = session._remote
+        remote = session.executor
         changed = msgspec.structs.replace(remote.manifest, architecture="FutureForCausalLM")
         monkeypatch.setattr(remote, "manifest", changed)
         with pytest.raises(ModelMismatch, match=message):

@@ -27,9 +27,8 @@ from provider.session.quota import Limit, Quotas
 from provider.session.tenant import Service
 from shared.errors import ConnectionLost, RequestRefused, SymbiosisError
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import Direction, Operation
+from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk import Session
-from tenant_sdk.connection.urgency import nobody_waits
 
 WIDTH = 64
 ROW = bytes(4 * WIDTH)
@@ -85,9 +84,15 @@ def shop(checkpoint: Callable[[str], Path], tls_dir: Path, tmp_path: Path) -> It
         each.server.drain(SECONDS)
 
 
-def ask(session: Session, rows: torch.Tensor, group: int = 0) -> torch.Tensor:
+def ask(
+    session: Session,
+    rows: torch.Tensor,
+    group: int = 0,
+    request_class: RequestClass = RequestClass.UNDECLARED,
+) -> torch.Tensor:
     """A forward product of a group's first member."""
-    return session._remote.product(Operation.PRODUCT, group, Direction.FORWARD, 1, [rows])[0]
+    executor = session.executor
+    return executor.submit(Operation.PRODUCT, group, Direction.FORWARD, 1, [rows], request_class).result()[0]
 
 
 def integers(seed: int, rows: int = 1) -> torch.Tensor:
@@ -232,7 +237,7 @@ def test_other_refusals_are_not_repeated(shop: Callable[..., Shop]) -> None:
     here = shop()
     with here.executor("plain").connect() as session:
         with pytest.raises(RequestRefused, match="too_large"):
-            session._remote.seed_effect(0, Direction.FORWARD, 1, 1 << 20, bytes(32))
+            session.executor.seed_effect(0, Direction.FORWARD, 1, 1 << 20, bytes(32))
         assert session.stats.refusals == 0
 
 
@@ -315,8 +320,7 @@ def test_the_request_class_travels(shop: Callable[..., Shop]) -> None:
     executor = here.executor("one")
     with executor.connect() as session:
         ask(session, integers(1))
-        with nobody_waits():
-            ask(session, integers(1))
+        ask(session, integers(1), request_class=RequestClass.FINETUNING)
         ask(session, integers(1, 100))
     for name in ("decode", "prefill", "finetuning"):
         eventually(lambda: metric(executor, "symbiosis_reply_seconds_count", request_class=name) == 1)  # noqa: B023

@@ -134,7 +134,7 @@ def test_padded_rows_change_nothing_but_their_number(trio: Callable[[str], Trio]
     results, sent = [], []
     for pad_rows in (0, 1, 16):
         with one_time(provider, source, pad_rows=pad_rows, verify="off") as session:
-            results.append(session._privacy.product(5, Direction.FORWARD, 1, [x]))
+            results.append(session.products.submit(5, Direction.FORWARD, 1, [x]).result())
             sent.append(session.stats.rows)
     assert sent == [5, 8, 16]
     for (result,) in results:

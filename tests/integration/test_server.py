@@ -66,7 +66,7 @@ def service_of(llama: Executor, lane: Callable[[BaseExecutor], ProcessLane]) -> 
 def ask(session: Session, rows: int = 1) -> torch.Tensor:
     """A product of rows of ones."""
     x = torch.ones((rows, 64))
-    return session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])[0]
+    return session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()[0]
 
 
 def get(url: str, path: str) -> tuple[int, str]:

@@ -347,7 +347,7 @@ def test_a_wrong_part_is_not_forgotten_when_a_later_one_fails(
 
         middle.changes.append(lie_then_fail)
         with pytest.raises(VerificationError):
-            session._privacy.product(TARGET, FORWARD, 1, [torch.ones(4, 64)])
+            session.products.submit(TARGET, FORWARD, 1, [torch.ones(4, 64)]).result()
         assert lies
         with pytest.raises(VerificationError):
             fixed_result(model, token_ids())

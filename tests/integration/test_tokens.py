@@ -139,7 +139,7 @@ def test_changes_take_effect_without_a_restart(llama: Executor, tls_dir: Path, t
             executor.connect(token=bob)
         # A token is asked for when a session begins; sessions that are open stay.
         x = torch.ones((1, 64))
-        (y,) = session._remote.product(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x])
+        (y,) = session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()
         assert y.shape == (1, 64)
     assert server.drain(SECONDS)
 

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +64,13 @@ def recorded(
 def test_everything_that_was_sent_is_there(recorded: Recorded) -> None:
     sent: list[torch.Tensor] = []
     with recorded.connect() as session:
-        product = session._remote.product
+        submit = session.executor.submit
 
         def watched(operation: Operation, *rest: Any) -> Any:
-            sent.append(torch.cat(rest[-1], 1).clone())
-            return product(operation, *rest)
+            sent.append(torch.cat(rest[3], 1).clone())
+            return submit(operation, *rest)
 
-        session._remote.product = watched  # type: ignore[method-assign]
+        session.executor.submit = watched  # type: ignore[method-assign]
         model = session.load_model(progress=False)
         fixed_result(model, token_ids())
         assert session.manifest.recorded
@@ -91,7 +90,10 @@ def test_a_request_that_failed_is_there_too(recorded: Recorded, monkeypatch: pyt
     """Written before anything was computed, so that a crash does not hide it either."""
     rows = torch.arange(128.0).view(2, 64)
     with recorded.connect() as session:
-        ask = partial(session._remote.product, Operation.PRODUCT, 0, Direction.FORWARD, 1, [rows])
+
+        def ask() -> list[torch.Tensor]:
+            return session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [rows]).result()
+
         ask()
         with monkeypatch.context() as patch:
             patch.setattr(BaseExecutor, "product", lambda *_: 1 / 0)

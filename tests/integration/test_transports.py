@@ -47,7 +47,9 @@ def ring_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Eve
 def product(session: tenant_sdk.Session, *blocks: torch.Tensor, **options: Any) -> list[torch.Tensor]:
     """Of group 0, whose members are q, k and v: 64 to 64, 32 and 32."""
     given = {"direction": Direction.FORWARD, "members": 1} | options
-    return session._remote.product(Operation.PRODUCT, 0, given["direction"], given["members"], list(blocks))
+    return session.executor.submit(
+        Operation.PRODUCT, 0, given["direction"], given["members"], list(blocks)
+    ).result()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -60,9 +62,9 @@ def test_the_same_bits(llama_everywhere: Everywhere, dtype: str) -> None:
         with llama_everywhere.connect(transport, wire_dtype=dtype) as session:
             forward = product(session, x, members=7)
             backward = product(session, *gradients, direction=Direction.BACKWARD, members=3)
-            files = [session._remote.file(info) for info in session._remote.manifest.files]
-            info = session._remote.manifest.parameters[0]
-            parameter = torch.cat(list(session._remote.parameter(info)))
+            files = [session.executor.file(info) for info in session.executor.manifest.files]
+            info = session.executor.manifest.parameters[0]
+            parameter = torch.cat(list(session.executor.parameter(info)))
             found.append(([*forward, *backward, parameter], files))
     for tensors, files in found[1:]:
         assert files == found[0][1]
@@ -136,7 +138,7 @@ def test_requests_over_the_limits(
         x = torch.randn(1050, 64)
         torch.testing.assert_close(product(session, x)[0], x @ weight.T, atol=1e-5, rtol=1e-4)
         assert session.stats.requests == 11
-        channel = session._remote.channel
+        channel = session.executor.channel
 
         def header(rows: int) -> Callable[[TenantProtocol], Header]:
             shape = GroupShape(64, (64, 32, 32))
@@ -162,7 +164,7 @@ def test_errors_have_their_type_and_leave_the_session_open(
             ({"rows": 0}, "zero_rows"),
             ({"dtype": 6}, "dtype"),
         ):
-            channel = session._remote.channel
+            channel = session.executor.channel
 
             def header(protocol: TenantProtocol, wrong: dict[str, int] = wrong) -> Header:
                 good = protocol.product(
@@ -176,8 +178,8 @@ def test_errors_have_their_type_and_leave_the_session_open(
             assert caught.value.code == code
         with pytest.raises(RequestRefused, match="non_finite"):
             product(session, torch.full((1, 64), torch.nan))
-        session._remote.channel.ping()
-        assert not session._remote.channel.broken
+        session.executor.channel.ping()
+        assert not session.executor.channel.broken
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -204,7 +206,7 @@ def held(everywhere: Start, folder: Path) -> tuple[Everywhere, HeldLane]:
 
 def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
-        session._remote._submit(channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
+        session.executor._submit(channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
         channel.wait(next(iter(channel._pending.values())))
 
 
@@ -214,7 +216,7 @@ def test_draining_answers_what_has_arrived(
 ) -> None:
     one, lane = held(everywhere, checkpoint("llama"))
     with one.connect(transport) as session:
-        channel = session._remote.channel  # later it would open a new one
+        channel = session.executor.channel  # later it would open a new one
         under_way = threads.submit(product, session, torch.ones(1, 64))
         assert lane.busy.wait(SECONDS)
         drained = threads.submit(one.end)
@@ -229,7 +231,7 @@ def test_draining_answers_what_has_arrived(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_forked_process_sends_nothing(transport: str, llama_everywhere: Everywhere) -> None:
     with llama_everywhere.connect(transport) as session:
-        channel = session._remote.channel
+        channel = session.executor.channel
 
         def child() -> None:
             refused(lambda: product(session, torch.ones(1, 64)), channel.ping)
@@ -248,7 +250,7 @@ def test_closing_while_others_wait(
     session = one.connect(transport)
     futures = [threads.submit(product, session, torch.ones(1, 64)) for _ in range(4)]
     assert lane.busy.wait(SECONDS)
-    eventually(lambda: sum(p.waited for p in session._remote.channel._pending.values()) == 4)
+    eventually(lambda: sum(p.waited for p in session.executor.channel._pending.values()) == 4)
     session.close()
     lane.go.set()  # where the executor is a call, that one is carried through
     for future in futures:

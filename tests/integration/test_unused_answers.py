@@ -140,7 +140,7 @@ def test_an_effect_fetched_ahead_is_checked_when_it_is_used(
             return bytes([body[0] ^ 1]) + body[1:]
 
         middle.changes.append(change)
-        session._privacy._pads.fill(1 << 24, SECONDS)  # type: ignore[attr-defined]
+        session.products._masks.fill(1 << 24, SECONDS)  # type: ignore[attr-defined]
         middle.changes.clear()
         assert changed
         with pytest.raises(VerificationError):

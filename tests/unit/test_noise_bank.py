@@ -17,10 +17,10 @@ import torch
 from conftest import relative_error
 
 from shared.errors import ConfigurationError, RequestRefused
-from shared.wire.header import Direction, Operation, member_indices
+from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from shared.wire.protocol import GroupShape
 from tenant_sdk import NoiseBankOptions
-from tenant_sdk.connection.remote import Stats
+from tenant_sdk.connection.remote import PendingProduct, Stats
 from tenant_sdk.products.noise_bank import NoiseBank
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -72,12 +72,18 @@ class MemoryExecutor:
             products.append(block[:, by_output] @ weight[by_output])
         return [torch.stack(products).sum(0)]
 
-    def product(
-        self, operation: Operation, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def submit(
+        self,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+        request_class: RequestClass,
+    ) -> PendingProduct:
         assert operation == Operation.PRODUCT
         self.sent.append([block.clone() for block in blocks])
-        return self.true_product(direction, members, blocks)
+        return PendingProduct(lambda: self.true_product(direction, members, blocks))
 
     def effect(
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
@@ -125,7 +131,7 @@ def test_the_mask_cancels(direction: Direction, members: int, masks: int) -> Non
     bank = make_bank(executor, masks=masks)
     blocks = blocks_for(direction, members)
     kept = [block.clone() for block in blocks]
-    got = bank.product(0, direction, members, blocks)
+    got = bank.submit(0, direction, members, blocks).result()
     for result, expected in zip(got, executor.true_product(direction, members, kept), strict=True):
         assert relative_error(result, expected) < TOLERANCE
     assert all(torch.equal(block, copy) for block, copy in zip(blocks, kept, strict=True))
@@ -137,7 +143,7 @@ def test_what_is_sent_is_masked(direction: Direction) -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor)
     blocks = blocks_for(direction, ALL, rows=200)
-    bank.product(0, direction, ALL, blocks)
+    bank.submit(0, direction, ALL, blocks).result()
     (sent,) = executor.sent
     difference, rows = torch.cat(sent, 1) - torch.cat(blocks, 1), torch.cat(blocks, 1)
     # Every row carries noise at least as strong as itself; 48 normal numbers stray by half at most.
@@ -159,7 +165,7 @@ def test_each_rows_mask_is_drawn_from_entropy(masks: int, rows: int) -> None:
         executor, masks=masks, entropy=lambda count: drawn if count == rows else random_bytes(count)
     )
     blocks = blocks_for(FORWARD, ALL, rows=rows)
-    bank.product(0, FORWARD, ALL, blocks)
+    bank.submit(0, FORWARD, ALL, blocks).result()
     noise = executor.sent[0][0] - blocks[0]
     known = bank._banks[0, FORWARD].masks[0]
     assert len(known) == masks
@@ -177,7 +183,7 @@ def test_the_same_entropy_sends_the_same_bytes() -> None:
         executor = MemoryExecutor()
         bank = make_bank(executor, entropy=Entropy(seed))
         for step in range(3):
-            bank.product(0, FORWARD, ALL, blocks_for(FORWARD, ALL, seed=step))
+            bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL, seed=step)).result()
         sent.append(torch.cat([blocks[0] for blocks in executor.sent]))
         bank.close()
     assert torch.equal(sent[0], sent[1])
@@ -188,7 +194,7 @@ def test_a_repeated_row_is_sent_differently() -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor, masks=256)
     block = blocks_for(FORWARD, ALL, rows=1)[0].expand(64, -1)
-    bank.product(0, FORWARD, ALL, [block])
+    bank.submit(0, FORWARD, ALL, [block]).result()
     distinct = {tuple(row.tolist()) for row in executor.sent[0][0]}
     assert len(distinct) > 40  # of 64 draws from 256 about 57 are distinct
     bank.close()
@@ -204,7 +210,7 @@ def test_zero_rows_stay_zero_and_are_masked(direction: Direction) -> None:
     blocks = blocks_for(direction, ALL, rows=4)
     for block in blocks:
         block[1:3] = 0.0
-    got = bank.product(0, direction, ALL, blocks)
+    got = bank.submit(0, direction, ALL, blocks).result()
     for result in got:
         assert not result[1:3].any()
         assert result[0].any()
@@ -213,7 +219,9 @@ def test_zero_rows_stay_zero_and_are_masked(direction: Direction) -> None:
     norms = torch.cat(sent, 1).norm(dim=1)
     assert float(norms[1:3].min()) > 0.2 * float(norms.max())  # they hide among the others
     for rows in (1, 4):
-        everything = bank.product(0, direction, ALL, [torch.zeros_like(block[:rows]) for block in blocks])
+        everything = bank.submit(
+            0, direction, ALL, [torch.zeros_like(block[:rows]) for block in blocks]
+        ).result()
         assert not any(result.any() for result in everything)
     assert all(bool((block != 0).all()) for blocks in executor.sent for block in blocks)
     bank.close()
@@ -225,7 +233,7 @@ def test_rows_of_any_size(factor: float) -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor)
     blocks = [factor * block for block in blocks_for(FORWARD, ALL, rows=50)]
-    got = bank.product(0, FORWARD, ALL, blocks)
+    got = bank.submit(0, FORWARD, ALL, blocks).result()
     for result, expected in zip(got, executor.true_product(FORWARD, ALL, blocks), strict=True):
         assert relative_error(result / factor, expected / factor) < TOLERANCE
     noise = (executor.sent[0][0] - blocks[0]) / factor
@@ -238,7 +246,7 @@ def test_quiet_rows_hide_among_loud_ones() -> None:
     bank = make_bank(executor)
     block = blocks_for(FORWARD, ALL, rows=40)[0]
     block[10:20] *= 1e-4
-    bank.product(0, FORWARD, ALL, [block])
+    bank.submit(0, FORWARD, ALL, [block]).result()
     noise = (executor.sent[0][0] - block).norm(dim=1)
     # A power of two apart at most, and what 48 normal numbers stray.
     assert float(noise[10:20].min()) > 0.25 * float(noise.mean())
@@ -251,7 +259,7 @@ def test_outlier_rows(outlier: float) -> None:
     bank = make_bank(executor)
     block = blocks_for(FORWARD, ALL, rows=16)[0]
     block[7] *= outlier
-    got = bank.product(0, FORWARD, ALL, [block])
+    got = bank.submit(0, FORWARD, ALL, [block]).result()
     expected = executor.true_product(FORWARD, ALL, [block])
     loud = float(block[7].double().square().mean().sqrt())
     for result, true in zip(got, expected, strict=True):
@@ -268,7 +276,7 @@ def test_scale_is_the_noise_in_units_of_the_rows() -> None:
         executor = MemoryExecutor()
         bank = make_bank(executor, scale=scale)
         block = blocks_for(FORWARD, ALL, rows=400)[0]
-        bank.product(0, FORWARD, ALL, [block])
+        bank.submit(0, FORWARD, ALL, [block]).result()
         noise = (executor.sent[0][0] - block).square().mean().sqrt()
         assert scale * 0.9 < float(noise) < scale * 2.2  # rounded up to a power of two
         bank.close()
@@ -281,7 +289,7 @@ def test_masks_are_standard_normal_and_independent() -> None:
     """Fixed entropy, so the limits are not for luck: five standard errors of what theory says."""
     executor = MemoryExecutor()
     bank = make_bank(executor, masks=256)
-    bank.product(0, FORWARD, ALL, blocks_for(FORWARD, ALL))
+    bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL)).result()
     masks = bank._banks[0, FORWARD].masks[0].double()
     assert masks.shape == (256, INPUTS)
     count = masks.numel()
@@ -297,7 +305,7 @@ def test_masks_are_standard_normal_and_independent() -> None:
         assert float(correlation.abs().max()) < 6 / width**0.5
         assert abs(float(correlation.square().mean()) * width - 1) < 0.1
     # The two directions and two banks of one session have nothing in common.
-    bank.product(0, BACKWARD, ALL, blocks_for(BACKWARD, ALL))
+    bank.submit(0, BACKWARD, ALL, blocks_for(BACKWARD, ALL)).result()
     backward = bank._banks[0, BACKWARD].masks
     assert [mask.shape for mask in backward] == [(256, width) for width in WIDTHS]
     for other in backward:
@@ -319,7 +327,7 @@ def test_masks_survive_the_smallest_and_largest_bytes() -> None:
 def test_masks_cost_eight_bytes_of_entropy_each_and_rows_one() -> None:
     entropy = Entropy()
     bank = make_bank(MemoryExecutor(), entropy=entropy, masks=4)
-    bank.product(0, FORWARD, ALL, blocks_for(FORWARD, ALL, rows=9))
+    bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL, rows=9)).result()
     assert entropy.drawn == [8 * 4 * INPUTS, 9]
     bank.close()
 
@@ -353,7 +361,7 @@ def next_bank(bank: NoiseBank) -> Future[Any] | None:
 
 
 def use(bank: NoiseBank, rows: int) -> None:
-    bank.product(0, FORWARD, ALL, blocks_for(FORWARD, ALL, rows=rows))
+    bank.submit(0, FORWARD, ALL, blocks_for(FORWARD, ALL, rows=rows)).result()
 
 
 def test_rotation_after_rows_in_the_background() -> None:
@@ -405,7 +413,7 @@ def test_results_are_right_across_rotations() -> None:
     for step in range(20):
         direction = FORWARD if step % 3 else BACKWARD
         blocks = blocks_for(direction, ALL, seed=step)
-        got = bank.product(0, direction, ALL, blocks)
+        got = bank.submit(0, direction, ALL, blocks).result()
         for result, expected in zip(got, executor.true_product(direction, ALL, blocks), strict=True):
             assert relative_error(result, expected) < TOLERANCE
         waiting = bank._banks[0, direction].next
@@ -442,7 +450,7 @@ def test_threads_share_one_bank() -> None:
 
     def run(seed: int) -> None:
         blocks = blocks_for(FORWARD, ALL, seed=seed)
-        got = bank.product(0, FORWARD, ALL, blocks)
+        got = bank.submit(0, FORWARD, ALL, blocks).result()
         expected = executor.true_product(FORWARD, ALL, blocks)
         errors.extend(relative_error(g, e) for g, e in zip(got, expected, strict=True))
 

@@ -27,7 +27,6 @@ from simulated import (
 
 from provider.engine.latency import LatencyModel, Shape
 from provider.engine.scheduler import (
-    DECODE_ROWS,
     INTERACTIVE_SECONDS,
     PIECE_SECONDS,
     QUIET_SECONDS,
@@ -235,14 +234,31 @@ def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
     assert policy.tokens.counts == (0, 2)
 
 
-def test_a_decode_that_is_not_one() -> None:
-    assert bounded_class(DECODE, Direction.FORWARD, DECODE_ROWS) == DECODE
-    assert bounded_class(DECODE, Direction.FORWARD, DECODE_ROWS + 1) == PREFILL
+def test_what_a_request_may_call_itself() -> None:
+    assert bounded_class(DECODE, Direction.FORWARD, 64) == DECODE
     assert bounded_class(DECODE, Direction.BACKWARD, 1) == FINETUNING
     assert bounded_class(FINETUNING, Direction.FORWARD, 1) == FINETUNING
     assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 1) == DECODE
-    assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 500) == PREFILL
+    assert bounded_class(RequestClass.UNDECLARED, Direction.FORWARD, 2) == PREFILL
     assert bounded_class(PREFILL, Direction.FORWARD, 1) == PREFILL
+
+
+def test_a_tenant_decodes_as_many_sequences_at_once_as_it_may() -> None:
+    """A gateway's 64 sequences are as urgent as one; what is beyond its budget waits like a prompt."""
+    policy = Opportunistic(model(), Objective(decode_rows=100))
+    asked = [work("a", rows=rows, what=DECODE) for rows in (64, 36, 1)] + [work("b", rows=64, what=DECODE)]
+    for request in asked:
+        policy.add(request, 0.0)
+    assert [request.request_class for request in asked] == [DECODE, DECODE, PREFILL, DECODE]
+    while batch := policy.next(10.0):
+        assert isinstance(batch, list)
+    late = [work("a", rows=100, what=DECODE), work("a", rows=101, what=DECODE)]
+    for request in late:  # whoever is not in the queue any more takes no room
+        policy.add(request, 10.0)
+        policy.drop(request)
+        policy.drop(request)
+    assert [request.request_class for request in late] == [DECODE, PREFILL]
+    assert not policy._decoding
 
 
 # -- fairness --------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ConnectionLost, NonFiniteError, RemoteWeightUnavailable
-from shared.wire.header import Direction, member_indices
+from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
+from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -38,9 +39,17 @@ class Memory:
         self.weights = weights
         self.asked: list[tuple[Direction, int]] = []
 
-    def product(
-        self, group: int, direction: Direction, members: int, blocks: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def submit(
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
+        return PendingProduct(lambda: self._product(direction, members, blocks))
+
+    def _product(self, direction: Direction, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         assert all(block.dtype == torch.float32 for block in blocks)
         self.asked.append((direction, members))
         weights = [self.weights[i] for i in member_indices(members)]

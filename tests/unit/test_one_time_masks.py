@@ -28,18 +28,18 @@ from raw_peers import eventually
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.ring.mask_stream import MaskStream
 from tenant_sdk.products.forecast import Kind
-from tenant_sdk.products.pads import BATCH_ROWS, ORDERS_UNDER_WAY, OneTimePads, Pad
+from tenant_sdk.products.masks import BATCH_ROWS, ORDERS_UNDER_WAY, Mask, OneTimeMasks
 
 MIB = 1 << 20
 
 
 @contextmanager
-def one_time_pads(*sources: MemorySource, budget: int = MIB, seed: int = 0) -> Iterator[OneTimePads]:
-    pads = OneTimePads(SHAPES, list(sources), budget_bytes=budget, entropy=Entropy(seed))
+def one_time_masks(*sources: MemorySource, budget: int = MIB, seed: int = 0) -> Iterator[OneTimeMasks]:
+    store = OneTimeMasks(SHAPES, list(sources), budget_bytes=budget, entropy=Entropy(seed))
     try:
-        yield pads
+        yield store
     finally:
-        pads.close()
+        store.close()
 
 
 def row_bytes(kind: Kind) -> int:
@@ -47,11 +47,11 @@ def row_bytes(kind: Kind) -> int:
     return SHAPES[kind.group].plan(kind.direction, kind.members).answer_columns * 4
 
 
-def effect_of(pad: Pad, kind: Kind, rows: int) -> torch.Tensor:
+def effect_of(taken: Mask, kind: Kind, rows: int) -> torch.Tensor:
     """What is to be taken off the answer, of all sources together: int32 [rows, 2 N]."""
     total = torch.zeros((rows, row_bytes(kind) // 4), dtype=torch.int32)
     seen = 0
-    for part, effects in pad.effects():
+    for part, effects in taken.effects(slice(0, rows)):
         assert part.start == seen
         seen = part.stop
         for effect in effects:
@@ -60,26 +60,26 @@ def effect_of(pad: Pad, kind: Kind, rows: int) -> torch.Tensor:
     return total
 
 
-def in_store(pads: OneTimePads, kinds: list[Kind], rows: int) -> None:
+def in_store(store: OneTimeMasks, kinds: list[Kind], rows: int) -> None:
     """Wait until effects of so many rows of each kind are there."""
 
     def there() -> bool:
-        with pads._changed:
-            return pads._under_way == 0 and all(pads._stock.get(kind, 0) >= rows for kind in kinds)
+        with store._changed:
+            return store._under_way == 0 and all(store._stock.get(kind, 0) >= rows for kind in kinds)
 
     eventually(there)
 
 
-def at_rest(pads: OneTimePads) -> None:
+def at_rest(store: OneTimeMasks) -> None:
     """Wait until nothing is under way."""
-    eventually(lambda: pads._under_way == 0)
+    eventually(lambda: store._under_way == 0)
 
 
-def use(pads: OneTimePads, kind: Kind, rows: int) -> torch.Tensor:
+def use(store: OneTimeMasks, kind: Kind, rows: int) -> torch.Tensor:
     """A whole request; its mask."""
-    pad = pads.take(kind, rows)
-    mask = pad.request()
-    assert torch.equal(effect_of(pad, kind, rows), product(kind, mask))
+    taken = store.take(kind, rows)
+    mask = taken.request()
+    assert torch.equal(effect_of(taken, kind, rows), product(kind, mask))
     return mask
 
 
@@ -87,31 +87,31 @@ def use(pads: OneTimePads, kind: Kind, rows: int) -> torch.Tensor:
 
 
 def test_a_pad_hands_over_its_mask_once() -> None:
-    with one_time_pads(MemorySource()) as pads:
-        pad = pads.take(KINDS[0], 3)
-        pad.request()
+    with one_time_masks(MemorySource()) as store:
+        taken = store.take(KINDS[0], 3)
+        taken.request()
         with pytest.raises(RuntimeError, match="twice"):
-            pad.request()
+            taken.request()
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_pad_cannot_be_copied(again: Callable[[Any], Any]) -> None:
-    """Or a copy would hand over the mask that the pad has handed over."""
-    with one_time_pads(MemorySource()) as pads:
-        pad = pads.take(KINDS[0], 3)
-        with pytest.raises(TypeError, match="mask over again"):
-            again(pad)
+def test_a_mask_cannot_be_copied(again: Callable[[Any], Any]) -> None:
+    """Or a copy would hand over the mask that has been handed over."""
+    with one_time_masks(MemorySource()) as store:
+        taken = store.take(KINDS[0], 3)
+        with pytest.raises(TypeError, match="hand it over again"):
+            again(taken)
 
 
 def test_a_mask_exists_nowhere_once_rows_were_added() -> None:
     """The rows are added to the mask's own memory, and nothing else holds it or its seed."""
     source = MemorySource()
-    with one_time_pads(source) as pads:
-        pad = pads.take(KINDS[2], 13)  # a size of this test's own: tensors of others may still be about
-        mask = pad.request()
+    with one_time_masks(source) as store:
+        taken = store.take(KINDS[2], 13)  # a size of this test's own: tensors of others may still be about
+        mask = taken.request()
         kept = mask.clone()
         mask += 1
-        at_rest(pads)  # the source has multiplied its own copy, and let go of it
+        at_rest(store)  # the source has multiplied its own copy, and let go of it
         gc.collect()
         everywhere = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.int32]
         assert not any(o is not kept and o.shape == kept.shape and torch.equal(o, kept) for o in everywhere)
@@ -137,11 +137,11 @@ def test_no_stretch_of_a_key_stream_serves_twice(
         done = []
         for index, rows in requests:
             kind = KINDS[index]
-            pad = pads.take(kind, rows)
-            done.append((kind, pad.request(), effect_of(pad, kind, rows)))
+            taken = store.take(kind, rows)
+            done.append((kind, taken.request(), effect_of(taken, kind, rows)))
         return done
 
-    with one_time_pads(source, budget=budget) as pads, ThreadPoolExecutor(len(work)) as threads:
+    with one_time_masks(source, budget=budget) as store, ThreadPoolExecutor(len(work)) as threads:
         results = [each for future in [threads.submit(run, one) for one in work] for each in future.result()]
     assert len({order.seed for order in source.orders}) == len(source.orders)
     expansions: dict[tuple[Kind, bytes], tuple[bytes, int]] = {}
@@ -163,9 +163,9 @@ def test_several_sources_have_seeds_of_their_own(
 ) -> None:
     """The mask is the sum of what each expands to, and no source's part alone."""
     sources = [MemorySource(limit) for limit in limits]
-    with one_time_pads(*sources, budget=budget) as pads:
-        masks = [use(pads, KINDS[i], rows) for one in work for i, rows in one]
-        at_rest(pads)
+    with one_time_masks(*sources, budget=budget) as store:
+        masks = [use(store, KINDS[i], rows) for one in work for i, rows in one]
+        at_rest(store)
     seeds = [{order.seed for order in source.orders} for source in sources]
     assert not seeds[0] & seeds[1]
     asked = [sorted((order.kind, order.rows) for order in source.orders) for source in sources]
@@ -182,17 +182,17 @@ def test_several_sources_have_seeds_of_their_own(
 
 
 def test_rows_of_an_effect_that_failed_are_given_to_nobody() -> None:
-    """A pad whose effect does not come fails; the next one has a fresh mask."""
+    """A taken whose effect does not come fails; the next one has a fresh mask."""
     source = MemorySource()
-    with one_time_pads(source) as pads:
+    with one_time_masks(source) as store:
         source.error = RequestTimeout("no answer")
-        failed = pads.take(KINDS[0], 2)
+        failed = store.take(KINDS[0], 2)
         lost = failed.request()
         for _ in range(2):
             with pytest.raises(RequestTimeout, match="no answer"):
                 effect_of(failed, KINDS[0], 2)
         source.error = None
-        masks = [use(pads, KINDS[0], 2) for _ in range(3)]
+        masks = [use(store, KINDS[0], 2) for _ in range(3)]
     assert not any(torch.equal(row, other) for row in lost for mask in masks for other in mask)
 
 
@@ -206,34 +206,34 @@ def test_an_interrupted_draw_spoils_its_batch_alone(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     kind = KINDS[2]
-    with one_time_pads(source) as pads:
+    with one_time_masks(source) as store:
         for _ in range(3):
-            use(pads, kind, 2)
-        in_store(pads, [kind], 10)
+            use(store, kind, 2)
+        in_store(store, [kind], 10)
         with monkeypatch.context() as patch:
             patch.setattr(MaskStream, "draw", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                pads.take(kind, 2)
+                store.take(kind, 2)
         for _ in range(5):
-            use(pads, kind, 2)
-        with pads._changed:
-            assert pads._stock[kind] == sum(batch.left for batch in pads._store[kind])
+            use(store, kind, 2)
+        with store._changed:
+            assert store._stock[kind] == sum(batch.left for batch in store._store[kind])
 
 
 def test_a_pad_across_several_orders() -> None:
     source = MemorySource(limit=4)
-    with one_time_pads(source, budget=0) as pads:
-        use(pads, KINDS[3], 3)
-        use(pads, KINDS[3], 11)
+    with one_time_masks(source, budget=0) as store:
+        use(store, KINDS[3], 3)
+        use(store, KINDS[3], 11)
     assert [order.rows for order in source.orders] == [3, 4, 4, 3]
 
 
 def test_a_forked_process_gets_no_masks() -> None:
     """It would continue the same key streams as its parent, and so use masks twice."""
-    with one_time_pads(MemorySource()) as pads:
-        use(pads, KINDS[0], 1)
-        use(pads, KINDS[0], 1)
-        at_rest(pads)
+    with one_time_masks(MemorySource()) as store:
+        use(store, KINDS[0], 1)
+        use(store, KINDS[0], 1)
+        at_rest(store)
         read, write = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads
@@ -241,7 +241,7 @@ def test_a_forked_process_gets_no_masks() -> None:
         if child == 0:
             told = b"a mask"
             try:
-                pads.take(KINDS[0], 1)
+                store.take(KINDS[0], 1)
             except ConnectionLost:
                 told = b"refused"
             except BaseException as error:
@@ -253,12 +253,12 @@ def test_a_forked_process_gets_no_masks() -> None:
         assert os.read(read, 1000) == b"refused"
         os.close(read)
         os.close(write)
-        use(pads, KINDS[0], 1)
+        use(store, KINDS[0], 1)
 
 
 def test_at_least_one_source() -> None:
     with pytest.raises(ConfigurationError, match="at least one"):
-        OneTimePads(SHAPES, [], budget_bytes=0, entropy=Entropy())
+        OneTimeMasks(SHAPES, [], budget_bytes=0, entropy=Entropy())
 
 
 # -- ahead ----------------------------------------------------------------------------------------
@@ -266,27 +266,27 @@ def test_at_least_one_source() -> None:
 
 def test_effects_of_a_round_that_repeats_are_there_before_they_are_asked_for() -> None:
     source = MemorySource()
-    with one_time_pads(source) as pads:
+    with one_time_masks(source) as store:
         for _ in range(2):
             for kind in KINDS:
-                use(pads, kind, 1)
-        in_store(pads, KINDS, 3)
+                use(store, kind, 1)
+        in_store(store, KINDS, 3)
         source.gate.clear()  # from here on nothing can be fetched
         for _ in range(3):
             for kind in KINDS:
-                use(pads, kind, 1)
+                use(store, kind, 1)
         source.gate.set()
 
 
 def test_one_order_serves_many_rows_of_decoding() -> None:
     source = MemorySource()
     steps = 200
-    with one_time_pads(source) as pads:
+    with one_time_masks(source) as store:
         for step in range(steps):
             for kind in KINDS:
-                use(pads, kind, 1)
+                use(store, kind, 1)
             if step > 0:
-                in_store(pads, KINDS, 1)
+                in_store(store, KINDS, 1)
     # The first two rounds, then batches.
     ordered = sum(order.rows for order in source.orders)
     assert len(source.orders) <= 3 * len(KINDS) + ordered / BATCH_ROWS
@@ -298,12 +298,12 @@ def test_the_budget_is_kept(budget: int, rows: int) -> None:
     """In bytes of effects that are ordered and not used."""
     sources = MemorySource(), MemorySource()
     used = 0
-    with one_time_pads(*sources, budget=budget) as pads:
+    with one_time_masks(*sources, budget=budget) as store:
         for _ in range(6):
             for kind in KINDS:
-                use(pads, kind, rows)
+                use(store, kind, rows)
                 used += 2 * rows * row_bytes(kind)
-                at_rest(pads)
+                at_rest(store)
                 ordered = [order for source in sources for order in source.orders]
                 assert 0 <= sum(o.rows * row_bytes(o.kind) for o in ordered) - used <= budget
 
@@ -319,11 +319,11 @@ def test_memory_follows_the_budget() -> None:
             alive.append(weakref.ref(effect))
             return effect
 
-    with one_time_pads(Watched(), budget=budget) as pads:
+    with one_time_masks(Watched(), budget=budget) as store:
         for _ in range(150):
             for kind in KINDS:
-                use(pads, kind, 1)
-            at_rest(pads)
+                use(store, kind, 1)
+            at_rest(store)
             living = [effect for ref in alive if (effect := ref()) is not None]
             assert sum(effect.nbytes for effect in living) <= 1.5 * budget
             del living
@@ -333,11 +333,11 @@ def test_memory_follows_the_budget() -> None:
 def test_too_small_a_budget_works_on_demand(budget: int, caplog: pytest.LogCaptureFixture) -> None:
     """And says once what it would take; a budget of zero is what somebody chose."""
     source = MemorySource()
-    with caplog.at_level(logging.WARNING), one_time_pads(source, budget=budget) as pads:
+    with caplog.at_level(logging.WARNING), one_time_masks(source, budget=budget) as store:
         for _ in range(4):
             for kind in KINDS:
-                use(pads, kind, 50)
-            at_rest(pads)
+                use(store, kind, 50)
+            at_rest(store)
     assert [order.rows for order in source.orders] == [50] * 4 * len(KINDS)
     warnings = [record.message for record in caplog.records]
     if budget:
@@ -352,30 +352,30 @@ def test_too_small_a_budget_works_on_demand(budget: int, caplog: pytest.LogCaptu
 def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
     source = MemorySource()
     takes = 30
-    with one_time_pads(source) as pads:
+    with one_time_masks(source) as store:
         for _ in range(2):
             for kind in KINDS:
-                use(pads, kind, 1)
-        at_rest(pads)
+                use(store, kind, 1)
+        at_rest(store)
         before = len(source.orders)
         source.error = ConnectionLost("gone")
         failures = 0
         for at in range(takes * BATCH_ROWS):
-            pad = pads.take(KINDS[at % len(KINDS)], 1)
+            taken = store.take(KINDS[at % len(KINDS)], 1)
             try:
-                effect_of(pad, KINDS[at % len(KINDS)], 1)
+                effect_of(taken, KINDS[at % len(KINDS)], 1)
             except ConnectionLost:
                 failures += 1
             if failures == takes:
                 break
         assert failures == takes
-        at_rest(pads)
+        at_rest(store)
         # What a request needs, and what was under way besides, for each of them.
         assert len(source.orders) - before <= (takes + len(KINDS) * BATCH_ROWS) * (1 + ORDERS_UNDER_WAY)
         asked = len(source.orders)
         source.error = None
         for at in range(3 * BATCH_ROWS * len(KINDS)):  # and it is asked again when what is there is used up
-            use(pads, KINDS[at % len(KINDS)], 1)
+            use(store, KINDS[at % len(KINDS)], 1)
         assert len(source.orders) > asked
 
 
@@ -385,18 +385,18 @@ def test_another_habit_is_fetched_ahead_although_the_store_is_full_of_the_old() 
     decoding = KINDS[2:4]
     training = [kind for kind in KINDS if kind not in decoding]
     budget = 64 * sum(row_bytes(kind) for kind in training)
-    with one_time_pads(source, budget=budget) as pads:
+    with one_time_masks(source, budget=budget) as store:
         for _ in range(2):
             for kind in training:
-                use(pads, kind, 60)
-        in_store(pads, training, 60)
+                use(store, kind, 60)
+        in_store(store, training, 60)
         for _ in range(2):
             for kind in decoding:
-                use(pads, kind, 1)
-        in_store(pads, decoding, 1)
+                use(store, kind, 1)
+        in_store(store, decoding, 1)
         source.gate.clear()
         for kind in decoding:
-            use(pads, kind, 1)
+            use(store, kind, 1)
         source.gate.set()
 
 
@@ -410,23 +410,23 @@ def mask_threads() -> list[str]:
 def test_closing_ends_every_thread_also_under_way() -> None:
     eventually(lambda: not mask_threads())
     sources = MemorySource(), MemorySource()
-    with one_time_pads(*sources) as pads:
+    with one_time_masks(*sources) as store:
         for _ in range(2):
             for kind in KINDS:
-                use(pads, kind, 1)
+                use(store, kind, 1)
         for source in sources:
             source.gate.clear()
-        waiting = [pads.take(KINDS[0], 200) for _ in range(2 * ORDERS_UNDER_WAY)]  # also behind others
+        waiting = [store.take(KINDS[0], 200) for _ in range(2 * ORDERS_UNDER_WAY)]  # also behind others
         assert mask_threads()
     assert all(source.closed for source in sources)
     eventually(lambda: not mask_threads())
-    for pad in waiting:
+    for taken in waiting:
         with pytest.raises(ConnectionLost):
-            effect_of(pad, KINDS[0], 200)
+            effect_of(taken, KINDS[0], 200)
 
 
 def test_a_closed_session_has_no_more_masks() -> None:
-    with one_time_pads(MemorySource()) as pads:
-        use(pads, KINDS[0], 1)
+    with one_time_masks(MemorySource()) as store:
+        use(store, KINDS[0], 1)
     with pytest.raises(ConnectionLost, match="closed"):
-        pads.take(KINDS[0], 1)
+        store.take(KINDS[0], 1)

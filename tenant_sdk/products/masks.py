@@ -1,4 +1,4 @@
-"""What hides rows on the ring: pads, each a mask that is sent once and the effect that undoes it."""
+"""What hides rows on the ring: masks, and the effects that undo them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Condition, Thread
 from typing import Any, Protocol
 
@@ -19,10 +17,9 @@ import torch
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
 from shared.forks import Home, own
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import SEED_BYTES
+from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
-from tenant_sdk.connection.urgency import nobody_waits
 from tenant_sdk.products.forecast import Forecast, Kind, Order
 from tenant_sdk.products.mask_sources import MaskSource, SeedSource
 from tenant_sdk.products.noise_bank import NoiseBankOptions
@@ -34,20 +31,23 @@ ORDERS_UNDER_WAY = 2  # so that a source computes one while the other's answer t
 EFFECT_ITEM_BYTES = 4
 
 
-class Pad(Protocol):
-    """The mask of one request, for the process that took it.
+class Mask(Protocol):
+    """The mask of one request and the effect that undoes it, for the process that took them.
 
     Both methods raise ConnectionLost in a forked child.
     """
 
     def request(self) -> torch.Tensor:
-        """The mask itself, int32 [T, C], for rows to be added to in place; once."""
+        """The numbers, int32 [T, C], for rows to be added to in place; once."""
         ...
 
-    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        """What to subtract from the answer's rows, part by part: contiguous int32 [n, 2 N] of each source.
+    def effects(self, rows: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """What to subtract from some rows of the answer, in parts: contiguous int32 [n, 2 N] of each source.
 
         Waits for what is not there yet.
+
+        Args:
+            rows: with start and stop.
 
         Raises:
             SymbiosisError: what a mask source failed with.
@@ -55,14 +55,26 @@ class Pad(Protocol):
         ...
 
 
-class Pads(Protocol):
-    """Where pads come from: one implementation for each privacy mode.
+class Masks(Protocol):
+    """Where masks come from: one implementation for each privacy mode.
 
     In a forked child there are none: ``take`` raises ConnectionLost, and ``close`` does nothing.
     """
 
-    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
-        """A pad for a request; ``once``: one that is not going to be repeated like others."""
+    def take(
+        self,
+        kind: Kind,
+        rows: int,
+        *,
+        request_class: RequestClass = RequestClass.UNDECLARED,
+        once: bool = False,
+    ) -> Mask:
+        """The mask of a request.
+
+        Args:
+            request_class: of the request; an effect that has to be asked for now is as urgent.
+            once: it is not going to be repeated like others.
+        """
         ...
 
     def close(self) -> None:
@@ -70,24 +82,31 @@ class Pads(Protocol):
         ...
 
 
-class NoPads:
+class NoMasks:
     """Privacy mode ``plain``: the mask is zero."""
 
     def __init__(self, shapes: list[GroupShape]) -> None:
         self._shapes, self._home = shapes, Home()
 
-    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
-        """See Pads."""
+    def take(
+        self,
+        kind: Kind,
+        rows: int,
+        *,
+        request_class: RequestClass = RequestClass.UNDECLARED,
+        once: bool = False,
+    ) -> Mask:
+        """See Masks."""
         self._home.check()
         plan = self._shapes[kind.group].plan(kind.direction, kind.members)
-        return _NoPad(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
+        return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
 
     def close(self) -> None:
-        """See Pads."""
+        """See Masks."""
 
 
 @dataclass(frozen=True)
-class _NoPad:
+class _NoMask:
     zeros: torch.Tensor
     home: Home = field(default_factory=Home)
 
@@ -95,9 +114,9 @@ class _NoPad:
         self.home.check()
         return self.zeros
 
-    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    def effects(self, rows: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         self.home.check()
-        yield slice(0, len(self.zeros)), []
+        yield rows, []
 
 
 @dataclass
@@ -108,7 +127,7 @@ class _Bank:
     used: int = 0
 
 
-class BankPads:
+class BankMasks:
     """Privacy mode ``noise-bank`` on the ring: K uniform masks for each kind, one picked secretly a row.
 
     The same weakness as with floats: a mask that serves twice shows the difference of two rows, and
@@ -131,8 +150,15 @@ class BankPads:
         self._home = Home()
         own(self)
 
-    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
-        """See Pads."""
+    def take(
+        self,
+        kind: Kind,
+        rows: int,
+        *,
+        request_class: RequestClass = RequestClass.UNDECLARED,
+        once: bool = False,
+    ) -> Mask:
+        """See Masks."""
         self._home.check()
         with self._lock:
             bank, now = self._banks.get(kind), self._clock()
@@ -145,7 +171,7 @@ class BankPads:
             bank.used += rows
         drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
         picked = torch.from_numpy(drawn & (self._options.masks - 1))
-        return _BankPad(bank.masks[picked], bank.effects, picked)
+        return _BankMask(bank.masks[picked], bank.effects, picked)
 
     def _make(self, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
         plan = self._shapes[kind.group].plan(kind.direction, kind.members)
@@ -158,7 +184,7 @@ class BankPads:
         self._banks = {}
 
     def close(self) -> None:
-        """See Pads."""
+        """See Masks."""
         if self._home.left:
             return
         self._banks.clear()
@@ -166,7 +192,7 @@ class BankPads:
 
 
 @dataclass(frozen=True)
-class _BankPad:
+class _BankMask:
     masks: torch.Tensor = field(repr=False)
     bank: torch.Tensor = field(repr=False)  # effects
     picked: torch.Tensor = field(repr=False)
@@ -176,9 +202,9 @@ class _BankPad:
         self.home.check()
         return self.masks  # a copy: indexing made it
 
-    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    def effects(self, rows: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         self.home.check()
-        yield slice(0, len(self.picked)), [self.bank[self.picked]]
+        yield rows, [self.bank[self.picked[rows]]]
 
 
 class _Batch:
@@ -209,7 +235,7 @@ class _Batch:
         return total
 
 
-class OneTimePad:
+class OneTimeMask:
     """A mask and its effect that serve one request and no other.
 
     The mask is handed over once and the rows are added to it in place, so that afterwards it exists
@@ -222,10 +248,10 @@ class OneTimePad:
         self._parts = parts  # rows, where they begin in the effects, and the effects
 
     def __reduce__(self) -> Any:
-        raise TypeError("a copy of a one-time pad would hand its mask over again")
+        raise TypeError("a copy of a one-time mask would hand it over again")
 
     def request(self) -> torch.Tensor:
-        """See Pad.
+        """See Mask.
 
         Raises:
             RuntimeError: it was handed over before.
@@ -234,23 +260,26 @@ class OneTimePad:
         self._home.check()
         mask, self._mask = self._mask, None
         if mask is None:
-            raise RuntimeError("a one-time pad was asked for its mask twice")
+            raise RuntimeError("a one-time mask was asked for twice")
         return mask
 
-    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        """See Pad."""
+    def effects(self, rows: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """See Mask."""
         at = 0
-        for rows, start, effects in self._parts:
-            self._home.check()  # nothing arrives in a child
-            try:
-                there = [effect.result()[start : start + rows] for effect in effects]
-            except CancelledError:
-                raise ConnectionLost("the session was closed while an effect was under way") from None
-            yield slice(at, at + rows), there
-            at += rows
+        for count, start, effects in self._parts:
+            first, last = max(at, rows.start), min(at + count, rows.stop)
+            if first < last:
+                self._home.check()  # nothing arrives in a child
+                within = slice(start + first - at, start + last - at)
+                try:
+                    there = [effect.result()[within] for effect in effects]
+                except CancelledError:
+                    raise ConnectionLost("the session was closed while an effect was under way") from None
+                yield slice(first, last), there
+            at += count
 
 
-class OneTimePads:
+class OneTimeMasks:
     """Privacy mode ``one-time``: a fresh uniform mask for every row, from sources that do not collude.
 
     Each source gets a seed of its own and returns the effect of what it expands to; the mask is the sum
@@ -294,8 +323,15 @@ class OneTimePads:
         own(self)
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
 
-    def take(self, kind: Kind, rows: int, *, once: bool = False) -> Pad:
-        """See Pads. Never waits.
+    def take(
+        self,
+        kind: Kind,
+        rows: int,
+        *,
+        request_class: RequestClass = RequestClass.UNDECLARED,
+        once: bool = False,
+    ) -> Mask:
+        """See Masks. Never waits.
 
         Raises:
             ConnectionLost: the session is closed, or this process is not the one that opened it.
@@ -314,7 +350,7 @@ class OneTimePads:
                     batches.popleft()
                     continue
                 if not batches:
-                    self._order(kind, min(missing, self._max_rows(kind)))
+                    self._order(kind, min(missing, self._max_rows(kind)), request_class)
                 batch = batches[0]
                 count = min(missing, batch.left)
                 batch.drawing = True
@@ -330,7 +366,7 @@ class OneTimePads:
             self._resting = False
             if sum(batch.left for batch in batches) < max(rows, self.batch_rows):
                 self._changed.notify_all()
-        return OneTimePad(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
+        return OneTimeMask(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
 
     @property
     def _stock(self) -> dict[Kind, int]:
@@ -348,11 +384,11 @@ class OneTimePads:
         plan = self._shapes[kind.group].plan(kind.direction, kind.members)
         return plan.answer_columns * EFFECT_ITEM_BYTES * len(self._sources)
 
-    def _order(self, kind: Kind, rows: int) -> None:
+    def _order(self, kind: Kind, rows: int, request_class: RequestClass) -> None:
         """Have every source multiply the mask of a fresh seed."""
         seeds = [self._entropy(SEED_BYTES) for _ in self._sources]
         effects = [
-            pool.submit(copy_context().run, partial(source.seed_effect, *kind, rows, seed))
+            pool.submit(source.seed_effect, *kind, rows, seed, request_class)
             for pool, source, seed in zip(self._pools, self._sources, seeds, strict=True)
         ]
         self._store.setdefault(kind, deque()).append(
@@ -370,7 +406,7 @@ class OneTimePads:
             self._changed.notify_all()
 
     def _fetch_ahead(self) -> None:
-        with nobody_waits(), self._changed:
+        with self._changed:
             while not self._closed:
                 if not self._resting and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
                     order = self._forecast.next_order(
@@ -381,7 +417,8 @@ class OneTimePads:
                     )
                     if order is not None and self._make_room(order):
                         try:
-                            self._order(order.kind, min(order.rows, self._max_rows(order.kind)))
+                            rows = min(order.rows, self._max_rows(order.kind))
+                            self._order(order.kind, rows, RequestClass.FINETUNING)
                         except RuntimeError:
                             return  # the interpreter ends, and its pools take no more work
                         continue
@@ -430,7 +467,7 @@ class OneTimePads:
         self._store = {}
 
     def close(self) -> None:
-        """See Pads."""
+        """See Masks."""
         if self._home.left:
             return
         with self._changed:

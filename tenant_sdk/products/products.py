@@ -1,0 +1,104 @@
+"""Products of an executor's groups: the seam between virtual layers, or whoever asks, and privacy modes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from shared.wire.header import Direction, Operation, RequestClass
+from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+
+
+class Products(Protocol):
+    """One privacy mode: products without showing the executor more than it must. ``session.products``."""
+
+    def submit(
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
+        """Ask for a product of some members of a group; several may be under way at once.
+
+        Args:
+            group: id in the manifest.
+            direction: forward, ``x W_m^T`` for each member; backward, ``sum_m g_m W_m``.
+            members: bit mask of members.
+            rows: finite float32 on the CPU: one [T, D] forward; backward one [T, O_m] for each member. They
+                must not change until the result is here.
+            request_class: how urgent it is.
+
+        Returns:
+            Whose result are float32 tensors that nobody else holds: one [T, O_m] for each member forward,
+            one [T, D] backward.
+
+        Raises:
+            NonFiniteError: rows that the ring cannot hold; nothing was sent.
+            SymbiosisError: also from ``result``: the connection, the executor, a mask source, or a wrong
+                answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop background work."""
+        ...
+
+
+class PlainProducts:
+    """No mask: the executor sees every activation. The baseline for speed, no protection at all."""
+
+    def __init__(self, remote: RemoteExecutor) -> None:
+        self._remote = remote
+
+    def submit(
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
+        """See Products."""
+        return self._remote.submit(Operation.PRODUCT, group, direction, members, rows, request_class)
+
+    def close(self) -> None:
+        """See Products."""
+
+
+class PaddedProducts:
+    """Another mode, with rows of zeros added until their number is a power of two.
+
+    Args:
+        inner: what hides and sends them.
+        least: the smallest number of rows sent.
+    """
+
+    def __init__(self, inner: Products, least: int) -> None:
+        self._inner, self._least = inner, least
+
+    def submit(
+        self,
+        group: int,
+        direction: Direction,
+        members: int,
+        rows: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
+        """See Products."""
+        count = rows[0].shape[0]
+        more = (1 << (max(count, self._least) - 1).bit_length()) - count
+        sent = [torch.nn.functional.pad(block, (0, 0, 0, more)) for block in rows]
+        pending = self._inner.submit(group, direction, members, sent, request_class)
+        return PendingProduct(lambda: [result[:count] for result in pending.result()])
+
+    def close(self) -> None:
+        """See Products."""
+        self._inner.close()
+
+
+def padded(products: Products, pad_rows: int) -> Products:
+    """A mode that hides row numbers too, if ``pad_rows`` is not 0; see ``connect``."""
+    return PaddedProducts(products, pad_rows) if pad_rows else products
