@@ -8,7 +8,7 @@ import math
 import socket
 import ssl
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
@@ -50,6 +50,18 @@ class Bearer(NamedTuple):
     token: str  # which it showed
 
 
+class Accepted(ssl.SSLSocket):
+    """The class of a server context's sockets."""
+
+    def getpeername(self) -> Any:
+        """Where the peer is; if it has gone, close: ssl would go on as with a socket yet to be connected."""
+        try:
+            return super().getpeername()
+        except OSError as error:
+            self.close()
+            raise ConnectionResetError("the peer has gone") from error
+
+
 def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, Bearer]:
     """TLS, then the websocket opening handshake with its bearer token.
 
@@ -61,7 +73,6 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     raw.settimeout(HANDSHAKE_SECONDS)
-    raw.getpeername()  # fails if the peer has gone; ssl would take that for a socket yet to be connected
     sock = context.wrap_socket(raw, server_side=True)
     try:
         return sock, _upgrade(sock, tokens, deadline)

@@ -22,7 +22,7 @@ from provider.engine.loop import Loop
 from provider.observe.metrics import Metrics
 from provider.serve.connection import Connection, OpenSession
 from provider.serve.descriptors import Spare, explained, none_left
-from provider.serve.handshake import HANDSHAKE_ERRORS, Bearer, Refused, TurnedAway, handshake
+from provider.serve.handshake import HANDSHAKE_ERRORS, Accepted, Bearer, Refused, TurnedAway, handshake
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Send, Service, TenantSession
 from shared.errors import ConfigurationError
@@ -48,6 +48,7 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.sslsocket_class = Accepted
     if hasattr(context, "set_groups"):  # Python 3.15; before that, there is no way to name more than one
         context.set_groups(key_exchange_groups(ssl.OPENSSL_VERSION_INFO))
     folder = Path(tls_dir)

@@ -335,14 +335,13 @@ def test_many_requests_in_flight_and_waited_for_in_any_order(one: Everywhere, al
     """More than the executor allows at once, and more than there is memory for."""
     with one.connect("colocated") as session:
         remote = session.executor
-        channel = remote.channel
         expected = product(session)
         pending = []
         for i in range(300):
             x = torch.full((1 + i % 3 * 1000, 64), 1.0)
-            pending.append(remote._submit(channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]))
+            pending.append(remote.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]))
         for answer in reversed(pending):
-            payload = answer()
+            (payload,) = answer.result()
             torch.testing.assert_close(payload[-1:], expected)
 
 

@@ -84,7 +84,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         before = [bytes_sent(channel._sock) for channel in channels]
         linear = model.model.layers[0].self_attn.q_proj
         layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session.executor
-        unsent = remote._submit(remote.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows])
+        unsent = remote.submit(Operation.PRODUCT, 0, FORWARD, 1, [rows])
 
         def child() -> None:
             refused(
@@ -93,7 +93,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
                 lambda: session.products.submit(layer.identity, FORWARD, 1, [rows]).result(),
                 lambda: remote.scales(0),
                 lambda: session.load_model(progress=False),
-                unsent,
+                unsent.result,
                 *(lambda c=channel: submit(c) for channel in channels),  # type: ignore[misc]
                 *(channel.ping for channel in channels),
             )
@@ -109,7 +109,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
             in_child(child)
         assert [bytes_sent(channel._sock) for channel in channels] == before
         assert session.stats.requests == requests
-        assert unsent().any()
+        assert unsent.result()[0].any()
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
         assert session.stats.requests > requests
     if way in ("one source", "two sources", "local"):
@@ -178,16 +178,16 @@ def test_a_child_has_no_bank_of_noise() -> None:
     executor = MemoryExecutor()
     bank = make_bank(executor)
     blocks = blocks_for(FORWARD, 1)
-    bank.product(0, FORWARD, 1, blocks)
+    bank.submit(0, FORWARD, 1, blocks).result()
 
     def child() -> None:
-        refused(lambda: bank.product(0, FORWARD, 1, blocks))
+        refused(lambda: bank.submit(0, FORWARD, 1, blocks).result())
         assert not bank._banks
         bank.close()
 
     with locked(bank._lock):
         in_child(child)
-    bank.product(0, FORWARD, 1, blocks)
+    bank.submit(0, FORWARD, 1, blocks).result()
     bank.close()
 
 

@@ -13,9 +13,8 @@ from parity import add_lora, fixed_result, gradients, load_local, token_ids, wor
 
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
-from shared.wire.header import Direction, Operation
+from shared.wire.header import Direction, Operation, RequestClass
 from tenant_sdk import NoiseBankOptions
-from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalSource
 
@@ -128,24 +127,25 @@ def test_rows_on_the_wire_are_masked_in_both_directions(
 ) -> None:
     """The same training step in the clear and masked, seen where it leaves the tenant."""
     sent: dict[str, list[tuple[Direction, torch.Tensor]]] = {"plain": [], "noise-bank": []}
-    submit = RemoteExecutor._submit
+    submit = RemoteExecutor.submit
     for privacy, log in sent.items():
 
         def watched(
             self: RemoteExecutor,
-            channel: Channel,
             operation: Operation,
             group: int,
             direction: Direction,
             members: int,
             blocks: list[torch.Tensor],
+            request_class: RequestClass = RequestClass.UNDECLARED,
+            *,
             log: list[tuple[Direction, torch.Tensor]] = log,
-        ) -> Any:
+        ) -> PendingProduct:
             if operation == Operation.PRODUCT:
                 log.append((direction, torch.cat(blocks, 1)))
-            return submit(self, channel, operation, group, direction, members, blocks)
+            return submit(self, operation, group, direction, members, blocks, request_class)
 
-        monkeypatch.setattr(RemoteExecutor, "_submit", watched)
+        monkeypatch.setattr(RemoteExecutor, "submit", watched)
         with llama.connect(privacy=privacy) as session:
             gradients(add_lora(session.load_model(progress=False)), token_ids())
     assert [direction for direction, _ in sent["plain"]] == [FORWARD] * 8 + [BACKWARD] * 7

@@ -206,7 +206,7 @@ def held(everywhere: Start, folder: Path) -> tuple[Everywhere, HeldLane]:
 
 def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
-        session.executor._submit(channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
+        session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
         channel.wait(next(iter(channel._pending.values())))
 
 
