@@ -12,10 +12,10 @@ from shared.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of ``ServeConfig`` is: ``group`` is the heading in the help that ``text`` is under.
+    """What a field of ``ServeConfig`` is: ``text`` stands in the help, under the heading ``group``.
 
-    ``least``, ``most``: bounds of numbers, the upper one at most infinite and then excluded. ``choices``: all
-    that a word may be. ``argument``: it is given without a name.
+    ``least``, ``most``: bounds of a number, which is never infinite. ``choices``: all that a word may be.
+    ``argument``: it is given without a name.
     """
 
     group: str

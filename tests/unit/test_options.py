@@ -15,6 +15,8 @@ from provider.config import ServeConfig
 from provider.engine.scheduler import POLICIES
 from provider.executor.weights import NUMERICS
 from shared.errors import ConfigurationError
+from tenant_sdk.cli import app as tenant_app
+from tenant_sdk.config import SessionConfig
 
 REQUIRED: dict[str, Any] = {"model_dir": Path("m"), "tls_dir": Path("t"), "token_file": Path("f")}
 
@@ -123,3 +125,42 @@ def test_a_value_out_of_range_in_a_file_is_refused(served: list[Any], tmp_path: 
     file.write_text('tls_dir = "t"\ntoken_file = "f"\nmax_connections = 0')
     assert "max-connections" in serve("m", "--config", file)
     assert not served
+
+
+def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what ``connect`` takes and of the command's own; tokens are named, not given."""
+    monkeypatch.setenv("A_TOKEN", "t0k3n")
+    opened: list[SessionConfig] = []
+
+    def open_session(config: SessionConfig) -> None:
+        opened.append(config)
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
+    file = tmp_path / "tenant.toml"
+    text = """
+        provider = "wss://a.example"
+        token_env = "A_TOKEN"
+        mask_source = ["local:a", "local:b"]
+        allow_transcript = true
+        timeout = 3
+        temperature = 0.5
+        prompt = "x"
+    """
+    file.write_text(text)
+    CliRunner().invoke(tenant_app, ["generate", "--config", str(file), "--mask-source", "local:c"])
+    common: dict[str, Any] = {"provider": "wss://a.example", "token": "t0k3n", "allow_transcript": True}
+    assert opened == [SessionConfig(**common, mask_sources=["local:c"], timeout=3.0)]
+    CliRunner().invoke(tenant_app, ["generate", "--config", str(file)])
+    assert opened[1:] == [SessionConfig(**common, mask_sources=["local:a", "local:b"], timeout=3.0)]
+    for command, change, message in (
+        ("generate", 'token = "t0k3n"', "token: there is no such option; the keys are adapter, allow_same"),
+        ("generate", "digest = 1", "digest: Expected `str`"),
+        ("doctor", "", "allow_transcript: there is no such option; the keys are allow_same"),
+    ):
+        file.write_text(f"{text}\n{change}")
+        said = str(CliRunner().invoke(tenant_app, [command, "--config", str(file)]).exception)
+        assert f"{file}: {message}" in said
+    file.write_text('mask_source = "local:a"')
+    said = str(CliRunner().invoke(tenant_app, ["generate", "--config", str(file)]).exception)
+    assert "mask_source: Expected `array`, got `str`" in said
