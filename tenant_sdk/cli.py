@@ -125,9 +125,9 @@ def finetune(
     from tenant_sdk.storage import check_new_folder
     from tenant_sdk.tuning.adapters import find_method
 
-    config = connection.session()
     find_method(method)
     check_new_folder(output)
+    config = connection.session()
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.finetuning import Training
     from tenant_sdk.tuning.finetuning import finetune as train
