@@ -19,7 +19,6 @@ TENANT = ("--provider", "wss://localhost:1", "--token-env", "HOME")
 
 def run(program: str, *arguments: str) -> tuple[list[str], str]:
     """Which of the heavy were imported, and what it said."""
-
     done = subprocess.run(
         [sys.executable, "-c", REPORT + program, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
