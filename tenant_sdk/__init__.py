@@ -1,6 +1,8 @@
 """The tenant's side: ordinary transformers and PEFT code whose frozen layers run on an executor."""
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 # OpenMP threads that spin while a request is under way take the processor from an executor on the
 # same machine. Works if this package is imported before torch, whose runtime reads it once.
@@ -24,11 +26,13 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
-from tenant_sdk.connection.remote import Stats
-from tenant_sdk.opening import connect
-from tenant_sdk.products.fingerprints import write_fingerprints
-from tenant_sdk.products.noise_bank import NoiseBankOptions
-from tenant_sdk.session import Session
+
+if TYPE_CHECKING:
+    from tenant_sdk.composition import connect
+    from tenant_sdk.connection.remote import Stats
+    from tenant_sdk.products.fingerprints import write_fingerprints
+    from tenant_sdk.products.noise_bank import NoiseBankOptions
+    from tenant_sdk.session import Session
 
 __all__ = [
     "AuthenticationError",
@@ -53,3 +57,26 @@ __all__ = [
     "connect",
     "write_fingerprints",
 ]
+
+# What needs torch and transformers, which take seconds to import: imported when it is first used.
+_LAZY = {
+    "NoiseBankOptions": "tenant_sdk.products.noise_bank",
+    "Session": "tenant_sdk.session",
+    "Stats": "tenant_sdk.connection.remote",
+    "connect": "tenant_sdk.composition",
+    "write_fingerprints": "tenant_sdk.products.fingerprints",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """See PEP 562."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """See PEP 562."""
+    return sorted({*globals(), *__all__})

@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
@@ -24,8 +24,11 @@ from shared.errors import (
     VerificationError,
     peer_text,
 )
+from shared.options import takes
 from tenant_sdk import cli_options as options
-from tenant_sdk.session import Session
+
+if TYPE_CHECKING:
+    from tenant_sdk.session import Session
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # Standard output is for results (text, figures); everything else goes to standard error.
@@ -84,7 +87,7 @@ def _print_stats(session: Session, connection: options.Connection, to: Console) 
 
 
 @app.command()
-@options.takes(options.Connection)
+@takes(options.Connection, typer.Option)
 def finetune(
     connection: options.Connection,
     data: Annotated[Path, typer.Option(help="Plain text file (UTF-8) to learn from.")],
@@ -121,11 +124,14 @@ def finetune(
     """Train an adapter on a text file; the text, the adapter and its gradients stay on this machine."""
     from tenant_sdk.storage import check_new_folder
     from tenant_sdk.tuning.adapters import find_method
-    from tenant_sdk.tuning.finetuning import Training
-    from tenant_sdk.tuning.finetuning import finetune as train
 
     find_method(method)
     check_new_folder(output)
+    config = connection.session()
+    from tenant_sdk.composition import open_session
+    from tenant_sdk.tuning.finetuning import Training
+    from tenant_sdk.tuning.finetuning import finetune as train
+
     training = Training(
         data=data,
         output=output,
@@ -150,7 +156,7 @@ def finetune(
         TextColumn("loss {task.fields[loss]}"),
     )
     with (
-        connection.open() as session,
+        open_session(config) as session,
         Progress(*columns, TimeRemainingColumn(), console=_status) as bar,
     ):
         model, words = _load(session, tokenizer)
@@ -189,7 +195,7 @@ def finetune(
 
 
 @app.command()
-@options.takes(options.Connection)
+@takes(options.Connection, typer.Option)
 def generate(
     connection: options.Connection,
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
@@ -204,11 +210,15 @@ def generate(
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Continue a prompt, with or without an adapter; the text and the adapter stay on this machine."""
-    from tenant_sdk.tuning.adapters import load_adapter
-    from tenant_sdk.tuning.generation import Sampling, stream
+    from tenant_sdk.tuning.sampling import Sampling
 
+    config = connection.session()
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    with connection.open() as session:
+    from tenant_sdk.composition import open_session
+    from tenant_sdk.tuning.adapters import load_adapter
+    from tenant_sdk.tuning.generation import stream
+
+    with open_session(config) as session:
         model, words = _load(session, tokenizer)
         if adapter is not None:
             model = load_adapter(model, adapter)
@@ -250,7 +260,7 @@ def fingerprint(
 
 
 @app.command()
-@options.takes(options.Reach)
+@takes(options.Reach, typer.Option)
 def doctor(reach: options.Reach) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""
     from tenant_sdk.doctor import consult

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Optional, TypeVar, get_type_hints
+from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 
 from shared.errors import ConfigurationError
-from tenant_sdk.opening import PRIVACY_MODES, VERIFY_MODES, connect
-from tenant_sdk.session import Session
-from tenant_sdk.trust.operators import SIGNS
+from tenant_sdk.config import PRIVACY_MODES, VERIFY_MODES, SessionConfig
+from tenant_sdk.trust.operators import SIGNS, allowed_signs
 
 T = TypeVar("T")
-
-
-def _default(name: str) -> Any:
-    """What ``tenant_sdk.connect`` takes if the user says nothing."""
-    return inspect.signature(connect).parameters[name].default
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -80,7 +71,7 @@ class Reach:
     wire_dtype: Annotated[
         str,
         _option(_REACH, "float32, or bfloat16 for half the bytes and fewer digits; not with ring numerics."),
-    ] = _default("wire_dtype")
+    ] = SessionConfig.wire_dtype
     digest: Annotated[
         Optional[str],  # noqa: UP045
         _option(_REACH, "Refuse executors with another digest of weights, parameters and files."),
@@ -104,6 +95,11 @@ class Reach:
         ),
     ] = False
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        self.client()
+        allowed_signs(self.allow_same or (), self.allow_same_operator)
+
     def client(self) -> tuple[Path, Path] | None:
         """Certificate and key: both files or neither."""
         if (self.client_certificate is None) != (self.client_key is None):
@@ -123,11 +119,11 @@ class Connection(Reach):
     token_env: Annotated[
         str, _option(_REACH, "Environment variable that holds the token.", metavar="VAR")
     ] = field()
-    timeout: Annotated[float, _option(_REACH, "Seconds without progress after which to give up.")] = _default(
-        "timeout"
+    timeout: Annotated[float, _option(_REACH, "Seconds without progress after which to give up.")] = (
+        SessionConfig.timeout
     )
-    privacy: Annotated[str, _option(_PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE")] = _default(
-        "privacy"
+    privacy: Annotated[str, _option(_PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE")] = (
+        SessionConfig.privacy
     )
     allow_transcript: Annotated[
         bool,
@@ -139,14 +135,14 @@ class Connection(Reach):
     ] = False
     mask_budget_mib: Annotated[
         float, _option(_PRIVACY, "Memory for masks' effects that are fetched ahead, in MiB.")
-    ] = _default("mask_budget_mib")
+    ] = SessionConfig.mask_budget_mib
     pad_rows: Annotated[
         int,
         _option(
             _PRIVACY,
             "Hide how many rows a request has: round up to a power of two, at least this. 0: do not.",
         ),
-    ] = _default("pad_rows")
+    ] = SessionConfig.pad_rows
     verify: Annotated[
         Optional[str],  # noqa: UP045
         _option(
@@ -158,7 +154,7 @@ class Connection(Reach):
     ] = None
     verify_rate: Annotated[
         float, _option(_CHECKS, "With --verify sampled: the fraction of requests that is checked.")
-    ] = _default("verify_rate")
+    ] = SessionConfig.verify_rate
     fingerprints: Annotated[
         Optional[Path],  # noqa: UP045
         _option(_CHECKS, "File of the command fingerprint: check against weights that you trust."),
@@ -168,8 +164,8 @@ class Connection(Reach):
         _option(_CHECKS, "Environment variable that holds the file's key.", metavar="VAR"),
     ] = None
 
-    def open(self) -> Session:
-        """``tenant_sdk.connect`` with what the options say.
+    def session(self) -> SessionConfig:
+        """What the options say, checked as far as it can be before anybody is connected to.
 
         Raises:
             ConfigurationError: a variable is not set; else see ``connect``.
@@ -179,8 +175,8 @@ class Connection(Reach):
                 "--fingerprints needs --fingerprint-key-env VAR: the variable with the key that "
                 "`symbiosis-tenant fingerprint` printed"
             )
-        return connect(
-            self.provider,
+        config = SessionConfig(
+            provider=self.provider,
             token=secret(self.token_env, "the token that the provider gave you"),
             ca=self.ca,
             client_certificate=self.client(),
@@ -204,6 +200,8 @@ class Connection(Reach):
             digest=self.digest,
             timeout=self.timeout,
         )
+        config.credentials  # noqa: B018 - refuses tokens and authorities that parties would share
+        return config
 
 
 Tokenizer = Annotated[
@@ -234,29 +232,3 @@ def secret(variable: str, what: str) -> str:
 def one_or_each(given: Sequence[T]) -> T | Sequence[T] | None:
     """As ``connect`` takes it: None, one for all, or one for each."""
     return given[0] if len(given) == 1 else given or None
-
-
-def takes(options: type[Reach]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose first argument is a dataclass of options gets those on its command line."""
-    hints = get_type_hints(options, include_extras=True)
-
-    def parameter(option: dataclasses.Field[Any]) -> inspect.Parameter:
-        default = inspect.Parameter.empty if option.default is dataclasses.MISSING else option.default
-        kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(option.name, kind, default=default, annotation=hints[option.name])
-
-    fields = dataclasses.fields(options)
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_options(**given: Any) -> None:
-            chosen = options(**{option.name: given.pop(option.name) for option in fields})
-            command(chosen, **given)
-
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-        with_options.__signature__ = inspect.Signature(own + [parameter(option) for option in fields])  # type: ignore[attr-defined]
-        with_options.__annotations__ = {}
-        return with_options
-
-    return decorate

@@ -28,21 +28,20 @@ from shared.wire.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
 from shared.wire.messages import Manifest
 from shared.wire.protocol import RING
 from tenant_sdk.cli_options import Reach, one_or_each
+from tenant_sdk.config import for_each
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.colocated import open_colocated
 from tenant_sdk.connection.handshake import (
     check_environment,
     client_context,
     open_tcp,
-    split_url,
     start_tls,
     upgrade,
 )
 from tenant_sdk.connection.key_exchange import agreed, hybrid
 from tenant_sdk.connection.remote import RemoteExecutor
-from tenant_sdk.connection.transports import over_tls
+from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-from tenant_sdk.opening import LOCAL, for_each
 from tenant_sdk.trust.attestation import check_agreement, trusted_checkpoint
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, Operators, allowed_signs, own_authorities, own_tokens
 

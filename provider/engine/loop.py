@@ -77,6 +77,8 @@ class Loop:
     def close(self, last: Callable[[], None]) -> None:
         """End the thread, after it has done one thing more; what is registered is forgotten."""
         if self._thread is None:
+            self._end()
+            self._let_go()
             return
         self.call(last)
         self.call(self._end)
@@ -129,6 +131,9 @@ class Loop:
                 self._guarded(self._calls.popleft())
             while self._timers and self._timers[0][0] <= time.monotonic():
                 self._guarded(heapq.heappop(self._timers)[2])
+        self._let_go()
+
+    def _let_go(self) -> None:
         for each in (self._epoll, self._wake, self._woken):
             each.close()
 

@@ -30,6 +30,7 @@ from provider.serve.server import Sessions
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
 from shared.errors import ConfigurationError, WireError
+from shared.transport import SCHEME
 from shared.transport.colocated import (
     ANSWERS,
     DOOR,
@@ -42,7 +43,6 @@ from shared.transport.colocated import (
     PLACES,
     REFUSED,
     REQUESTS,
-    SCHEME,
     Opened,
     SharedMemory,
     directory_of,

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from shared.errors import ConfigurationError, WireError
+from shared.transport import SCHEME
 from shared.wire.header import HEADER_BYTES
 from shared.wire.messages import Message
 from shared.wire.websocket import tensor_bytes
 
-SCHEME = "ipc://"
 DOOR = "door"  # the socket in the executor's directory that opens sessions
 OPENED, REFUSED = b"opened", b"refused"
 END = b""  # the last message of either side

@@ -18,12 +18,12 @@ from shared.errors import (
     peer_seconds,
     peer_text,
 )
+from shared.transport import SCHEME
 from shared.transport.colocated import (
     ANSWERS,
     DOOR,
     OPENED,
     REQUESTS,
-    SCHEME,
     Opened,
     SharedMemory,
     directory_of,

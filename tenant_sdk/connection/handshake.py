@@ -8,7 +8,6 @@ import socket
 import ssl
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidHandshake
@@ -30,8 +29,7 @@ from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
 from tenant_sdk.connection.key_exchange import prefer
 from tenant_sdk.connection.tls_socket import TlsSocket
-
-DEFAULT_PORT = 8765
+from tenant_sdk.connection.urls import split_url
 
 # At level DEBUG the library logs all headers, the token's too.
 _quiet = logging.getLogger("symbiosis.websockets")
@@ -83,29 +81,6 @@ def client_context(
                 f"cannot use the client certificate {certificate} with the key {key}: {error}"
             ) from error
     return context
-
-
-def split_url(url: str) -> tuple[str, int]:
-    """Host and port of a ``wss://`` URL.
-
-    Raises:
-        ConfigurationError: another scheme (``ws://`` would send everything in the clear) or no host.
-    """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or DEFAULT_PORT
-    except ValueError as error:
-        raise ConfigurationError(f"{url}: {error}") from error
-    if parts.scheme == "ws":
-        raise ConfigurationError(
-            f"{url}: plain ws:// is refused, everything would travel in the clear; use wss://"
-        )
-    if parts.scheme != "wss" or not host:
-        raise ConfigurationError(
-            f"{url!r} is not an executor's URL; it looks like wss://host:{DEFAULT_PORT}, or "
-            "ipc:///directory for one on this machine"
-        )
-    return host, port
 
 
 def open_tcp(host: str, port: int, timeout: float) -> socket.socket:

@@ -6,23 +6,13 @@ import os
 import ssl
 from collections.abc import Callable
 
-from shared.transport.colocated import SCHEME
 from shared.transport.endpoint import Endpoint
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.colocated import open_colocated
 from tenant_sdk.connection.handshake import check_token, open_connection
 from tenant_sdk.connection.inprocess import InprocessChannel
+from tenant_sdk.connection.urls import over_tls
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-
-
-def url_of(where: str | Endpoint) -> str:
-    """What to call an executor."""
-    return where if isinstance(where, str) else where.url
-
-
-def over_tls(where: str | Endpoint) -> bool:
-    """Whether an executor is reached by TLS; else it is on this machine."""
-    return isinstance(where, str) and not where.startswith(SCHEME)
 
 
 def open_channel(

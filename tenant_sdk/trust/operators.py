@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from shared.errors import ConfigurationError
-from tenant_sdk.connection.handshake import split_url
+from tenant_sdk.connection.urls import split_url
 
 # What can show that two parties are one operator, or lets one of them act as the other. The words are those
 # of ``allow_same``.

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-import peft
-from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ConfigurationError, ModelMismatch
 
@@ -51,8 +49,15 @@ class Method:
     prompt_like: bool = False
 
 
+def _peft() -> ModuleType:
+    """Imported when an adapter is made: it takes seconds, and a wrong method is told at once."""
+    import peft
+
+    return peft
+
+
 def _lora(options: AdapterOptions, **more: Any) -> Any:
-    return peft.LoraConfig(
+    return _peft().LoraConfig(
         r=options.rank,
         lora_alpha=2 * options.rank,
         target_modules=options.target_modules,
@@ -64,7 +69,7 @@ def _lora(options: AdapterOptions, **more: Any) -> Any:
 
 def _adalora(options: AdapterOptions) -> Any:
     # Starts with half as much rank again, gives it up between the first tenth and the last third.
-    return peft.AdaLoraConfig(
+    return _peft().AdaLoraConfig(
         init_r=options.rank + (options.rank + 1) // 2,
         target_r=options.rank,
         tinit=options.steps // 10,
@@ -79,7 +84,7 @@ def _adalora(options: AdapterOptions) -> Any:
 
 
 def _vera(options: AdapterOptions) -> Any:
-    return peft.VeraConfig(
+    return _peft().VeraConfig(
         r=options.rank,
         target_modules=options.target_modules,
         projection_prng_key=options.seed,
@@ -89,32 +94,32 @@ def _vera(options: AdapterOptions) -> Any:
 
 
 def _loha(options: AdapterOptions) -> Any:
-    return peft.LoHaConfig(
+    return _peft().LoHaConfig(
         r=options.rank, alpha=options.rank, target_modules=options.target_modules, task_type="CAUSAL_LM"
     )
 
 
 def _lokr(options: AdapterOptions) -> Any:
-    return peft.LoKrConfig(
+    return _peft().LoKrConfig(
         r=options.rank, alpha=options.rank, target_modules=options.target_modules, task_type="CAUSAL_LM"
     )
 
 
 def _ia3(options: AdapterOptions) -> Any:
     # Which layers are scaled at their input and which at their output is PEFT's knowledge.
-    return peft.IA3Config(fan_in_fan_out=options.transposed, task_type="CAUSAL_LM")
+    return _peft().IA3Config(fan_in_fan_out=options.transposed, task_type="CAUSAL_LM")
 
 
 def _prefix(options: AdapterOptions) -> Any:
-    return peft.PrefixTuningConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
+    return _peft().PrefixTuningConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
 
 
 def _prompt(options: AdapterOptions) -> Any:
-    return peft.PromptTuningConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
+    return _peft().PromptTuningConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
 
 
 def _p_tuning(options: AdapterOptions) -> Any:
-    return peft.PromptEncoderConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
+    return _peft().PromptEncoderConfig(num_virtual_tokens=options.virtual_tokens, task_type="CAUSAL_LM")
 
 
 METHODS: dict[str, Method] = {
@@ -155,10 +160,12 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
         raise ConfigurationError(
             f"{options.method} chooses its layers itself; --target-modules is for the low-rank methods"
         )
+    from transformers.pytorch_utils import Conv1D
+
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     options = dataclasses.replace(options, transposed=transposed)
     try:
-        return peft.get_peft_model(model, method.make(options))
+        return _peft().get_peft_model(model, method.make(options))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"{options.method} does not fit {type(model).__name__} with these options: {error}"
@@ -176,7 +183,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
         if not (folder / name).is_file():
             raise ConfigurationError(f"{folder} holds no adapter: there is no {name} in it")
     try:
-        return peft.PeftModel.from_pretrained(model, str(folder))
+        return _peft().PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModelMismatch(
             f"the adapter in {folder} was made for another base model: {str(error).splitlines()[0]}"

@@ -3,51 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 
 from shared.errors import ConfigurationError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to choose tokens. ``temperature`` 0 takes the most likely one, whatever the seed."""
-
-    max_new_tokens: int = 100
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def config(self, model: Any) -> GenerationConfig:
-        """What ``generate`` takes; end and padding tokens are the model's own.
-
-        Raises:
-            ConfigurationError: a value makes no sense.
-        """
-        if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ConfigurationError(
-                "--max-new-tokens is at least 1, --temperature not negative, --top-p above 0 and at most 1"
-            )
-        own = model.generation_config
-        choose = (
-            {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-            if self.temperature > 0
-            else {"do_sample": False}
-        )
-        return GenerationConfig(
-            max_new_tokens=self.max_new_tokens,
-            bos_token_id=own.bos_token_id,
-            eos_token_id=own.eos_token_id,
-            pad_token_id=own.pad_token_id if own.pad_token_id is not None else _first(own.eos_token_id),
-            **choose,
-        )
-
-
-def _first(ids: int | list[int] | None) -> int | None:
-    return ids[0] if isinstance(ids, list) else ids
+from tenant_sdk.tuning.sampling import Sampling
 
 
 class _Terminal(TextStreamer):

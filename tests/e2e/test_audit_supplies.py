@@ -28,7 +28,7 @@ from security.hostile import HostileProvider
 from security.plan import Result
 from security.supplies import Supplies
 from shared import forks
-from tenant_sdk import opening
+from tenant_sdk import composition, config
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.products import masks
 from tenant_sdk.trust import operators
@@ -86,7 +86,7 @@ def careless_tokenizer(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def unattested(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Provider and mask source may list other files."""
-    patch.setattr(opening, "check_agreement", lambda *_: None)
+    patch.setattr(composition, "check_agreement", lambda *_: None)
 
 
 def obeyed_settings(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -107,7 +107,7 @@ def unbounded(patch: pytest.MonkeyPatch, folder: Path) -> None:
 def one_authority(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """One authority may vouch for two parties."""
     patch.setattr(
-        opening, "own_authorities", lambda ca, given, _: operators.own_authorities(ca, given, {"authority"})
+        config, "own_authorities", lambda ca, given, _: operators.own_authorities(ca, given, {"authority"})
     )
 
 

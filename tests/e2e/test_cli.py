@@ -23,6 +23,7 @@ from shared.errors import (
     VerificationError,
 )
 from tenant_sdk.cli import app
+from tenant_sdk.config import SessionConfig
 
 
 def test_from_certificates_to_a_generated_text(
@@ -225,13 +226,13 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """The shared options, from the command line to ``connect``."""
     for name in ("TENANT_TOKEN", "A_TOKEN", "B_TOKEN", "KEY"):
         monkeypatch.setenv(name, name.lower())
-    given: dict[str, object] = {}
+    given: list[SessionConfig] = []
 
-    def connect(provider: str, **options: object) -> None:
-        given.update(options, provider=provider)
+    def open_session(config: SessionConfig) -> None:
+        given.append(config)
         raise ConfigurationError("enough")
 
-    monkeypatch.setattr("tenant_sdk.cli_options.connect", connect)
+    monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
     where = ["generate", *COMMON, "--prompt", "x", "--ca", "ca", "--digest", "d", "--timeout", "3"]
     sources = ["--mask-source", "wss://a", "--mask-source", "wss://b", "--mask-source-ca", "a.pem"]
     sources += ["--mask-source-token-env", "A_TOKEN", "--mask-source-token-env", "B_TOKEN"]
@@ -240,28 +241,30 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     checks = ["--verify", "sampled", "--verify-rate", "0.5", "--fingerprints", "f"]
     client = ["--client-certificate", "c", "--client-key", "k", "--wire-dtype", "bfloat16"]
     CliRunner().invoke(app, where + sources + privacy + checks + client + ["--fingerprint-key-env", "KEY"])
-    assert given == {
-        "provider": "wss://localhost:1",
-        "token": "tenant_token",
-        "ca": Path("ca"),
-        "client_certificate": (Path("c"), Path("k")),
-        "privacy": "one-time",
-        "mask_sources": ["wss://a", "wss://b"],
-        "mask_source_token": ["a_token", "b_token"],
-        "mask_source_ca": Path("a.pem"),
-        "allow_same": ["key", "host"],
-        "allow_same_operator": True,
-        "allow_transcript": True,
-        "mask_budget_mib": 7.0,
-        "pad_rows": 16,
-        "verify": "sampled",
-        "verify_rate": 0.5,
-        "fingerprints": Path("f"),
-        "fingerprint_key": "key",
-        "wire_dtype": "bfloat16",
-        "digest": "d",
-        "timeout": 3.0,
-    }
+    assert given == [
+        SessionConfig(
+            provider="wss://localhost:1",
+            token="tenant_token",
+            ca=Path("ca"),
+            client_certificate=(Path("c"), Path("k")),
+            privacy="one-time",
+            mask_sources=["wss://a", "wss://b"],
+            mask_source_token=["a_token", "b_token"],
+            mask_source_ca=Path("a.pem"),
+            allow_same=["key", "host"],
+            allow_same_operator=True,
+            allow_transcript=True,
+            mask_budget_mib=7.0,
+            pad_rows=16,
+            verify="sampled",
+            verify_rate=0.5,
+            fingerprints=Path("f"),
+            fingerprint_key="key",
+            wire_dtype="bfloat16",
+            digest="d",
+            timeout=3.0,
+        )
+    ]
 
 
 def test_fingerprints_are_made_under_a_key(

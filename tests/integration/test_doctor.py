@@ -6,17 +6,15 @@ import datetime
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from conftest import Executor
 
-from provider.executor.base import BaseExecutor
+from provider.config import ServeConfig
 from provider.serve.certificates import write_certificates
-from provider.serve.server import Server, server_context
-from provider.serve.tokens import TokenFile
-from provider.session.tenant import Service
+from provider.serve.provider import Provider
 from shared.wire.messages import Limits
 from tenant_sdk.doctor import Finding, Target, examine
 
@@ -121,24 +119,27 @@ def with_certificates(
     tmp_path: Path, checkpoint: Callable[[str], Path], token_file: tuple[Path, str]
 ) -> Iterator[Callable[..., Executor]]:
     """An executor whose certificates are made to order: ``start(hosts, now, days, client_ca)``."""
-    servers: list[Server] = []
+    with ExitStack() as providers:
 
-    def start(
-        hosts: tuple[str, ...] = ("127.0.0.1",),
-        now: datetime.datetime | None = None,
-        days: int = 365,
-        client_ca: bool = False,
-    ) -> Executor:
-        write_certificates(tmp_path, hosts, now=now or datetime.datetime.now(datetime.UTC), days=days)
-        base = BaseExecutor(checkpoint("llama"))
-        context = server_context(tmp_path, tmp_path / "ca.pem" if client_ca else None)
-        tokens = TokenFile(token_file[0])
-        servers.append(Server(Service.of(base), context=context, tokens=tokens, port=0))
-        return Executor(servers[-1].url, token_file[1], tmp_path / "ca.pem")
+        def start(
+            hosts: tuple[str, ...] = ("127.0.0.1",),
+            now: datetime.datetime | None = None,
+            days: int = 365,
+            client_ca: bool = False,
+        ) -> Executor:
+            write_certificates(tmp_path, hosts, now=now or datetime.datetime.now(datetime.UTC), days=days)
+            config = ServeConfig(
+                model_dir=checkpoint("llama"),
+                tls_dir=tmp_path,
+                token_file=token_file[0],
+                client_ca=tmp_path / "ca.pem" if client_ca else None,
+                port=0,
+                drain_seconds=1.0,
+            )
+            provider = providers.enter_context(Provider(config))
+            return Executor(provider.url, token_file[1], tmp_path / "ca.pem")
 
-    yield start
-    for server in servers:
-        server.drain(1.0)
+        yield start
 
 
 def test_a_certificate_for_another_host(with_certificates: Callable[..., Executor]) -> None:

@@ -20,7 +20,8 @@ from provider.executor.base import BaseExecutor
 from shared.errors import CheckpointError, RequestRefused, WireError, peer_text
 from shared.wire.header import Direction
 from shared.wire.protocol import validate_manifest
-from tenant_sdk.connection.handshake import client_context, open_tcp, split_url
+from tenant_sdk.connection.handshake import client_context, open_tcp
+from tenant_sdk.connection.urls import split_url
 
 
 @pytest.fixture

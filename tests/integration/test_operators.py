@@ -20,11 +20,10 @@ from parity import fixed_result, load_local, token_ids
 from ring_sessions import Trio
 
 import tenant_sdk
-from provider.executor.base import BaseExecutor
+from provider.config import ServeConfig
 from provider.serve.certificates import write_certificates
-from provider.serve.server import Server, server_context
+from provider.serve.provider import Provider
 from provider.serve.tokens import TokenFile
-from provider.session.tenant import Service
 from shared.errors import ConfigurationError
 from tenant_sdk.trust.operators import SIGNS, Operators, own_authorities
 
@@ -181,15 +180,12 @@ class Elsewhere:
 
     def __init__(self, folder: Path, at: Path) -> None:
         write_certificates(at, ["127.0.0.2"], now=datetime.datetime.now(datetime.UTC))
-        self.ca, tokens = at / "ca.pem", TokenFile(at / "tokens.json")
-        self.token = tokens.add("alice")
-        base = BaseExecutor(folder, numerics="ring")
-        self.server = Server(
-            Service.of(base),
-            context=server_context(at),
-            tokens=tokens,
-            host="127.0.0.2",
-            port=0,
+        self.ca, tokens = at / "ca.pem", at / "tokens.json"
+        self.token = TokenFile(tokens).add("alice")
+        self.provider = Provider(
+            ServeConfig(
+                model_dir=folder, numerics="ring", tls_dir=at, token_file=tokens, host="127.0.0.2", port=0
+            )
         )
 
 
@@ -198,8 +194,8 @@ def elsewhere(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Elsewhere]:
     made = Elsewhere(checkpoint("llama"), tmp_path_factory.mktemp("elsewhere"))
-    yield made
-    made.server.drain(1.0)
+    with made.provider:
+        yield made
 
 
 def connect(provider: Executor, *sources: str, **options: Any) -> tenant_sdk.Session:
@@ -216,7 +212,7 @@ def test_another_operator_with_its_own_token_and_authority(
         caplog.at_level(logging.WARNING),
         connect(
             trio("llama")[0],
-            elsewhere.server.url,
+            elsewhere.provider.url,
             mask_source_token=elsewhere.token,
             mask_source_ca=elsewhere.ca,
             allow_same={"machine"},
@@ -236,7 +232,7 @@ def test_lists_of_tokens_and_authorities(
     """One for each source, also for those that need none."""
     with connect(
         trio("llama")[0],
-        elsewhere.server.url,
+        elsewhere.provider.url,
         f"local:{checkpoint('llama')}",
         mask_source_token=[elsewhere.token, ""],
         mask_source_ca=[elsewhere.ca, ""],
@@ -259,7 +255,7 @@ def test_the_same_machine_is_refused(trio: Callable[[str], Trio], elsewhere: Els
         connect(provider, other.url, allow_same={"authority", "token"})
     own: dict[str, Any] = {"mask_source_token": elsewhere.token, "mask_source_ca": elsewhere.ca}
     with pytest.raises(ConfigurationError, match="have the same machine"):
-        connect(provider, elsewhere.server.url, **own)
+        connect(provider, elsewhere.provider.url, **own)
 
 
 @pytest.mark.parametrize("privacy", ["one-time", "noise-bank"])
@@ -285,16 +281,18 @@ def test_nothing_is_shared_by_default(
         ({"allow_same": {"all"}}, "allow_same is a set"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            connect(provider, elsewhere.server.url, **(own | change))
+            connect(provider, elsewhere.provider.url, **(own | change))
     if privacy == "one-time":  # the other takes one source
-        two = [elsewhere.server.url, f"{elsewhere.server.url}/"]
+        two = [elsewhere.provider.url, f"{elsewhere.provider.url}/"]
         with pytest.raises(ConfigurationError, match="hold the same certificate authority"):
             connect(provider, *two, **own | {"mask_source_token": ["a", "b"]})
     with pytest.raises(tenant_sdk.AuthenticationError):
-        connect(provider, elsewhere.server.url, **own | {"mask_source_token": None, "allow_same": {"token"}})
+        connect(
+            provider, elsewhere.provider.url, **own | {"mask_source_token": None, "allow_same": {"token"}}
+        )
     with pytest.raises(tenant_sdk.TlsError):  # known to the operating system this authority is not
-        connect(provider, elsewhere.server.url, **own | {"mask_source_ca": "system"})
-    connect(provider, elsewhere.server.url, **own).close()
+        connect(provider, elsewhere.provider.url, **own | {"mask_source_ca": "system"})
+    connect(provider, elsewhere.provider.url, **own).close()
 
 
 @pytest.mark.parametrize("where", ["SSL_CERT_FILE", "SSL_CERT_DIR"])
@@ -337,7 +335,7 @@ def test_the_provider_itself_is_refused(spelling: str, trio: Callable[[str], Tri
 
 def test_two_sources_of_one_operator_are_refused(trio: Callable[[str], Trio], elsewhere: Elsewhere) -> None:
     """They add nothing to each other, which whoever names two does not expect."""
-    url = elsewhere.server.url
+    url = elsewhere.provider.url
     with pytest.raises(ConfigurationError, match="operators that do not collude"):
         connect(
             trio("llama")[0],

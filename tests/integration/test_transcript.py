@@ -16,11 +16,10 @@ from conftest import Executor
 from parity import fixed_result, token_ids
 
 import tenant_sdk
+from provider.config import ServeConfig
 from provider.executor.base import BaseExecutor
 from provider.observe.transcript import MAGIC, Transcript
-from provider.serve.server import Server, server_context
-from provider.serve.tokens import TokenFile
-from provider.session.tenant import Service
+from provider.serve.provider import Provider
 from security.transcript import TranscriptError, read_transcript
 from shared.errors import ConfigurationError, RequestRefused
 from shared.wire.header import Direction, Operation
@@ -30,15 +29,15 @@ class Recorded:
     """An executor that records, and what tenants need to reach it."""
 
     def __init__(self, folder: Path, checkpoint: Path, tls_dir: Path, token_file: tuple[Path, str]) -> None:
-        base = BaseExecutor(checkpoint, recorded=True)
-        self.transcript = Transcript(folder, base.manifest)
-        self.server = Server(
-            Service.of(base, self.transcript),
-            context=server_context(tls_dir),
-            tokens=TokenFile(token_file[0]),
-            port=0,
+        self.provider = Provider(
+            ServeConfig(
+                model_dir=checkpoint, tls_dir=tls_dir, token_file=token_file[0], port=0, transcript=folder
+            )
         )
-        self.executor = Executor(self.server.url, token_file[1], tls_dir / "ca.pem")
+        self.provider.start()
+        assert self.provider.recording is not None
+        self.transcript = self.provider.recording
+        self.executor = Executor(self.provider.url, token_file[1], tls_dir / "ca.pem")
 
     def connect(self, **options: Any) -> tenant_sdk.Session:
         given: dict[str, Any] = {"privacy": "plain", "allow_transcript": True}
@@ -47,8 +46,8 @@ class Recorded:
         )
 
     def stop(self) -> Path:
-        self.server.drain(2.0)
-        self.transcript.close()
+        self.provider.drain(2.0)
+        self.provider.close()
         return self.transcript.path
 
 

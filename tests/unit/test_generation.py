@@ -63,15 +63,15 @@ def test_sampling_depends_on_the_seed_alone(model: Any, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("prompt", "sampling", "message"),
+    ("prompt", "options", "message"),
     [
-        ("", Sampling(), "prompt is empty"),
-        ("5 6", Sampling(max_new_tokens=127), "at most 126 with --max-new-tokens"),
-        ("5", Sampling(max_new_tokens=0), "--max-new-tokens is at least 1"),
-        ("5", Sampling(temperature=-1.0), "--temperature"),
-        ("5", Sampling(top_p=0.0), "--top-p"),
+        ("", {}, "prompt is empty"),
+        ("5 6", {"max_new_tokens": 127}, "at most 126 with --max-new-tokens"),
+        ("5", {"max_new_tokens": 0}, "--max-new-tokens is at least 1"),
+        ("5", {"temperature": -1.0}, "--temperature"),
+        ("5", {"top_p": 0.0}, "--top-p"),
     ],
 )
-def test_what_cannot_be_generated(model: Any, prompt: str, sampling: Sampling, message: str) -> None:
+def test_what_cannot_be_generated(model: Any, prompt: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        stream(model, Numbers(), prompt, sampling)
+        stream(model, Numbers(), prompt, Sampling(**options))

@@ -18,16 +18,27 @@ OURS_ALLOWED = {
 }
 # Of each package, from below: a room imports rooms in front of it.
 ROOMS = {
-    "shared": ["errors", "forks", "memory", "wire", "checkpoint", "ring", "transport"],
-    "provider": ["catalog", "executor", "engine", "observe", "session", "serve", "inprocess", "cli"],
+    "shared": ["errors", "options", "forks", "memory", "wire", "checkpoint", "ring", "transport"],
+    "provider": [
+        "catalog",
+        "executor",
+        "engine",
+        "observe",
+        "session",
+        "config",
+        "serve",
+        "inprocess",
+        "cli",
+    ],
     "tenant_sdk": [
         "storage",
         "connection",
         "trust",
         "products",
+        "config",
         "model",
         "session",
-        "opening",
+        "composition",
         "cli_options",
         "doctor",
         "tuning",

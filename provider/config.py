@@ -1,0 +1,152 @@
+"""What ``symbiosis-provider serve`` can be told, in one object that is checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, get_type_hints
+
+from shared.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field of ``ServeConfig`` is: ``text`` stands in the help, under the heading ``group``.
+
+    ``least``, ``most``: bounds of a number, which is never infinite. ``choices``: all that a word may be.
+    ``argument``: it is given without a name.
+    """
+
+    group: str
+    text: str
+    least: float | None = None
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+    argument: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            ConfigurationError: which option, and what it may be.
+        """
+        if self.choices and value not in self.choices:
+            raise ConfigurationError(
+                f"unknown {_spelled(name)} {value!r}; choose from {', '.join(self.choices)}"
+            )
+        if self.least is None or not isinstance(value, (int, float)):
+            return
+        if not self.least <= value <= self.most or value == math.inf:
+            most = "" if self.most == math.inf else f" and at most {self.most:g}"
+            raise ConfigurationError(f"{_spelled(name)} is at least {self.least:g}{most}, not {value!r}")
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_SERVED = "What is served"
+_ADMITTED = "Who may come in"
+_LOCAL = "Tenants of this machine"
+_LIMITS = "Limits"
+_SCHEDULING = "Scheduling"
+_OBSERVED = "Observation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Options of a provider; each field's text says what it is, in the units of its name.
+
+    Raises:
+        ConfigurationError: a value that cannot be.
+    """
+
+    model_dir: Annotated[Path, Option(_SERVED, "Checkpoint folder with safetensors.", argument=True)]
+    numerics: Annotated[
+        str,
+        Option(
+            _SERVED,
+            "float32, bfloat16 or ring; tenants' one-time masks need ring.",
+            choices=("float32", "bfloat16", "ring"),
+        ),
+    ] = "float32"
+    serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.")] = False
+    device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
+    threads: Annotated[int, Option(_SERVED, "Threads of one product; 0: one a core.", least=0)] = 0
+    tls_dir: Annotated[Path, Option(_ADMITTED, "Folder with server.pem and server.key.")]
+    token_file: Annotated[Path, Option(_ADMITTED, "Made by `token add`.")]
+    host: Annotated[str, Option(_ADMITTED, "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Option(_ADMITTED, "0 picks a free port.", least=0, most=65535)] = 8765
+    client_ca: Annotated[
+        Path | None,
+        Option(_ADMITTED, "Also ask tenants for a certificate signed by this authority."),
+    ] = None
+    max_connections: Annotated[int, Option(_LIMITS, "Close further connections at once.", least=1)] = 256
+    tenant_connections: Annotated[int, Option(_LIMITS, "Turn further ones of one tenant away.", least=1)] = 64
+    tenant_mib: Annotated[
+        int,
+        Option(
+            _LIMITS,
+            "MiB of requests and answers that one tenant may have in flight; 0: any.",
+            least=0,
+        ),
+    ] = 512
+    total_mib: Annotated[
+        int, Option(_LIMITS, "MiB of requests and answers in flight in all; 0: any.", least=0)
+    ] = 2048
+    tenant_rows: Annotated[
+        int, Option(_LIMITS, "Rows that one tenant may have in flight; 0: any.", least=0)
+    ] = 0
+    tenant_requests: Annotated[
+        float, Option(_LIMITS, "Requests that one tenant may send in a second; 0: any.", least=0)
+    ] = 0.0
+    tenant_mib_per_second: Annotated[
+        float, Option(_LIMITS, "MiB of requests that one tenant may send in a second; 0: any.", least=0)
+    ] = 0.0
+    drain_seconds: Annotated[float, Option(_LIMITS, "How long SIGTERM waits for requests.", least=0)] = 10.0
+    batching: Annotated[
+        str,
+        Option(
+            _SCHEDULING,
+            "opportunistic, none or lockstep: which requests share a product.",
+            choices=("opportunistic", "none", "lockstep"),
+        ),
+    ] = "opportunistic"
+    decode_objective_ms: Annotated[
+        float,
+        Option(_SCHEDULING, "What the executor may take of one decoded token's time.", least=1),
+    ] = 100.0
+    batch_wait_ms: Annotated[
+        float,
+        Option(_SCHEDULING, "The most that a request waits for others to join it.", least=0),
+    ] = 5.0
+    local_dir: Annotated[
+        Path | None,
+        Option(_LOCAL, "Also let tenants of this machine and user in, through this directory (ipc://DIR)."),
+    ] = None
+    local_mib: Annotated[
+        int, Option(_LOCAL, "MiB of shared memory of all local sessions together.", least=1)
+    ] = 2048
+    admin_port: Annotated[
+        int,
+        Option(
+            _OBSERVED,
+            "Loopback port of the status page, /metrics and /healthz; 0 picks one.",
+            least=0,
+            most=65535,
+        ),
+    ] = 0
+    ready_file: Annotated[
+        Path | None,
+        Option(_OBSERVED, "Gets {url, pid, admin_url}, and local_url if there is one, once all is open."),
+    ] = None
+    transcript: Annotated[
+        Path | None,
+        Option(_OBSERVED, "Record what tenants send into this folder, for an audit; tenants are told."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        for name, hint in get_type_hints(ServeConfig, include_extras=True).items():
+            hint.__metadata__[0].check(name, getattr(self, name))

@@ -1,0 +1,199 @@
+"""An executor behind its ports, put together as a ``ServeConfig`` says."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from provider.config import ServeConfig
+from provider.engine.engine import Engine, profile
+from provider.engine.scheduler import Objective, Opportunistic, Policy, make_policy
+from provider.executor.base import BaseExecutor
+from provider.observe.admin import AdminServer
+from provider.observe.metrics import Metrics
+from provider.observe.status import Status
+from provider.observe.transcript import Transcript
+from provider.serve.colocated import ColocatedServer
+from provider.serve.descriptors import allow, needed
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.quota import Limit, Quotas
+from provider.session.tenant import Service
+from shared.wire.messages import Manifest
+
+
+class Provider:
+    """Serves from ``start`` to ``close``; as a context manager, for the block, and drains at its end.
+
+    ::
+
+        with Provider(ServeConfig(model_dir=folder, tls_dir=tls, token_file=tokens, port=0)) as provider:
+            print(provider.url)
+
+    Args:
+        config: what to serve, and to whom.
+        options: others of ``BaseExecutor``: ``limits``, ``progress``.
+
+    Attributes:
+        tenants: how many have a token.
+        recording: where what tenants send is kept; None: nowhere.
+        server: the TLS port and its sessions.
+        admin_url: of the status page.
+        local_url: for tenants of this machine; empty: there is none.
+    """
+
+    tenants: int
+    recording: Transcript | None
+    server: Server
+    admin_url: str
+    local_url: str
+
+    def __init__(self, config: ServeConfig, **options: Any) -> None:
+        self.config, self._options = config, options
+        self._opened = ExitStack()
+        self._local: ColocatedServer | None = None
+
+    def start(self) -> None:
+        """Load the checkpoint and listen; returns when tenants can come.
+
+        Raises:
+            CheckpointError: see ``BaseExecutor``.
+            ConfigurationError: something does not fit the checkpoint or this machine; nothing is left open.
+        """
+        with ExitStack() as opened:
+            self._start(opened)
+            self._opened = opened.pop_all()
+
+    def _start(self, opened: ExitStack) -> None:
+        config = self.config
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        allow(needed(config.max_connections, local=bool(config.local_dir)))
+        context = server_context(config.tls_dir, config.client_ca)
+        tokens = TokenFile(config.token_file)
+        self.tenants = tokens.check_readable()
+        executor = self._load()
+        self.recording = None
+        if config.transcript is not None:
+            self.recording = Transcript(config.transcript, executor.manifest)
+            opened.callback(self.recording.close)
+        service, policy = self._service(executor)
+        opened.callback(service.close)
+        self.server = Server(
+            service,
+            context=context,
+            tokens=tokens,
+            host=config.host,
+            port=config.port,
+            max_connections=config.max_connections,
+            tenant_connections=config.tenant_connections,
+        )
+        opened.callback(self.server.stop_listening)
+        if config.local_dir is not None:
+            self._local = ColocatedServer(
+                service,
+                tokens=tokens,
+                directory=config.local_dir.absolute(),
+                sessions=self.server.sessions,
+                memory_bytes=config.local_mib << 20,
+                tenant_memory_bytes=(config.tenant_mib or config.local_mib) << 20,
+            )
+            opened.callback(self._local.close)
+        self.local_url = self._local.url if self._local else ""
+        self._observe(service, policy, opened)
+
+    def _load(self) -> BaseExecutor:
+        config = self.config
+        return BaseExecutor(
+            config.model_dir,
+            numerics=config.numerics,
+            device=config.device,
+            serve_head=config.serve_head,
+            recorded=config.transcript is not None,
+            **self._options,
+        )
+
+    def _service(self, executor: BaseExecutor) -> tuple[Service, Policy]:
+        config, metrics = self.config, Metrics()
+        objective = Objective(config.decode_objective_ms / 1000, wait_seconds=config.batch_wait_ms / 1000)
+        latency = profile(executor)
+        policy = make_policy(config.batching, latency, objective)
+        quotas = Quotas(
+            Limit(
+                config.tenant_mib << 20,
+                config.tenant_rows,
+                config.tenant_requests,
+                config.tenant_mib_per_second * 2**20,
+            ),
+            Limit(config.total_mib << 20),
+        )
+        engine = Engine.of(executor, lambda _: policy, latency, on_batch=metrics.batch)
+        return Service(executor, engine, metrics, quotas, self.recording), policy
+
+    def _observe(self, service: Service, policy: Policy, opened: ExitStack) -> None:
+        config, metrics, server = self.config, service.metrics, self.server
+        metrics.watch(
+            lambda: service.engine.waiting,
+            lambda: service.quotas.in_flight()[1],
+            lambda: policy.tokens.counts if isinstance(policy, Opportunistic) else (0, 0),
+        )
+        status = Status(
+            metrics,
+            {
+                "model": self.manifest.model,
+                "summary": f"{self.manifest.architecture}, {config.numerics}, "
+                f"{len(self.manifest.groups)} groups; {config.batching} batching; "
+                f"decode objective {config.decode_objective_ms:g} ms a token",
+            },
+        )
+        opened.callback(status.close)
+        admin = AdminServer(metrics, config.admin_port, lambda: not server.draining, status)
+        opened.callback(admin.close)
+        self.admin_url = f"http://127.0.0.1:{admin.port}"
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is served."""
+        return self.server.service.executor.manifest
+
+    @property
+    def url(self) -> str:
+        """Where tenants connect."""
+        return self.server.url
+
+    def announce(self) -> None:
+        """Write the ``ready_file``, if there is to be one: whoever waits for it may now send signals.
+
+        Raises:
+            ConfigurationError: it cannot be written.
+        """
+        if self.config.ready_file is not None:
+            more = {"local_url": self.local_url} if self.local_url else {}
+            self.server.write_ready_file(self.config.ready_file, admin_url=self.admin_url, **more)
+
+    def drain(self, seconds: float) -> bool:
+        """Let nobody in any more, and every session answer what has arrived; whether all ended in time."""
+        deadline = time.monotonic() + seconds
+        self.server.stop_listening()
+        if self._local is not None:
+            self._local.close()
+        return self.server.drain(max(1.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """End everything; sessions that are left are cut off."""
+        self._opened.close()
+
+    def __enter__(self) -> Provider:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Drain, and close."""
+        try:
+            self.drain(self.config.drain_seconds)
+        finally:
+            self.close()

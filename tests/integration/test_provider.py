@@ -1,0 +1,81 @@
+"""A provider as its configuration puts it together: from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Executor
+
+from provider.config import ServeConfig
+from provider.serve.provider import Provider
+from shared.errors import ConfigurationError, ConnectError
+
+Make = Callable[..., Provider]
+
+
+@pytest.fixture
+def make(checkpoint: Callable[[str], Path], tls_dir: Path, token_file: tuple[Path, str]) -> Make:
+    def provider(**options: Any) -> Provider:
+        given = {"model_dir": checkpoint("llama"), "tls_dir": tls_dir, "token_file": token_file[0], "port": 0}
+        return Provider(ServeConfig(**(given | options)))  # type: ignore[arg-type]
+
+    return provider
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.is_alive()}
+
+
+def test_it_serves_as_configured(make: Make, llama: Executor, tmp_path: Path) -> None:
+    provider = make(numerics="ring", local_dir=tmp_path / "here", ready_file=tmp_path / "ready")
+    with provider:
+        assert provider.manifest.numerics == "ring"
+        assert provider.tenants == 1
+        for url, ca in ((provider.url, llama.ca), (provider.local_url, None)):
+            with Executor(url, llama.token, llama.ca).connect(ca=ca) as session:
+                assert session.manifest == provider.manifest
+        assert not (tmp_path / "ready").exists()
+        provider.announce()
+        told = json.loads((tmp_path / "ready").read_text())
+        assert (told["url"], told["local_url"]) == (provider.url, provider.local_url)
+        page = http.client.HTTPConnection(told["admin_url"].removeprefix("http://"), timeout=20)
+        with contextlib.closing(page):
+            page.request("GET", "/healthz")
+            assert page.getresponse().status == 200
+    with pytest.raises(ConnectError):
+        Executor(provider.url, llama.token, llama.ca).connect()
+
+
+def test_it_drains_and_closes_once(make: Make, llama: Executor) -> None:
+    provider = make()
+    provider.start()
+    with Executor(provider.url, llama.token, llama.ca).connect():
+        assert provider.drain(5.0)
+    provider.close()
+    provider.close()  # nothing more
+
+
+@pytest.mark.parametrize("taken", ["port", "admin_port"])
+def test_what_cannot_start_leaves_nothing_open(make: Make, taken: str, tmp_path: Path) -> None:
+    before = threads()
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        provider = make(**{"port": 0, taken: port}, transcript=tmp_path, local_dir=tmp_path / "here")
+        with pytest.raises(ConfigurationError, match=f"cannot listen.*{port}"):
+            provider.start()
+    assert not [thread for thread in threads() - before if thread.name not in ("accept", "status")]
+    (recording,) = tmp_path.glob("*.transcript")
+    assert recording.stat().st_size > 0
+
+
+def test_a_missing_certificate_is_told_before_the_checkpoint_is_read(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="symbiosis-provider certs"):
+        make(model_dir=tmp_path / "none", tls_dir=tmp_path).start()

@@ -1,0 +1,166 @@
+"""Options from a dataclass and from a file, and configurations that check themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from provider.cli import app
+from provider.config import ServeConfig
+from provider.engine.scheduler import POLICIES
+from provider.executor.weights import NUMERICS
+from shared.errors import ConfigurationError
+from tenant_sdk.cli import app as tenant_app
+from tenant_sdk.config import SessionConfig
+
+REQUIRED: dict[str, Any] = {"model_dir": Path("m"), "tls_dir": Path("t"), "token_file": Path("f")}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
+    """What the command would serve."""
+    configs: list[ServeConfig] = []
+
+    def provider(config: ServeConfig, **_: Any) -> Any:
+        configs.append(config)
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr("provider.serve.provider.Provider", provider)
+    monkeypatch.setattr("provider.cli.log_to_console", lambda: None)
+    monkeypatch.setattr("provider.cli.keep_freed_memory", lambda: None)
+    return configs
+
+
+def serve(*arguments: object) -> str:
+    """What it says at the end."""
+    result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+    return str(result.exception) if isinstance(result.exception, ConfigurationError) else result.output
+
+
+def test_the_choices_are_those_that_there_are() -> None:
+    for name in NUMERICS:
+        ServeConfig(**REQUIRED, numerics=name)
+    for name in POLICIES:
+        ServeConfig(**REQUIRED, batching=name)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("numerics", "float8", "unknown --numerics 'float8'; choose from float32, bfloat16, ring"),
+        ("batching", "some", "unknown --batching 'some'; choose from opportunistic, none, lockstep"),
+        ("port", 65536, "--port is at least 0 and at most 65535, not 65536"),
+        ("admin_port", -1, "--admin-port"),
+        ("max_connections", 0, "--max-connections is at least 1, not 0"),
+        ("drain_seconds", math.nan, "--drain-seconds"),
+        ("tenant_requests", math.inf, "--tenant-requests"),
+        ("decode_objective_ms", 0.5, "--decode-objective-ms is at least 1, not 0.5"),
+    ],
+)
+def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ServeConfig(**{**REQUIRED, option: value})
+    assert message in str(caught.value)
+
+
+def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None:
+    """Each with another value than its default."""
+    given: dict[str, Any] = {
+        field.name: {bool: True, int: 3, float: 4.5, str: "x"}.get(type(field.default), Path(field.name))
+        for field in dataclasses.fields(ServeConfig)
+    } | {"numerics": "ring", "batching": "none"}
+    words = ["model_dir"]
+    for name, value in given.items():
+        if name != "model_dir":
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    assert serve(*words) == "enough"
+    assert [dataclasses.asdict(config) for config in served] == [given]
+
+
+def test_a_file_has_options_and_the_command_line_wins(served: list[ServeConfig], tmp_path: Path) -> None:
+    file = tmp_path / "provider.toml"
+    file.write_text(
+        'model_dir = "m"\ntls_dir = "t"\ntoken_file = "f"\nport = 1\nserve_head = true\nbatch_wait_ms = 2\n'
+    )
+    assert serve("--config", file, "--port", 2) == "enough"
+    assert served == [ServeConfig(**REQUIRED, port=2, serve_head=True, batch_wait_ms=2.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "wrong"),
+    [
+        ('prot = 1\nport = "x"', "prot", "no such option"),
+        ('port = "1"', "port", "Expected `int`"),
+        ("host = 1", "host", "Expected `str`"),
+        ("serve_head = 1", "serve_head", "Expected `bool`"),
+        ('[limits]\nport = "1"', "limits", "no such option"),
+        ('config = "other.toml"', "config", "no such option"),
+    ],
+)
+def test_a_file_with_mistakes(text: str, key: str, wrong: str, served: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "provider.toml"
+    file.write_text(text)
+    said = serve("--config", file, "m")
+    assert said.startswith(f"{file}: {key}: ")
+    assert wrong in said
+    assert "the keys are admin_port, batch_wait_ms" in said
+    assert not served
+
+
+@pytest.mark.parametrize(("data", "wrong"), [(b"port 1", "is not TOML"), (b"\xff", "is not TOML")])
+def test_a_file_that_is_none(data: bytes, wrong: str, tmp_path: Path) -> None:
+    file = tmp_path / "provider.toml"
+    assert f"cannot read {file}: No such file" in serve("--config", file)
+    file.write_bytes(data)
+    assert f"{file} {wrong}" in serve("--config", file)
+
+
+def test_a_value_out_of_range_in_a_file_is_refused(served: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "provider.toml"
+    file.write_text('tls_dir = "t"\ntoken_file = "f"\nmax_connections = 0')
+    assert "max-connections" in serve("m", "--config", file)
+    assert not served
+
+
+def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what ``connect`` takes and of the command's own; tokens are named, not given."""
+    monkeypatch.setenv("A_TOKEN", "t0k3n")
+    opened: list[SessionConfig] = []
+
+    def open_session(config: SessionConfig) -> None:
+        opened.append(config)
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
+    file = tmp_path / "tenant.toml"
+    text = """
+        provider = "wss://a.example"
+        token_env = "A_TOKEN"
+        mask_source = ["local:a", "local:b"]
+        allow_transcript = true
+        timeout = 3
+        temperature = 0.5
+        prompt = "x"
+    """
+    file.write_text(text)
+    CliRunner().invoke(tenant_app, ["generate", "--config", str(file), "--mask-source", "local:c"])
+    common: dict[str, Any] = {"provider": "wss://a.example", "token": "t0k3n", "allow_transcript": True}
+    assert opened == [SessionConfig(**common, mask_sources=["local:c"], timeout=3.0)]
+    CliRunner().invoke(tenant_app, ["generate", "--config", str(file)])
+    assert opened[1:] == [SessionConfig(**common, mask_sources=["local:a", "local:b"], timeout=3.0)]
+    for command, change, message in (
+        ("generate", 'token = "t0k3n"', "token: there is no such option; the keys are adapter, allow_same"),
+        ("generate", "digest = 1", "digest: Expected `str`"),
+        ("doctor", "", "allow_transcript: there is no such option; the keys are allow_same"),
+    ):
+        file.write_text(f"{text}\n{change}")
+        said = str(CliRunner().invoke(tenant_app, [command, "--config", str(file)]).exception)
+        assert f"{file}: {message}" in said
+    file.write_text('mask_source = "local:a"')
+    said = str(CliRunner().invoke(tenant_app, ["generate", "--config", str(file)]).exception)
+    assert "mask_source: Expected `array`, got `str`" in said
