@@ -191,7 +191,7 @@ class PlaneProducts:
         self._planes = planes
         self._starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
 
-    def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def matmul(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply modulo 2^32.
 
         Args:

@@ -178,7 +178,7 @@ def test_a_failure_after_the_answer_is_no_second_answer(
         raise RuntimeError("too late")
 
     executor = another()
-    monkeypatch.setattr(executor.server.service.metrics, "product", too_late)  # type: ignore[union-attr]
+    monkeypatch.setattr(executor.server.service.metrics, "answered", too_late)  # type: ignore[union-attr]
     with executor.connect() as session:
         for _ in range(3):
             ask(session)
