@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from provider.executor.tiles import TILE, tile_of
+from shared.compat import onednn_products
 from shared.ring.product import PlaneProducts
 from shared.wire.header import PLANES, Direction, member_indices
 
@@ -58,7 +59,8 @@ class FloatWeight:
         self._weight, self._widths = weight, widths
         self._parts = weight.split(widths)
         self._all = (1 << len(widths)) - 1
-        self._onednn = weight.device.type == "cpu" and weight.dtype == torch.float32 and _has_onednn()
+        single = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._onednn = onednn_products() if single else None
 
     def apply(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         """See GroupWeight. Rows in another dtype are rounded to the weight's, and answers back."""
@@ -67,45 +69,24 @@ class FloatWeight:
             rounded = self.apply(direction, members, [block.to(served) for block in blocks])
             return [block.to(given) for block in rounded]
         rows = len(blocks[0])
-        multiply: Callable[..., torch.Tensor] = torch.mm
-        multiply_add: Callable[..., torch.Tensor] = torch.addmm
+        mm: Callable[..., torch.Tensor] = torch.mm
+        addmm: Callable[..., torch.Tensor] = torch.addmm
         if self._onednn and rows:
             blocks = [_whole_tiles(block) for block in blocks]
-            multiply, multiply_add = _onednn_multiply, _onednn_multiply_add
+            mm, addmm = self._onednn
         if direction == Direction.BACKWARD:
             first, *others = (self._parts[i] for i in member_indices(members))
-            gx = multiply(blocks[0], first)
+            gx = mm(blocks[0], first)
             for weight, block in zip(others, blocks[1:], strict=True):
-                gx = multiply_add(gx, block, weight)
+                gx = addmm(gx, block, weight)
             return [gx[:rows]]
         if rows == 1 and members == self._all:  # the blocks are the row: one product
-            return list(multiply(blocks[0], self._weight.T).split(self._widths, 1))
-        return [multiply(blocks[0], self._parts[i].T)[:rows] for i in member_indices(members)]
+            return list(mm(blocks[0], self._weight.T).split(self._widths, 1))
+        return [mm(blocks[0], self._parts[i].T)[:rows] for i in member_indices(members)]
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
         """See GroupWeight."""
         _touch(self._weight, stop)
-
-
-# What torch's compiler calls for a linear layer; it has no public name.
-
-
-def _has_onednn() -> bool:
-    """Whether there is oneDNN, and MKL that torch would use instead of it."""
-    backends = torch.backends
-    there = backends.mkl.is_available() and backends.mkldnn.is_available()
-    return there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _onednn_multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    torch.get_num_threads()  # sets what was chosen for this thread too, which oneDNN would not ask for
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.T, None, "none", [], "")
-    return out
-
-
-def _onednn_multiply_add(total: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight.T, None, "add")
-    return out
 
 
 def _whole_tiles(rows: torch.Tensor) -> torch.Tensor:

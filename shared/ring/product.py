@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 
 from shared.checkpoint import Checkpoint
+from shared.compat import int8_product
 from shared.errors import CheckpointError, ConfigurationError
 from shared.ring import native as ring_native
 from shared.ring.fixed_point import Planes, quantize_weight
@@ -73,7 +74,7 @@ def int8_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> 
         if rows.is_cuda:  # cuBLAS wants more than 16 rows, and multiples of 8 everywhere
             padded = max(24, -(-count // 8) * 8)
             stacked = torch.nn.functional.pad(stacked, (0, -height % 8, 0, padded - count))
-        parts = torch._int_mm(stacked, weight)[:count, :columns]
+        parts = int8_product(rows.device)(stacked, weight)[:count, :columns]
         _combine(parts.reshape(4, -1, columns), out[at : at + tile])
 
 

@@ -11,8 +11,9 @@ import torch
 
 from provider.catalog.discovery import discover
 from provider.executor.loading import NUMERICS
-from provider.executor.weights import FloatWeight, _has_onednn, _whole_tiles
+from provider.executor.weights import FloatWeight, _whole_tiles
 from shared.checkpoint import Checkpoint
+from shared.compat import onednn_products
 from shared.wire.header import Direction, member_indices
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "base_model"
@@ -21,8 +22,8 @@ MODEL = Path(__file__).resolve().parents[2] / "examples" / "base_model"
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
 def weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FloatWeight:
     if not request.param:
-        monkeypatch.setattr("provider.executor.weights._has_onednn", lambda: False)
-    elif not _has_onednn():
+        monkeypatch.setattr("provider.executor.weights.onednn_products", lambda: None)
+    elif onednn_products() is None:
         pytest.skip("torch has no oneDNN")
     return float_weight("float32")
 
@@ -93,17 +94,18 @@ def test_few_numbers_of_rows_occur() -> None:
     assert len(met) <= 90
 
 
-@pytest.mark.skipif(not _has_onednn(), reason="torch has no oneDNN")
+@pytest.mark.skipif(onednn_products() is None, reason="torch has no oneDNN")
 def test_a_thread_of_its_own_takes_no_more_processors_than_were_chosen() -> None:
     """As with ``--threads 1``: oneDNN does not ask torch, whose choice holds for the thread that made it."""
     script = """
 import os, threading, torch
-from provider.executor.weights import _onednn_multiply
+from shared.compat import onednn_products
 torch.set_num_threads(1)
+multiply, _ = onednn_products()
 rows, weight = torch.ones(4, 768), torch.ones(768, 4096)
 def run():
     before = len(os.listdir("/proc/self/task"))
-    _onednn_multiply(rows, weight)
+    multiply(rows, weight)
     print(len(os.listdir("/proc/self/task")) - before)
 thread = threading.Thread(target=run)
 thread.start()

@@ -18,7 +18,7 @@ OURS_ALLOWED = {
 }
 # Of each package, from below: a room imports rooms in front of it.
 ROOMS = {
-    "shared": ["errors", "forks", "memory", "wire", "checkpoint", "ring", "transport"],
+    "shared": ["errors", "forks", "memory", "compat", "wire", "checkpoint", "ring", "transport"],
     "provider": ["catalog", "executor", "engine", "observe", "session", "serve", "inprocess", "cli"],
     "tenant_sdk": [
         "storage",
