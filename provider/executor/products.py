@@ -66,7 +66,7 @@ class GroupExecutor:
         """Products of blocks of any number of rows: see ``GroupWeight``.
 
         Args:
-            group: one that is here.
+            group: one whose weight is here.
             direction: a ``Direction``.
             members: which members take part, a bit mask.
             blocks: on the CPU.
@@ -75,12 +75,19 @@ class GroupExecutor:
             Fresh blocks on the CPU.
         """
         weight = self._weights[group]
-        if (
-            self._device.type == "cpu"
-        ):  # each call into torch lets go of Python's lock, and queues for it again
+        if self._device.type == "cpu":  # no further call into torch: each queues for Python's lock
             return weight.apply(direction, members, blocks)
-        there = [block.to(self._device) for block in blocks]
-        return [out.cpu() for out in weight.apply(direction, members, there)]
+        # Only copies between pinned memory and a GPU are queued with its products, and waited for together.
+        cuda = self._device.type == "cuda"
+        staged = [block.pin_memory() for block in blocks] if cuda else blocks
+        there = [block.to(self._device, non_blocking=cuda) for block in staged]
+        answers = weight.apply(direction, members, there)
+        out = [torch.empty(answer.shape, dtype=answer.dtype, pin_memory=cuda) for answer in answers]
+        for each, answer in zip(out, answers, strict=True):
+            each.copy_(answer, non_blocking=cuda)
+        if cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+        return out
 
     def zeros(self, group: int, direction: int, members: int, rows: int) -> list[torch.Tensor]:
         """Blocks of a request, to measure with."""

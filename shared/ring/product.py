@@ -100,7 +100,7 @@ def float64_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
 
 KERNELS: dict[str, Kernel] = {"int8": int8_kernel, "float64": float64_kernel}
 if ring_native.CAN_MULTIPLY:
-    KERNELS["native"] = ring_native.multiply
+    KERNELS["native"] = ring_native.native_kernel
 
 
 def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
@@ -188,7 +188,7 @@ class PlaneProducts:
     """
 
     def __init__(self, planes: torch.Tensor, widths: list[int]) -> None:
-        self._kernel = fastest_kernel(planes.device.type)
+        self._kernel = fastest_kernel(str(planes.device))
         self._planes = planes
         self._starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
 

@@ -12,12 +12,13 @@ import torch
 from provider.catalog.discovery import discover
 from provider.engine.lanes import ProcessLane, Request, Rows
 from provider.executor.base import BaseExecutor
-from provider.executor.loading import NUMERICS
+from provider.executor.loading import NUMERICS, LoadedGroup
 from provider.executor.products import GroupExecutor
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
+from shared.wire.messages import GroupInfo, Member
 
 SHARE = (1, 4, 6)
 CPU = torch.device("cpu")
@@ -93,3 +94,58 @@ def test_a_seed_stands_for_its_rows(checkpoint: Callable[[str], Path]) -> None:
 def test_unknown_numerics_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="float32"):
         GroupExecutor({}, "float8", CPU)
+
+
+class Fixed:
+    """A weight of some device: notes what reaches it, and answers from where the test wants."""
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        self.answer, self.met = answer, list[torch.Tensor]()
+
+    def apply(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.met += blocks
+        return [self.answer]
+
+    def read_ahead(self, stop: Callable[[], bool]) -> None:
+        raise AssertionError("there is nothing to read ahead on another device")
+
+
+def on(device: str, weight: Fixed) -> GroupExecutor:
+    loaded = LoadedGroup(weight, GroupInfo(3, (Member("q", 2, "q"),)))
+    return GroupExecutor({0: loaded}, "float32", torch.device(device))
+
+
+def test_rows_go_to_the_weights_device_and_answers_come_back() -> None:
+    """``meta`` stands for it: rows are seen to go there; what comes back is a copy on the CPU."""
+    weight = Fixed(torch.arange(8.0).view(4, 2))
+    executor = on("meta", weight)
+    (out,) = executor.compute(0, Direction.FORWARD, 1, [torch.ones(4, 3)])
+    assert [block.device.type for block in weight.met] == ["meta"]
+    assert torch.equal(out, weight.answer)
+    assert out.data_ptr() != weight.answer.data_ptr()
+    executor.read_ahead(0, lambda: False)
+
+
+def test_rows_on_the_cpu_are_not_copied() -> None:
+    weight, rows = Fixed(torch.zeros(4, 2)), torch.ones(4, 3)
+    (out,) = on("cpu", weight).compute(0, Direction.FORWARD, 1, [rows])
+    assert weight.met[0] is rows
+    assert out is weight.answer
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_gpu_answers_into_pinned_memory(checkpoint: Callable[[str], Path], numerics: str) -> None:
+    """On the ring the same bits; floats as far as the order of additions goes, and bfloat16 rounds."""
+    here = share_of(checkpoint("llama"), numerics)
+    there = share_of(checkpoint("llama"), numerics, torch.device("cuda"))
+    for group in SHARE:
+        for direction in (Direction.FORWARD, Direction.BACKWARD):
+            for rows in (1, 17):
+                blocks = here.zeros(group, direction, 1, rows)
+                for block in blocks:
+                    block.copy_(torch.arange(block.numel()).view_as(block) % 7 - 3)
+                wanted = here.compute(group, direction, 1, blocks)
+                got = there.compute(group, direction, 1, blocks)
+                assert all(block.is_pinned() for block in got)
+                tolerance = {"ring": 0.0, "float32": 1e-5, "bfloat16": 0.05}[numerics]
+                torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
