@@ -88,7 +88,7 @@ def measure_products(rounds: int) -> list[dict[str, Any]]:
             ways: dict[str, Callable[[], object]] = {
                 "float32": lambda x=x, w=floats: x @ following(w).T,
                 "bfloat16": lambda x=half, w=halves: x @ following(w).T,
-                "ring": lambda x=integers, w=rings, out=out: following(w).product(1, 1, x, out),
+                "ring": lambda x=integers, w=rings, out=out: following(w).matmul(1, 1, x, out),
             }
             times: dict[str, list[float]] = {name: [] for name in ways}
             for number in range(rounds + 1):

@@ -407,13 +407,12 @@ class HostileProvider:
 def _serve_instead(base: BaseExecutor, files: Mapping[str, bytes | None]) -> None:
     """Have an executor serve other files than it loaded; its manifest lists them truly."""
     for name, data in files.items():
-        path = base.checkpoint.folder / name
+        path = base.catalog.checkpoint.folder / name
         path.unlink(missing_ok=True)
         if data is not None:
             path.write_bytes(data)
-    listed = msgspec.structs.replace(base.manifest, files=base.checkpoint.tenant_files())
-    base.manifest = msgspec.structs.replace(listed, digest=digest_of(listed))
-    base._files = {info.name: info for info in listed.files}
+    listed = msgspec.structs.replace(base.manifest, files=base.catalog.checkpoint.tenant_files())
+    base.catalog.manifest = msgspec.structs.replace(listed, digest=digest_of(listed))
 
 
 def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) -> None:

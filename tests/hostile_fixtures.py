@@ -50,11 +50,10 @@ def hostile(
             (folder / name).unlink(missing_ok=True)
             if data is not None:
                 (folder / name).write_bytes(data)
-        manifest = lie(msgspec.structs.replace(base.manifest, files=base.checkpoint.tenant_files()))
-        weights = base.checkpoint.weights_digest(manifest.groups)
+        manifest = lie(msgspec.structs.replace(base.manifest, files=base.catalog.checkpoint.tenant_files()))
+        weights = base.catalog.checkpoint.weights_digest(manifest.groups)
         manifest = msgspec.structs.replace(manifest, weights=weights)
-        base.manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
-        base._files = {info.name: info for info in base.manifest.files}
+        base.catalog.manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
         server = Server(
             Service.of(base), context=server_context(tls_dir), tokens=TokenFile(token_file[0]), port=0
         )

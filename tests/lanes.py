@@ -25,11 +25,11 @@ class HeldLane(ProcessLane):
         super().__init__(executor)
         self.started, self.busy, self.go = threading.Semaphore(0), threading.Event(), threading.Event()
 
-    def submit(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+    def start(self, batch: Sequence[Rows]) -> Future[Multiplied]:
         """See Lane."""
         self.started.release()
         self.busy.set()
-        return super().submit(batch)
+        return super().start(batch)
 
     def multiply(self, batch: Sequence[Rows]) -> Multiplied:
         """See Lane."""

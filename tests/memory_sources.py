@@ -46,7 +46,7 @@ def product(kind: Kind, rows: torch.Tensor) -> torch.Tensor:
     """What an honest executor answers: int32 [T, C] to [T, 2 N]."""
     plan = SHAPES[kind.group].plan(kind.direction, kind.members)
     out = torch.empty((len(rows), plan.answer_columns), dtype=torch.int32)
-    PRODUCTS[kind.group].product(kind.direction, kind.members, rows, out)
+    PRODUCTS[kind.group].matmul(kind.direction, kind.members, rows, out)
     return out
 
 

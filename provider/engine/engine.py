@@ -248,7 +248,7 @@ class Engine:
             self._finished(batch, multiplied, started)
             return
         self._under_way[number] += 1
-        future = lane.submit(rows)
+        future = lane.start(rows)
         future.add_done_callback(
             lambda future: self.loop.call(partial(self._arrived, number, batch, started, future))
         )
@@ -352,7 +352,7 @@ def profile(executor: BaseExecutor, rounds: int = 3) -> LatencyModel:
                     group = alike[turn % len(alike)]  # another one each time, as in a pass through a model
                     blocks = executor.zeros(group, direction, everyone, rows)
                     started = time.perf_counter()
-                    executor.product(group, direction, everyone, blocks)
+                    executor.compute(group, direction, everyone, blocks)
                     if turn:  # the first warms up
                         seconds.append(time.perf_counter() - started)
             few, many = (sorted(seconds)[rounds // 2] for seconds in times.values())

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from provider.executor.base import BaseExecutor
+from provider.executor.products import GroupExecutor
 from shared.wire.header import Header
 
 
@@ -53,7 +53,7 @@ class Lane(Protocol):
     depth: int
     here: bool
 
-    def submit(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+    def start(self, batch: Sequence[Rows]) -> Future[Multiplied]:
         """Multiply rows of one group, direction and members.
 
         The future raises only if the lane itself is at fault.
@@ -73,17 +73,17 @@ class ProcessLane:
     """An executor in this process: one batch at a time, for each may use all processors.
 
     Args:
-        executor: multiplies.
+        executor: of the groups of this lane.
     """
 
     depth, here = 1, True
 
-    def __init__(self, executor: BaseExecutor) -> None:
+    def __init__(self, executor: GroupExecutor) -> None:
         self._executor = executor
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="products")
         self._thread.submit(int)  # now, while there are threads to be had
 
-    def submit(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+    def start(self, batch: Sequence[Rows]) -> Future[Multiplied]:
         """See Lane."""
         return self._thread.submit(self.multiply, batch)
 
@@ -117,7 +117,7 @@ class ProcessLane:
         header = batch[0].request.header
         try:
             together = blocks[0] if len(batch) == 1 else [torch.cat(c) for c in zip(*blocks, strict=True)]
-            out = self._executor.product(header.group, header.direction, header.members, together)
+            out = self._executor.compute(header.group, header.direction, header.members, together)
         except Exception as error:
             if len(batch) == 1:
                 return [error]

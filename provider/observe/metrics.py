@@ -136,7 +136,7 @@ class Metrics:
         """The values of a metric under all its labels together."""
         return sum(self.by_label(name, "").values())
 
-    def product(self, tenant: str, header: Header, answer: Header, done: Done) -> None:
+    def answered(self, tenant: str, header: Header, answer: Header, done: Done) -> None:
         """Count one answered product or effect."""
         rows, histogram = self._products[Operation(header.operation), Direction(header.direction)]
         rows.inc(header.rows)

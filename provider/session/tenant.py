@@ -123,7 +123,7 @@ class TenantSession:
             if header.operation == Operation.HELLO:
                 self._welcome(header, decode(tensor_bytes(message.payload), Hello))
             elif header.operation in PRODUCTS:
-                self._product(header, message.payload)
+                self._submit(header, message.payload)
             else:
                 self._fetch(header, message.payload)
         except (OSError, EOFError):
@@ -155,7 +155,7 @@ class TenantSession:
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
         self._send(answer, welcome, _nothing)
 
-    def _product(self, header: Header, payload: torch.Tensor) -> None:
+    def _submit(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service
         if service.transcript:
             service.transcript.request(self._number, header, payload)
@@ -172,11 +172,11 @@ class TenantSession:
         service = self._service
         if service.transcript:
             service.transcript.answered(self._number, header.request_id, done.reply_seconds)
-        service.engine.afterwards(partial(service.metrics.product, self._tenant, header, answer, done))
+        service.engine.afterwards(partial(service.metrics.answered, self._tenant, header, answer, done))
 
     def _fetch(self, header: Header, payload: torch.Tensor) -> None:
         service = self._service
-        answer, read = service.executor.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
+        answer, read = service.executor.catalog.fetch(decode(tensor_bytes(payload), Fetch), header.request_id)
         size = answer.payload_bytes
         service.quotas.admit(self._tenant, 0, size, size, time.monotonic())
         self._admitted[id(header)] = header, answer, size

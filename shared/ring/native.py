@@ -71,19 +71,28 @@ def _threads(elements: int) -> int:
     return torch.get_num_threads() if elements > PARALLEL_ELEMENTS else 1
 
 
+def _address(tensor: torch.Tensor | None) -> int | None:
+    """Every pointer that native code gets comes from here.
+
+    Raises:
+        ValueError: the tensor's memory is not the processor's.
+    """
+    if tensor is None:
+        return None
+    if tensor.device.type != "cpu":
+        raise ValueError(f"native code takes tensors of the CPU, not of {tensor.device}")
+    return tensor.data_ptr()
+
+
 def _pointers(tensors: list[torch.Tensor]) -> ctypes.Array[c_void_p]:
-    return (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+    return (c_void_p * len(tensors))(*[_address(tensor) for tensor in tensors])
 
 
 def _widths(tensors: list[torch.Tensor]) -> ctypes.Array[c_int64]:
     return (c_int64 * len(tensors))(*[tensor.shape[1] for tensor in tensors])
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def native_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """See ``shared.ring.product.Kernel``; needs CAN_MULTIPLY."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
@@ -91,8 +100,8 @@ def multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
         raise ValueError("the elements of a row lie side by side")
     by_rows = weight.stride(1) != 1
     failed = LIBRARY.ring_multiply(
-        rows.data_ptr(), rows.stride(0), rows.shape[0], rows.shape[1], weight.data_ptr(),
-        weight.stride(1) if by_rows else weight.stride(0), by_rows, weight.shape[1], out.data_ptr(),
+        _address(rows), rows.stride(0), rows.shape[0], rows.shape[1], _address(weight),
+        weight.stride(1) if by_rows else weight.stride(0), by_rows, weight.shape[1], _address(out),
         out.stride(0), torch.get_num_threads(),
     )  # fmt: skip
     if failed:
@@ -113,7 +122,7 @@ def hide(
         raise RuntimeError("there is no native code")
     failed = LIBRARY.ring_hide(
         _pointers(blocks), _widths(blocks), len(blocks), requests.shape[1], len(requests), _address(scales),
-        over_room, _address(factor), requests.data_ptr(), exponents.data_ptr(), _address(expected),
+        over_room, _address(factor), _address(requests), _address(exponents), _address(expected),
         _threads(requests.numel()),
     )  # fmt: skip
     return not failed
@@ -132,8 +141,8 @@ def reveal(
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
     wrong: int = LIBRARY.ring_reveal(
-        answers.data_ptr(), _pointers(effects), len(effects), answers.shape[1] // 2, len(answers),
-        exponents.data_ptr(), _address(scales), _pointers(blocks), _widths(blocks), len(blocks),
+        _address(answers), _pointers(effects), len(effects), answers.shape[1] // 2, len(answers),
+        _address(exponents), _address(scales), _pointers(blocks), _widths(blocks), len(blocks),
         _address(challenge), _address(expected), _threads(answers.numel()),
     )  # fmt: skip
     return wrong

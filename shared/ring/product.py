@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 
 from shared.checkpoint import Checkpoint
+from shared.compat import int8_product
 from shared.errors import CheckpointError, ConfigurationError
 from shared.ring import native as ring_native
 from shared.ring.fixed_point import Planes, quantize_weight
@@ -73,7 +74,7 @@ def int8_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> 
         if rows.is_cuda:  # cuBLAS wants more than 16 rows, and multiples of 8 everywhere
             padded = max(24, -(-count // 8) * 8)
             stacked = torch.nn.functional.pad(stacked, (0, -height % 8, 0, padded - count))
-        parts = torch._int_mm(stacked, weight)[:count, :columns]
+        parts = int8_product(rows.device)(stacked, weight)[:count, :columns]
         _combine(parts.reshape(4, -1, columns), out[at : at + tile])
 
 
@@ -99,7 +100,7 @@ def float64_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
 
 KERNELS: dict[str, Kernel] = {"int8": int8_kernel, "float64": float64_kernel}
 if ring_native.CAN_MULTIPLY:
-    KERNELS["native"] = ring_native.multiply
+    KERNELS["native"] = ring_native.native_kernel
 
 
 def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
@@ -187,11 +188,11 @@ class PlaneProducts:
     """
 
     def __init__(self, planes: torch.Tensor, widths: list[int]) -> None:
-        self._kernel = fastest_kernel(planes.device.type)
+        self._kernel = fastest_kernel(str(planes.device))
         self._planes = planes
         self._starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
 
-    def product(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def matmul(self, direction: int, members: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply modulo 2^32.
 
         Args:

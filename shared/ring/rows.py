@@ -16,6 +16,8 @@ CHUNK_ELEMENTS = 1 << 17  # at once, which then stay in the processor's cache
 
 def _check(tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Native code goes where sizes lead it, and some of them come from peers."""
+    if tensor is not None and tensor.device.type != "cpu":
+        raise ValueError(f"a tensor of the CPU is wanted, not of {tensor.device}")
     if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous()):
         raise ValueError(
             f"a contiguous {dtype} of shape {shape} is wanted, not {tensor.dtype} {tensor.shape}"

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from websockets.frames import apply_mask  # type: ignore[attr-defined]  # the C version, if built
 
+from shared.compat import apply_mask
 from shared.errors import WireError
 from shared.wire.header import HEADER_BYTES, Header, parse_header, request_id_of
 

@@ -201,7 +201,7 @@ def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> N
     def product(direction: Direction, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def multiply(rows: torch.Tensor) -> torch.Tensor:
             out = torch.empty((len(rows), 2 * width), dtype=torch.int32)
-            products.product(direction, 1, rows, out)
+            products.matmul(direction, 1, rows, out)
             return out
 
         return multiply

@@ -166,7 +166,7 @@ class LocalRing:
         """See MaskSource."""
         plan = GroupShape.of(self._groups[group], RING).plan(direction, members)
         out = torch.empty((len(masks[0]), plan.answer_columns), dtype=torch.int32)
-        self._of(group)[0].product(direction, members, masks[0], out)
+        self._of(group)[0].matmul(direction, members, masks[0], out)
         return [out]
 
     def scales(self, group: int) -> torch.Tensor:

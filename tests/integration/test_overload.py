@@ -100,7 +100,7 @@ def integers(seed: int, rows: int = 1) -> torch.Tensor:
 
 
 def reference(base: BaseExecutor, rows: torch.Tensor, group: int = 0) -> torch.Tensor:
-    return base.product(group, Direction.FORWARD, 1, [rows])[0]
+    return base.compute(group, Direction.FORWARD, 1, [rows])[0]
 
 
 @contextlib.contextmanager

@@ -202,7 +202,7 @@ def test_what_the_tenant_sent_stays_as_it_is(ring: Callable[[str], Executor]) ->
     rows = integers(3, 20, 64)
     before = rows.clone()
     base = base_of(ring("llama"))
-    (out,) = base.product(0, Direction.FORWARD, 1, base.blocks(request, rows))
+    (out,) = base.compute(0, Direction.FORWARD, 1, base.blocks(request, rows))
     assert torch.equal(rows, before)
     assert (out.dtype, out.shape) == (torch.int32, (20, 128))
 
@@ -260,11 +260,8 @@ def test_planes_are_the_only_copy_of_the_weights(ring: Callable[[str], Executor]
     """Two bytes a weight, for both directions, and a scale for each output; products leave nothing behind."""
     executor = ring(architecture)
     base = base_of(executor)
-    expected = sum(
-        2 * info.inputs * member.outputs + 4 * member.outputs
-        for info in base.manifest.groups
-        for member in info.members
-    )
+    members = [(info.inputs, member.outputs) for info in base.manifest.groups for member in info.members]
+    planes = sum(2 * inputs * outputs for inputs, outputs in members)
     with open_raw(executor) as peer:
         peer.hello()
         width = base.manifest.groups[0].inputs
@@ -272,8 +269,8 @@ def test_planes_are_the_only_copy_of_the_weights(ring: Callable[[str], Executor]
             ask(peer, 0, FORWARD, 1, integers(5, count, width))
             outputs = base.manifest.groups[0].members[0].outputs
             ask(peer, 0, BACKWARD, 1, integers(5, count, outputs))
-    assert sum(storages(base._weights).values()) == expected
-    assert sum(storages(vars(base)).values()) == expected
+    assert sum(storages(base._weights).values()) == planes
+    assert sum(storages(vars(base)).values()) == planes + sum(4 * outputs for _, outputs in members)
 
 
 # -- what a tenant learns --------------------------------------------------------------------------
@@ -346,9 +343,9 @@ def test_floats_have_no_scales(llama: Executor) -> None:
 
 def test_scales_over_the_limit(checkpoint: Callable[[str], Path]) -> None:
     base = BaseExecutor(checkpoint("llama"), numerics="ring", limits=Limits(max_message_bytes=8, max_rows=1))
-    assert base.fetch(Fetch("scales", "0", 3, 5), 1)[0].rows == 2
+    assert base.catalog.fetch(Fetch("scales", "0", 3, 5), 1)[0].rows == 2
     with pytest.raises(WireError, match="fewer rows") as caught:
-        base.fetch(Fetch("scales", "0", 3, 6), 1)
+        base.catalog.fetch(Fetch("scales", "0", 3, 6), 1)
     assert caught.value.code == "too_large"
 
 

@@ -95,7 +95,7 @@ def test_a_request_that_failed_is_there_too(recorded: Recorded, monkeypatch: pyt
 
         ask()
         with monkeypatch.context() as patch:
-            patch.setattr(BaseExecutor, "product", lambda *_: 1 / 0)
+            patch.setattr(BaseExecutor, "compute", lambda *_: 1 / 0)
             with pytest.raises(RequestRefused):
                 ask()
         ask()

@@ -63,7 +63,7 @@ def request(base: BaseExecutor, draw: random.Random) -> tuple[Header, torch.Tens
 
 def alone(base: BaseExecutor, header: Header, payload: torch.Tensor) -> torch.Tensor:
     """The answer's payload, computed by itself."""
-    blocks = base.product(header.group, header.direction, header.members, base.blocks(header, payload))
+    blocks = base.compute(header.group, header.direction, header.members, base.blocks(header, payload))
     return torch.cat([block.reshape(-1) for block in blocks])
 
 
@@ -137,9 +137,9 @@ class CountedLane(ProcessLane):
         self.rows: list[int] = []
         self.go, self.entered = threading.Event(), threading.Event()
         self.most = 1 << 30
-        honest = executor.product
+        honest = executor.compute
 
-        def product(
+        def compute(
             group: int, direction: int, members: int, blocks: list[torch.Tensor]
         ) -> list[torch.Tensor]:
             self.rows.append(len(blocks[0]))
@@ -147,7 +147,7 @@ class CountedLane(ProcessLane):
                 raise MemoryError("no room for this product")
             return honest(group, direction, members, blocks)
 
-        executor.product = product  # type: ignore[method-assign]
+        executor.compute = compute  # type: ignore[method-assign]
 
     def multiply(self, batch: Sequence[Rows]) -> Multiplied:
         self.entered.set()
@@ -257,7 +257,7 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
     engine = engines(base, lambda _: policy(base))
     chat, large = rows_of_group_0(base, 1), rows_of_group_0(base, 100)
     engine.ask("chat", 0, *chat).result(60)  # somebody decodes: windows are small
-    honest = base.product
+    honest = base.compute
 
     def once(*_: object) -> list[torch.Tensor]:
         raise MemoryError
@@ -265,13 +265,13 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
     def second_fails(
         group: int, direction: int, members: int, blocks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        base.product = once  # type: ignore[assignment, method-assign]
+        base.compute = once  # type: ignore[assignment, method-assign]
         return honest(group, direction, members, blocks)
 
-    base.product = second_fails  # type: ignore[method-assign]
+    base.compute = second_fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         engine.ask("large", 0, *large).result(60)
-    base.product = honest  # type: ignore[method-assign]
+    base.compute = honest  # type: ignore[method-assign]
     assert engine.waiting == 0
     assert len(joined(engine.ask("large", 0, *large).result(60)))
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from provider.catalog.discovery import discover
-from provider.executor.weights import FloatWeight, _has_onednn, _whole_tiles
+from provider.executor.loading import NUMERICS
+from provider.executor.weights import FloatWeight, _whole_tiles
 from shared.checkpoint import Checkpoint
+from shared.compat import onednn_products
 from shared.wire.header import Direction, member_indices
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "base_model"
@@ -20,18 +22,20 @@ MODEL = Path(__file__).resolve().parents[2] / "examples" / "base_model"
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
 def weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FloatWeight:
     if not request.param:
-        monkeypatch.setattr("provider.executor.weights._has_onednn", lambda: False)
-    elif not _has_onednn():
+        monkeypatch.setattr("provider.executor.weights.onednn_products", lambda: None)
+    elif onednn_products() is None:
         pytest.skip("torch has no oneDNN")
-    return float_weight(torch.float32)
+    return float_weight("float32")
 
 
-def float_weight(dtype: torch.dtype, group: int = 2) -> FloatWeight:
+def float_weight(numerics: str, group: int = 2) -> FloatWeight:
     """Of a group whose members are wider than its input: a transposed weight would not go through."""
     checkpoint = Checkpoint(MODEL)
     info = discover(checkpoint, serve_head=False).groups[group]
     assert info.inputs != info.members[0].outputs
-    return FloatWeight(checkpoint, info, torch.device("cpu"), dtype)
+    weight = NUMERICS[numerics].load(checkpoint, info, torch.device("cpu")).weight
+    assert isinstance(weight, FloatWeight)
+    return weight
 
 
 def exact(
@@ -56,7 +60,7 @@ def test_products_are_torchs(weight: FloatWeight, direction: Direction, members:
     for rows in (0, 1, 2, 3, 8, 9, 65, 257):
         blocks = [torch.randn(rows, width, generator=generator) for width in asked]
         kept = [block.clone() for block in blocks]
-        out = weight.product(direction, members, blocks)
+        out = weight.apply(direction, members, blocks)
         assert [tuple(block.shape) for block in out] == [(rows, width) for width in answered]
         assert all(block.is_contiguous() for block in out)
         torch.testing.assert_close(
@@ -68,11 +72,11 @@ def test_products_are_torchs(weight: FloatWeight, direction: Direction, members:
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
 def test_a_bfloat16_weight_takes_and_gives_either(direction: Direction) -> None:
     """Within what rounding rows, weight and answer to 8 bits can make: 2^-8 of the sums, twice."""
-    weight = float_weight(torch.bfloat16)
+    weight = float_weight("bfloat16")
     width = weight._weight.shape[1] if direction == Direction.FORWARD else weight._widths[0]
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(1))
     for given in (x, x.bfloat16()):
-        (out,) = weight.product(direction, 0b01, [given])
+        (out,) = weight.apply(direction, 0b01, [given])
         assert out.dtype == given.dtype
         wanted = exact(weight, direction, 0b01, [x.bfloat16()])
         torch.testing.assert_close(out.double(), wanted, rtol=2**-7, atol=2**-7 * wanted.abs().max().item())
@@ -90,17 +94,18 @@ def test_few_numbers_of_rows_occur() -> None:
     assert len(met) <= 90
 
 
-@pytest.mark.skipif(not _has_onednn(), reason="torch has no oneDNN")
+@pytest.mark.skipif(onednn_products() is None, reason="torch has no oneDNN")
 def test_a_thread_of_its_own_takes_no_more_processors_than_were_chosen() -> None:
     """As with ``--threads 1``: oneDNN does not ask torch, whose choice holds for the thread that made it."""
     script = """
 import os, threading, torch
-from provider.executor.weights import _onednn_multiply
+from shared.compat import onednn_products
 torch.set_num_threads(1)
+multiply, _ = onednn_products()
 rows, weight = torch.ones(4, 768), torch.ones(768, 4096)
 def run():
     before = len(os.listdir("/proc/self/task"))
-    _onednn_multiply(rows, weight)
+    multiply(rows, weight)
     print(len(os.listdir("/proc/self/task")) - before)
 thread = threading.Thread(target=run)
 thread.start()

@@ -217,7 +217,7 @@ def make(
             if direction == FORWARD:
                 columns = sum(widths[i] for i in member_indices(members))
             out = torch.full((len(rows), 2 * columns), 77, dtype=torch.int32, device=device)
-            products.product(direction, members, rows.to(device), out)
+            products.matmul(direction, members, rows.to(device), out)
             return out.cpu()
 
         return product

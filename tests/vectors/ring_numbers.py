@@ -39,7 +39,7 @@ def product(
     outputs = sum(width for i, width in enumerate(widths) if members >> i & 1)
     columns = outputs if direction == Direction.FORWARD else inputs
     out = torch.empty((len(rows), 2 * columns), dtype=torch.int32)
-    PlaneProducts(planes.planes, widths).product(direction, members, rows, out)
+    PlaneProducts(planes.planes, widths).matmul(direction, members, rows, out)
     return out
 
 

@@ -1,0 +1,138 @@
+"""What tenants learn and download: the manifest, parameters, files and scales. Nothing multiplies here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from provider.catalog.discovery import Discovery
+from shared.checkpoint import Checkpoint
+from shared.errors import WireError
+from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Header, Operation
+from shared.wire.messages import Fetch, GroupInfo, Limits, Manifest, digest_of
+
+log = logging.getLogger(__name__)
+
+
+class _Download(NamedTuple):
+    """Something of ``length`` rows, or bytes of a file, and how a range of them is read."""
+
+    length: int
+    columns: int
+    dtype: int
+    read: Callable[[int, int], torch.Tensor]
+
+
+class Catalog:
+    """The manifest of one executor, and everything that it lists.
+
+    Args:
+        checkpoint: what is served.
+        found: what it offers.
+        numerics: in which it is served.
+        wire_dtypes: element types of rows in that numerics.
+        groups: those found, on the ring with bounds.
+        scales: float32 [O] by number of group, on the ring.
+        limits: what one message may hold.
+        recorded: tell tenants that what they send is kept.
+
+    Attributes:
+        checkpoint, manifest: the files are those that the manifest lists.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        found: Discovery,
+        *,
+        numerics: str,
+        wire_dtypes: tuple[str, ...],
+        groups: Sequence[GroupInfo],
+        scales: Mapping[int, torch.Tensor],
+        limits: Limits | None = None,
+        recorded: bool = False,
+    ) -> None:
+        self.checkpoint = checkpoint
+        manifest = Manifest(
+            server="symbiosis/1",
+            model=checkpoint.folder.resolve().name,
+            architecture=found.architecture,
+            base_prefix=found.base_prefix,
+            weights=checkpoint.weights_digest(groups),
+            digest="",
+            numerics=numerics,
+            wire_dtypes=wire_dtypes,
+            limits=limits or Limits(max_message_bytes=64 << 20, max_rows=65536),
+            groups=tuple(groups),
+            parameters=found.parameters,
+            unavailable=found.unavailable,
+            files=checkpoint.tenant_files(),
+            recorded=recorded,
+        )
+        self.manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
+        if not any(file.name == "tokenizer.json" for file in manifest.files):
+            log.warning(
+                "%s has no tokenizer.json, the only kind that tenants take, so they get no tokenizer; to "
+                "make one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+                checkpoint.folder,
+            )
+        self._tensors = found.parameter_tensors
+        self._parameters = {p.name: p for p in found.parameters}
+        self._scales = {str(group): each for group, each in scales.items()}  # no other spelling is one
+
+    def fetch(self, request: Fetch, request_id: int) -> tuple[Header, Callable[[], torch.Tensor]]:
+        """The header that announces a piece of a parameter, file or group's scales, and what reads it.
+
+        Raises:
+            WireError: ``fetch``, for a name or range that is not in the manifest; ``too_large``.
+        """
+        download = self._download(request)
+        if download is None:
+            raise WireError("fetch", "no such parameter or file; the manifest lists what there is")
+        length, columns, dtype, read = download
+        if not 0 <= request.start < request.stop <= length:
+            raise WireError("fetch", f"range outside 0 to {length}")
+        rows = request.stop - request.start
+        if request.kind == "file":  # bytes lie in one row
+            rows, columns = 1, rows
+        header = Header(Operation.REPLY, dtype=dtype, request_id=request_id, rows=rows, columns=columns)
+        if header.payload_bytes > self.manifest.limits.max_message_bytes:
+            raise WireError("too_large", "ask for fewer rows, or a smaller piece of a file")
+        return header, partial(read, request.start, request.stop)
+
+    def _download(self, request: Fetch) -> _Download | None:
+        name = request.name
+        if request.kind == "parameter" and name in self._parameters:
+            info = self._parameters[name]
+            length = info.shape[0] if info.shape else 1
+            columns, dtype = torch.Size(info.shape[1:]).numel(), DTYPE_CODES[DTYPE_NAMES[info.dtype]]
+            return _Download(length, columns, dtype, partial(self._read_parameter, name))
+        if request.kind == "scales" and name in self._scales:
+            scales = self._scales[name]
+            return _Download(
+                len(scales), 1, DTYPE_CODES[scales.dtype], lambda start, stop: scales[start:stop]
+            )
+        sizes = {file.name: file.size for file in self.manifest.files} if request.kind == "file" else {}
+        return _Download(sizes[name], 1, BYTES, partial(self._read_file, name)) if name in sizes else None
+
+    def _read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
+        rows = slice(start, stop) if self._parameters[name].shape else None  # a single number has no rows
+        return self.checkpoint.read(self._tensors[name], rows).contiguous()
+
+    def _read_file(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A piece of a file.
+
+        Raises:
+            WireError: ``internal``, if the file is shorter by now.
+        """
+        with (self.checkpoint.folder / name).open("rb") as file:
+            file.seek(start)
+            data = bytearray(file.read(stop - start))
+        if len(data) < stop - start:
+            raise WireError("internal", "the executor's file has changed; report it")
+        return torch.frombuffer(data, dtype=torch.uint8)

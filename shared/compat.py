@@ -1,0 +1,134 @@
+"""What is used of torch and websockets though it is not public, and what takes its place.
+
+Each function here finds one such thing, tries it once on a small example, and gives whatever computes the
+same with public interfaces if it is missing, raises or is wrong: another version of the library makes this
+package slower, not wrong. One line of the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Mask = Callable[[bytes | bytearray | memoryview, bytes], bytes]
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Products = tuple[Multiply, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
+
+
+def _tried(name: str, find: Callable[[], T], right: Callable[[T], bool]) -> T | None:
+    """What is found, if it is right; else the log says why not."""
+    try:
+        found = find()
+        if right(found):
+            return found
+        reason = "its results are wrong"
+    except Exception as error:  # whatever another version does
+        reason = str(error).partition("\n")[0] or repr(error)
+    log.warning("%s cannot be used with these versions, what replaces it is slower: %s", name, reason)
+    return None
+
+
+# -- websockets ------------------------------------------------------------------------------------
+
+
+def plain_mask(data: bytes | bytearray | memoryview, mask: bytes) -> bytes:
+    """``data[i] ^ mask[i % 4]`` for every byte (RFC 6455 §5.3)."""
+    repeated = (mask * (len(data) // 4 + 1))[: len(data)]
+    return (int.from_bytes(data, "big") ^ int.from_bytes(repeated, "big")).to_bytes(len(data), "big")
+
+
+def apply_mask(data: bytes | bytearray | memoryview, mask: bytes) -> bytes:
+    """``plain_mask``, as fast as can be."""
+    return websocket_mask()(data, mask)
+
+
+@cache
+def websocket_mask() -> Mask:
+    """The websocket library's, in C if that was built; or ``plain_mask``."""
+
+    def find() -> Mask:
+        from websockets import frames
+
+        found: Mask = frames.apply_mask  # type: ignore[attr-defined]
+        return found
+
+    def right(mask: Mask) -> bool:
+        data, key = bytes(range(255)), b"\x00\x7f\x80\xff"
+        return all(
+            mask(kind(data[:count]), key) == plain_mask(data[:count], key)
+            for kind in (bytes, bytearray, memoryview)
+            for count in (0, 1, 7, 8, 255)
+        )
+
+    return _tried("websockets.frames.apply_mask", find, right) or plain_mask
+
+
+# -- torch -----------------------------------------------------------------------------------------
+
+
+def plain_int8_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """int8 [T, K] times int8 [K, N], int32; sums of less than 2^39 such products are exact in float64."""
+    return (rows.double() @ weight.double()).long().to(torch.int32)
+
+
+@cache
+def int8_product(device: torch.device) -> Multiply:
+    """torch's for int8 rows and weight, with int32 sums; or ``plain_int8_product``."""
+
+    def find() -> Multiply:
+        found: Multiply = torch._int_mm
+        return found
+
+    def right(multiply: Multiply) -> bool:
+        # Of a size that cuBLAS takes; sums that saturate in 16 bits; either layout of the weight.
+        rows = (torch.arange(32 * 16, device=device) * 37).to(torch.int8).view(32, 16)
+        weight = (torch.arange(16 * 8, device=device) * 91).to(torch.int8).view(16, 8)
+        rows[0], weight[:, 0] = -128, -128
+        wanted = plain_int8_product(rows, weight)
+        return all(torch.equal(multiply(rows, each), wanted) for each in (weight, weight.T.contiguous().T))
+
+    return _tried("torch._int_mm", find, right) or plain_int8_product
+
+
+def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    torch.get_num_threads()  # sets what was chosen for this thread too, which oneDNN would not ask for
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.T, None, "none", [], "")
+    return out
+
+
+def _linear_add(total: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight.T, None, "add")
+    return out
+
+
+@cache
+def onednn_products() -> Products | None:
+    """oneDNN's ``mm`` and ``addmm`` of float32 on the CPU, which torch's compiler calls for linear layers.
+
+    None where torch's own are as good or these cannot be used: without oneDNN, or without MKL, which torch
+    would take instead of it.
+    """
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return None
+
+    def right(products: Products) -> bool:
+        multiply, multiply_add = products
+        for count in (1, 4):  # small integers: exact in any order
+            rows = (torch.arange(count * 6.0) % 5 - 2).view(count, 6)
+            for weight in (torch.arange(18.0).view(6, 3), torch.arange(18.0).view(3, 6).T):
+                expected = (rows.double() @ weight.double()).float()
+                got = multiply(rows, weight)
+                if not torch.equal(got, expected):
+                    return False
+                if not torch.equal(multiply_add(got, rows, weight), 2 * expected):
+                    return False
+        return True
+
+    return _tried("torch.ops.mkldnn._linear_pointwise", lambda: (_linear, _linear_add), right)

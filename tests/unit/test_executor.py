@@ -1,0 +1,151 @@
+"""The multiplying part by itself: some groups, no manifest, no files, no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from provider.catalog.discovery import discover
+from provider.engine.lanes import ProcessLane, Request, Rows
+from provider.executor.base import BaseExecutor
+from provider.executor.loading import NUMERICS, LoadedGroup
+from provider.executor.products import GroupExecutor
+from shared.checkpoint import Checkpoint
+from shared.errors import ConfigurationError
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
+from shared.wire.messages import GroupInfo, Member
+
+SHARE = (1, 4, 6)
+CPU = torch.device("cpu")
+
+
+def share_of(folder: Path, numerics: str, device: torch.device = CPU) -> GroupExecutor:
+    """An executor of some groups of a checkpoint."""
+    checkpoint = Checkpoint(folder)
+    groups = discover(checkpoint).groups
+    load = NUMERICS[numerics].load
+    return GroupExecutor({i: load(checkpoint, groups[i], device) for i in SHARE}, numerics, device)
+
+
+@pytest.fixture(params=list(NUMERICS))
+def numerics(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def request_of(numerics: str, group: int, width: int) -> tuple[Header, torch.Tensor]:
+    """Five rows of a float request; on the ring the seed of as many."""
+    if numerics == "ring":
+        header = Header(Operation.SEED_EFFECT, Direction.FORWARD, DTYPE_CODES[torch.int32], group)
+        return header._replace(rows=5, columns=width, members=1), torch.arange(32, dtype=torch.uint8)
+    header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], group)
+    rows = torch.randn(5, width, generator=torch.Generator().manual_seed(group))
+    return header._replace(rows=5, columns=width, members=1), rows
+
+
+def test_a_share_of_the_groups_gives_the_answers_of_the_whole(
+    checkpoint: Callable[[str], Path], numerics: str
+) -> None:
+    """Through a lane, from payloads as they arrive."""
+    whole = BaseExecutor(checkpoint("llama"), numerics=numerics)
+    lanes = [ProcessLane(executor) for executor in (whole, share_of(checkpoint("llama"), numerics))]
+    for group in SHARE:
+        request = request_of(numerics, group, whole.manifest.groups[group].inputs)
+        answers = [lane.multiply([Rows(Request(*request), 0, 5)]).answers[0] for lane in lanes]
+        assert isinstance(answers[1], list), answers[1]
+        torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=0)
+    for lane in lanes:
+        lane.close()
+
+
+def test_a_group_that_is_elsewhere_has_no_product(checkpoint: Callable[[str], Path], numerics: str) -> None:
+    share = share_of(checkpoint("llama"), numerics)
+    with pytest.raises(KeyError):
+        share.zeros(0, Direction.FORWARD, 1, 1)
+    with pytest.raises(KeyError):
+        share.compute(0, Direction.FORWARD, 1, [torch.zeros(1, 64)])
+
+
+def test_the_next_group_that_is_here_is_read_ahead(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine names the one that comes next, perhaps on another lane; past the last comes the first."""
+    share, told = share_of(checkpoint("llama"), "float32"), list[Any]()
+    weights = {group: share._weights[group] for group in SHARE}
+    for weight in weights.values():
+        monkeypatch.setattr(weight, "read_ahead", lambda stop, weight=weight: told.append(weight))
+    for group in range(9):
+        share.read_ahead(group, lambda: False)
+    assert told == [weights[i] for i in (1, 1, 4, 4, 4, 6, 6, 1, 1)]
+
+
+def test_a_seed_stands_for_its_rows(checkpoint: Callable[[str], Path]) -> None:
+    share = share_of(checkpoint("llama"), "ring")
+    header, seed = request_of("ring", 1, 64)
+    (rows,) = share.blocks(header, seed)
+    assert torch.equal(rows, MaskStream(bytes(range(32))).draw(5, 64))
+
+
+def test_unknown_numerics_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="float32"):
+        GroupExecutor({}, "float8", CPU)
+
+
+class Fixed:
+    """A weight of some device: notes what reaches it, and answers from where the test wants."""
+
+    def __init__(self, answer: torch.Tensor) -> None:
+        self.answer, self.met = answer, list[torch.Tensor]()
+
+    def apply(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.met += blocks
+        return [self.answer]
+
+    def read_ahead(self, stop: Callable[[], bool]) -> None:
+        raise AssertionError("there is nothing to read ahead on another device")
+
+
+def on(device: str, weight: Fixed) -> GroupExecutor:
+    loaded = LoadedGroup(weight, GroupInfo(3, (Member("q", 2, "q"),)))
+    return GroupExecutor({0: loaded}, "float32", torch.device(device))
+
+
+def test_rows_go_to_the_weights_device_and_answers_come_back() -> None:
+    """``meta`` stands for it: rows are seen to go there; what comes back is a copy on the CPU."""
+    weight = Fixed(torch.arange(8.0).view(4, 2))
+    executor = on("meta", weight)
+    (out,) = executor.compute(0, Direction.FORWARD, 1, [torch.ones(4, 3)])
+    assert [block.device.type for block in weight.met] == ["meta"]
+    assert torch.equal(out, weight.answer)
+    assert out.data_ptr() != weight.answer.data_ptr()
+    executor.read_ahead(0, lambda: False)
+
+
+def test_rows_on_the_cpu_are_not_copied() -> None:
+    weight, rows = Fixed(torch.zeros(4, 2)), torch.ones(4, 3)
+    (out,) = on("cpu", weight).compute(0, Direction.FORWARD, 1, [rows])
+    assert weight.met[0] is rows
+    assert out is weight.answer
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_gpu_answers_into_pinned_memory(checkpoint: Callable[[str], Path], numerics: str) -> None:
+    """On the ring the same bits; floats as far as the order of additions goes, and bfloat16 rounds."""
+    here = share_of(checkpoint("llama"), numerics)
+    there = share_of(checkpoint("llama"), numerics, torch.device("cuda"))
+    for group in SHARE:
+        for direction in (Direction.FORWARD, Direction.BACKWARD):
+            for rows in (1, 17):
+                blocks = here.zeros(group, direction, 1, rows)
+                for block in blocks:
+                    block.copy_(torch.arange(block.numel()).view_as(block) % 7 - 3)
+                wanted = here.compute(group, direction, 1, blocks)
+                got = there.compute(group, direction, 1, blocks)
+                assert all(block.is_pinned() for block in got)
+                tolerance = {"ring": 0.0, "float32": 1e-5, "bfloat16": 0.05}[numerics]
+                torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
