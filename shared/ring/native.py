@@ -16,7 +16,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of the functions' arguments; the same number stands in native.c
+VERSION = 2  # of the functions' arguments; the same number stands in native.c
 PARALLEL_ELEMENTS = 1 << 15  # below, waking a second thread costs more than it saves
 
 
@@ -40,6 +40,8 @@ def _load() -> ctypes.CDLL | None:
         )
         return None
     pointers = POINTER(c_void_p)
+    library.ring_finite.argtypes = [c_void_p, c_int64]
+    library.ring_finite.restype = c_int
     library.ring_can_multiply.argtypes = []
     library.ring_can_multiply.restype = c_int
     library.ring_multiply.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int64]
@@ -106,6 +108,11 @@ def native_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -
     )  # fmt: skip
     if failed:
         raise MemoryError("no memory for a product")
+
+
+def finite(values: torch.Tensor) -> bool:
+    """Whether contiguous float32 numbers are neither NaN nor infinite; there is native code."""
+    return bool(LIBRARY.ring_finite(_address(values), values.numel()))  # type: ignore[union-attr]
 
 
 def hide(
