@@ -27,6 +27,7 @@ from shared.errors import ConnectionLost, NonFiniteError, VerificationError
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from tenant_sdk import Session
+from tenant_sdk.connection import websocket_channel
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
@@ -123,8 +124,12 @@ def test_pieces_over_every_transport(
 
 
 def test_pieces_are_sent_before_anybody_waits(
-    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], cut: Cut
+    serve: Callable[..., Executor],
+    checkpoint: Callable[[str], Path],
+    cut: Cut,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(websocket_channel, "KEEPALIVE_SECONDS", 3600.0)  # pings would send them in the end
     executor = serve(checkpoint("llama"), numerics="ring")
 
     def answered() -> float:
