@@ -22,12 +22,12 @@ int ring_version(void)
     return 2;
 }
 
-/* Whether none of so many floats, given by their bits, is NaN or infinite. */
-CLONES int ring_finite(const uint32_t *bits, int64_t count)
+/* Whether so many floats, given by their bits, are numbers of less than a limit's size, given likewise. */
+CLONES int ring_below(const uint32_t *bits, int64_t count, uint32_t limit)
 {
     uint32_t found = 0;
     for (int64_t i = 0; i < count; i++)
-        found |= (bits[i] & 0x7f800000u) == 0x7f800000u;
+        found |= (bits[i] & 0x7fffffffu) >= limit;
     return !found;
 }
 

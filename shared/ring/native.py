@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
+import struct
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint32, c_void_p
 from importlib.util import find_spec
 
 import torch
@@ -40,8 +41,8 @@ def _load() -> ctypes.CDLL | None:
         )
         return None
     pointers = POINTER(c_void_p)
-    library.ring_finite.argtypes = [c_void_p, c_int64]
-    library.ring_finite.restype = c_int
+    library.ring_below.argtypes = [c_void_p, c_int64, c_uint32]
+    library.ring_below.restype = c_int
     library.ring_can_multiply.argtypes = []
     library.ring_can_multiply.restype = c_int
     library.ring_multiply.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int64]
@@ -110,9 +111,10 @@ def native_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -
         raise MemoryError("no memory for a product")
 
 
-def finite(values: torch.Tensor) -> bool:
-    """Whether contiguous float32 numbers are neither NaN nor infinite; there is native code."""
-    return bool(LIBRARY.ring_finite(_address(values), values.numel()))  # type: ignore[union-attr]
+def below(values: torch.Tensor, limit: float) -> bool:
+    """See ``shared.ring.rows.below``; contiguous float32, and there is native code."""
+    bits = int.from_bytes(struct.pack("<f", limit), "little")
+    return bool(LIBRARY.ring_below(_address(values), values.numel(), bits))  # type: ignore[union-attr]
 
 
 def hide(

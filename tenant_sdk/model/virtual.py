@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ModelMismatch, NonFiniteError, RemoteWeightUnavailable
-from shared.ring.rows import finite
+from shared.ring.rows import below
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.websocket import own
@@ -143,7 +143,7 @@ class Group:
             made = outputs if direction == Direction.FORWARD else [self.info.inputs]
             return [blocks[0].new_empty((0, width)) for width in made]
         for block in blocks:
-            if not finite(block):
+            if not below(block):
                 raise NonFiniteError(self._where_not_finite(direction))
         first = blocks[0]
         if first.dtype == torch.float32 and first.device.type == "cpu":
