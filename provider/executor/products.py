@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
 import torch
 
 from provider.executor.loading import LoadedGroup, Numerics
+from shared.devices import to_device, to_host
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
+from shared.ring.rows import below
 from shared.wire.header import DTYPE_NAMES, Header, Operation
 from shared.wire.protocol import GroupShape, split_blocks
 
@@ -48,13 +49,7 @@ class GroupExecutor:
         """
         if header.operation == Operation.SEED_EFFECT:
             return [MaskStream(payload.numpy().tobytes()).draw(header.rows, header.columns)]
-        # One reduction is cheaper than looking at every element; a finite tensor whose sum
-        # overflows gets the second look.
-        if (
-            payload.is_floating_point()
-            and not math.isfinite(payload.sum().item())
-            and not payload.isfinite().all()
-        ):
+        if payload.is_floating_point() and not below(payload):
             raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
         return split_blocks(
             payload, self._shapes[header.group].plan(header.direction, header.members).request_widths
@@ -77,17 +72,7 @@ class GroupExecutor:
         weight = self._weights[group]
         if self._device.type == "cpu":  # no further call into torch: each queues for Python's lock
             return weight.apply(direction, members, blocks)
-        # Only copies between pinned memory and a GPU are queued with its products, and waited for together.
-        cuda = self._device.type == "cuda"
-        staged = [block.pin_memory() for block in blocks] if cuda else blocks
-        there = [block.to(self._device, non_blocking=cuda) for block in staged]
-        answers = weight.apply(direction, members, there)
-        out = [torch.empty(answer.shape, dtype=answer.dtype, pin_memory=cuda) for answer in answers]
-        for each, answer in zip(out, answers, strict=True):
-            each.copy_(answer, non_blocking=cuda)
-        if cuda:
-            torch.cuda.current_stream(self._device).synchronize()
-        return out
+        return to_host(weight.apply(direction, members, to_device(blocks, self._device)))
 
     def zeros(self, group: int, direction: int, members: int, rows: int) -> list[torch.Tensor]:
         """Blocks of a request, to measure with."""

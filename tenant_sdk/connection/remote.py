@@ -96,22 +96,22 @@ class PendingProduct:
     def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
         """Make one of what waits and gives the result; it is called once."""
         self._finish: Callable[[], list[torch.Tensor]] | None = finish
-        self._result: list[torch.Tensor] = []
+        self._result: list[torch.Tensor] | None = None
         self._error: SymbiosisError | None = None
 
     def result(self) -> list[torch.Tensor]:
         """Wait for the product; again, and it is the same, or the same failure."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._error = ConnectionLost("somebody waited for this product and was interrupted")
             try:
                 self._result = finish()
             except SymbiosisError as error:
                 self._error = again(error)
                 raise
-            self._error = None
-        elif self._error is not None:
+        if self._error is not None:
             raise again(self._error)
+        if self._result is None:
+            raise ConnectionLost("somebody waited for this product and was interrupted")
         return self._result
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from shared.devices import to_device, to_host
 from shared.errors import ModelMismatch, NonFiniteError, RemoteWeightUnavailable
 from shared.ring.rows import below
 from shared.wire.header import Direction, RequestClass, member_indices
@@ -148,9 +149,9 @@ class Group:
         first = blocks[0]
         if first.dtype == torch.float32 and first.device.type == "cpu":
             return self._products.submit(self.identity, direction, members, blocks, request_class).result()
-        plain = [block.to("cpu", torch.float32) for block in blocks]
-        results = self._products.submit(self.identity, direction, members, plain, request_class).result()
-        return [result.to(first.device, first.dtype) for result in results]
+        here = to_host(blocks, torch.float32)
+        results = self._products.submit(self.identity, direction, members, here, request_class).result()
+        return to_device(results, first.device, first.dtype)
 
     def _members(self, members: int) -> list[Member]:
         return [self.info.members[i] for i in member_indices(members)]

@@ -18,7 +18,18 @@ OURS_ALLOWED = {
 }
 # Of each package, from below: a room imports rooms in front of it.
 ROOMS = {
-    "shared": ["errors", "options", "forks", "memory", "compat", "wire", "checkpoint", "ring", "transport"],
+    "shared": [
+        "errors",
+        "options",
+        "forks",
+        "memory",
+        "devices",
+        "compat",
+        "wire",
+        "checkpoint",
+        "ring",
+        "transport",
+    ],
     "provider": [
         "catalog",
         "executor",
