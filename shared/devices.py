@@ -22,7 +22,7 @@ def to_device(
 def to_host(blocks: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Copies on the CPU of blocks that are on one device, when all that they are computed from is done."""
     if blocks[0].device.type != "cuda":
-        return [block.to("cpu", dtype or block.dtype) for block in blocks]
+        return [block.to("cpu", dtype or block.dtype, copy=True) for block in blocks]
     there = [block.to(dtype or block.dtype) for block in blocks]
     out = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in there]
     for each, block in zip(out, there, strict=True):

@@ -31,7 +31,7 @@ def below(values: torch.Tensor, limit: float = math.inf) -> bool:
     ordinary = values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous()
     if ordinary and ring_native.LIBRARY is not None:
         return ring_native.below(values, limit)
-    # One reduction is cheaper than looking at every element; a finite tensor whose sum overflows is looked at.
+    # One reduction is cheaper than a look at every element, which a finite tensor has if its sum overflows.
     if limit == math.inf and math.isfinite(values.sum().item()):
         return True
     return bool((values.abs() < limit).all())
