@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from provider.engine.engine import Done, Engine
+from provider.engine.engine import Completion, Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.observe.transcript import Transcript
@@ -162,7 +162,7 @@ class TenantSession:
         self._under_way.add(id(header))
         service.engine.submit(self._tenant, id(self), header, payload, partial(self._multiplied, header))
 
-    def _multiplied(self, header: Header, done: Done | Exception) -> None:
+    def _multiplied(self, header: Header, done: Completion | Exception) -> None:
         if isinstance(done, Exception) or self._closed:
             self._back(header, None, [], done if isinstance(done, Exception) else None)
             return
