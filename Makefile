@@ -6,10 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Threads that spin while they wait slow down whatever shares the machine (docs/performance.md).
 export GOMP_SPINCOUNT ?= 1000
+# In the order of the folders: files with few and long tests, which are in tests/e2e, come first, not last.
+PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder
+# As many workers as processors: second threads of the processes that tests start would only wait.
+test quick coverage: export OMP_NUM_THREADS ?= 1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick check bench clean
+.PHONY: help install demo test quick coverage check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -30,10 +34,17 @@ demo: install ## fine-tune on private notes through an executor, compare with lo
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: install ## run the tests
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m $(PYTEST) $(ARGS)
 
 quick: install ## run the tests that need no sockets
-	$(BIN)/python -m pytest -n auto --dist loadfile tests/unit $(ARGS)
+	$(BIN)/python -m $(PYTEST) tests/unit $(ARGS)
+
+coverage: install ## run the tests under branch coverage; a table of rooms, pages in out/coverage/html
+	@rm -rf out/coverage
+	$(BIN)/coverage run -m $(PYTEST) $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage html --quiet
+	@$(BIN)/python .ci/rooms.py
 
 check: install ## lint, check the format and the types
 	$(BIN)/ruff check .

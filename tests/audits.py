@@ -18,10 +18,10 @@ from provider.session.tenant import Service
 from security import capture
 from security.audit import Audit
 from security.capture import ONE_TIME, Parties
-from security.claims import CLAIMS, judge
+from security.claims import judge
 from security.executors import Executor
 from security.passive import Evidence, PassiveAttacks
-from security.plan import QUICK_PLAN, Result
+from security.plan import QUICK_PLAN, Plan, Result
 from security.workload import Size
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -32,15 +32,12 @@ PLAN = replace(
     size=Size(prompts=16, new_tokens=1, repeated=1, repeats=4, steps=2, tokens=512),
     game_rows=4096,
     deep_places=1,
-    replies=400,
     lies=4,
-    traffic_prompts=2,
-    timing_moments=1,
     resolution=1.0,
-    oracle_lies=4,
-    speculated_prompts=4,
-    topic_prompts=2,
     modes=(ONE_TIME,),
+)
+SHORT_PLAN = replace(
+    PLAN, size=Size(prompts=4, new_tokens=1, repeated=1, repeats=1, steps=1, tokens=128), game_rows=64
 )
 
 
@@ -99,8 +96,21 @@ class Here(Executor):
             session._broke(ConnectionResetError())  # type: ignore[attr-defined]
 
 
-class SmallAudit(Audit):
-    """One mode, executors in this process."""
+@contextmanager
+def silent(what: str) -> Iterator[None]:
+    yield
+
+
+def lines() -> list[str]:
+    return [line for line in TEXT.read_text().splitlines() if len(line.split()) > 8]
+
+
+class Short(Audit):
+    """One session with one-time, executors in this process, a crash, and what was recorded."""
+
+    def __init__(self, plan: Plan = SHORT_PLAN) -> None:
+        super().__init__(MODEL, lines(), plan, silent)
+        self.lengths = {}
 
     @contextmanager
     def executors(self, folder: Path) -> Iterator[Parties]:
@@ -121,31 +131,6 @@ class SmallAudit(Audit):
     def texts(self, parties: Parties) -> dict[str, str]:
         """Without the metrics of processes."""
         return {"the tenant's log": self.book.text, "the tenant's objects, printed": self.printed}
-
-
-@contextmanager
-def silent(what: str) -> Iterator[None]:
-    yield
-
-
-def lines() -> list[str]:
-    return [line for line in TEXT.read_text().splitlines() if len(line.split()) > 8]
-
-
-def refuted(folder: Path) -> set[str]:
-    """The claims about one-time that a small audit finds wrong."""
-    result = SmallAudit(MODEL, lines(), PLAN, silent).run(folder)
-    one_time = {claim.identity for claim in CLAIMS if not claim.identity.startswith("control")}
-    return {verdict.identity for verdict in judge(result) if not verdict.holds} & one_time
-
-
-class Short(SmallAudit):
-    """One short session with one-time, a crash, and what was recorded: seconds instead of a minute."""
-
-    def __init__(self) -> None:
-        size = Size(prompts=4, new_tokens=1, repeated=1, repeats=1, steps=1, tokens=128)
-        super().__init__(MODEL, lines(), replace(PLAN, size=size, game_rows=64, lies=4), silent)
-        self.lengths = {}
 
     def _traffic(self, parties: Parties) -> None:
         pass

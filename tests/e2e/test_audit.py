@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from audits import MODEL, refuted
+from audits import MODEL, PLAN, Short
 from typer.testing import CliRunner
 
 import security
@@ -21,9 +21,11 @@ from security.transcript import TranscriptError
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
-    """An audit of what nobody changed: its folder, and what it found wrong."""
+    """Attacks on the record of what nobody changed: its folder, and the claims that they refute."""
     folder = tmp_path_factory.mktemp("honest")
-    return folder, refuted(folder)
+    audit = Short(PLAN)
+    audit.passive(folder).attack()
+    return folder, audit.refuted()
 
 
 def test_an_honest_product_passes(honest: tuple[Path, set[str]]) -> None:

@@ -22,6 +22,12 @@ from tenant_sdk.products import mask_sources, verification
 RNG = np.random.default_rng(0)
 
 
+def test_answers_that_are_checked(tmp_path: Path) -> None:
+    result, refuted = lied_to(tmp_path)
+    assert refuted == set()
+    assert [finding.success.value for finding in result.findings] == [1.0, 0.0, 1.0]
+
+
 def test_answers_that_nobody_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification.Verifier, "fingerprint", lambda *_: None)
     assert lied_to(tmp_path)[1] == {"verified", "verified-effects"}

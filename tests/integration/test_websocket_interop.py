@@ -232,8 +232,10 @@ def their_server(tls_dir: Path, handler: Callable[[ServerConnection], None]) -> 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tls_dir / "server.pem", tls_dir / "server.key")
     failures: list[BaseException] = []
+    handling: list[threading.Thread] = []  # which not every version of the library waits for
 
     def run(websocket: ServerConnection) -> None:
+        handling.append(threading.current_thread())
         try:
             handler(websocket)
         except ConnectionClosed:
@@ -246,7 +248,8 @@ def their_server(tls_dir: Path, handler: Callable[[ServerConnection], None]) -> 
         thread.start()
         yield f"wss://127.0.0.1:{server.socket.getsockname()[1]}"
         server.shutdown()
-        thread.join(SECONDS)
+        for each in (thread, *handling):
+            each.join(SECONDS)
     if failures:
         raise failures[0]
 

@@ -1,0 +1,43 @@
+"""What `make coverage` measured: a line for each room, a folder of a package, and for what lies beside."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from coverage import Coverage
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = ("num_statements", "missing_lines", "num_branches", "missing_branches")
+
+
+def main() -> None:
+    """Print the table."""
+    measured = Coverage()
+    measured.load()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        measured.json_report(outfile=str(report))
+        files = json.loads(report.read_text())["files"]
+    rooms: dict[str, Counter[str]] = {}
+    for name, file in sorted(files.items()):
+        package, *room, _ = Path(name).parts
+        for where in (package + "/", "/".join([package, *room[:1]]) if room else f"{package}/*.py", "all"):
+            rooms.setdefault(where, Counter()).update({key: file["summary"][key] for key in COLUMNS})
+    table = Table("room", "statements", "missed", "branches", "missed", "covered")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for room, found in sorted(rooms.items(), key=lambda each: (each[0] == "all", each[0])):
+        every = found["num_statements"] + found["num_branches"]
+        missed = found["missing_lines"] + found["missing_branches"]
+        share = f"{100 * (1 - missed / every):.1f} %" if every else ""
+        style = "bold" if room.endswith("/") or room == "all" else None
+        table.add_row(room, *(f"{found[key]:,}" for key in COLUMNS), share, style=style)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
