@@ -17,7 +17,7 @@ import torch
 
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
-from provider.observe.transcript import Transcript
+from provider.observe.transcript import TranscriptWriter
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
@@ -138,7 +138,7 @@ class HostileProvider:
         )
         if files is not None:
             _serve_instead(base, files)
-        recording = Transcript(self.folder / f"hostile-{self._hosts}", base.manifest)
+        recording = TranscriptWriter(self.folder / f"hostile-{self._hosts}", base.manifest)
         liar = LyingProvider.of(base)
         server = Server(
             Service(base, liar, Metrics(), transcript=recording),

@@ -11,7 +11,7 @@ from typing import Any
 from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
-from provider.observe.transcript import Transcript
+from provider.observe.transcript import TranscriptWriter
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
@@ -60,7 +60,7 @@ class Here(Executor):
     def launch(self, port: int = 0) -> None:
         """See Executor."""
         base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
-        self.recording = Transcript(self.folder / "transcripts", base.manifest)
+        self.recording = TranscriptWriter(self.folder / "transcripts", base.manifest)
         # Named after the second and the process, of which this one has several in a second.
         name = f"{len(self._recordings())}.transcript"
         self.recording.path = self.recording.path.rename(self.recording.path.with_name(name))

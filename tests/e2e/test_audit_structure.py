@@ -17,7 +17,7 @@ import torch
 from audits import MODEL, Short, structure
 
 from provider.executor.base import BaseExecutor
-from provider.observe.transcript import Transcript
+from provider.observe.transcript import TranscriptWriter
 from security import capture
 from security.attacks.masking import Uniformity
 from security.attacks.seeds import SeedPrediction
@@ -365,7 +365,9 @@ def test_controls(identity: str, good: dict[str, Any], bad: list[dict[str, Any]]
 
 def test_only_a_crash_may_cut_a_transcript(tmp_path: Path) -> None:
     executor = Executor(tmp_path / "executor", MODEL, "ring")
-    recording = Transcript(executor.folder / "transcripts", BaseExecutor(MODEL, numerics="ring").manifest)
+    recording = TranscriptWriter(
+        executor.folder / "transcripts", BaseExecutor(MODEL, numerics="ring").manifest
+    )
     with pytest.raises(TranscriptError, match="cut"):
         executor.transcripts()
     executor._crashed.add(recording.path.name)

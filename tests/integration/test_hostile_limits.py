@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
-from provider.session.quota import Limit, Quotas
+from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service, TenantSession
 from shared.checkpoint import Checkpoint
 from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, WireError
@@ -227,7 +227,7 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
     """A reply that nobody reads is held, and who asks for many takes turns."""
     base = BaseExecutor(checkpoint("llama"))
     size = base.manifest.files[0].size
-    quotas = Quotas(Limit(bytes_in_flight=size + 1))
+    quotas = Quotas(Quota(bytes_in_flight=size + 1))
 
     service = Service(base, Engine.of(base), Metrics(), quotas)
     sent: queue.Queue[Header] = queue.Queue()
@@ -266,7 +266,7 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
 
 def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) -> None:
     """At once what nobody works on, the rest when it is back: memory is held until then."""
-    base, quotas = BaseExecutor(checkpoint("llama")), Quotas(Limit(bytes_in_flight=1 << 30))
+    base, quotas = BaseExecutor(checkpoint("llama")), Quotas(Quota(bytes_in_flight=1 << 30))
     service, lane = service_on(base, HeldLane, quotas=quotas)
     width, size = base.manifest.groups[0].inputs, base.manifest.files[0].size
     gone = TenantSession(service, "alice", lambda *_: None)
