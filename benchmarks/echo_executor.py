@@ -41,7 +41,7 @@ def main(folder: Path, work: Path) -> None:
     service = echo_service(folder)
     tokens = TokenFile(work / "tokens.json")
     server = Server(service, context=server_context(work / "tls"), tokens=tokens, port=0)
-    local = ColocatedServer(service, tokens=tokens, directory=work / "local", sessions=server.sessions)
+    local = ColocatedServer(service, tokens=tokens, directory=work / "local", connections=server.connections)
     gc.collect()
     gc.freeze()
     server.write_ready_file(work / "ready.json", local_url=local.url)

@@ -92,7 +92,7 @@ class Here(Executor):
 
     def _break(self) -> None:
         assert self.server is not None
-        for session in list(self.server.sessions._open):
+        for session in list(self.server.connections._open):
             session._broke(ConnectionResetError())  # type: ignore[attr-defined]
 
 

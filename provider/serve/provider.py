@@ -97,7 +97,7 @@ class Provider:
                 service,
                 tokens=tokens,
                 directory=config.local_dir.absolute(),
-                sessions=self.server.sessions,
+                connections=self.server.connections,
                 memory_bytes=config.local_mib << 20,
                 tenant_memory_bytes=(config.tenant_mib or config.local_mib) << 20,
             )
