@@ -86,9 +86,9 @@ class Loop:
             self._thread.join(10.0)
 
     @property
-    def ours(self) -> bool:
-        """Whether this is the loop's own thread."""
-        return threading.current_thread() is self._thread
+    def closed(self) -> bool:
+        """Whether it has ended: what it was called for and has not done it never does."""
+        return self._closed
 
     def watch(self, descriptor: int, handler: Callable[[int], None], what: int = READ) -> None:
         """Call this when a descriptor is ready, with what for, again and again until it is forgotten."""

@@ -228,6 +228,24 @@ def test_draining_answers_what_has_arrived(
         assert drained.result(timeout=SECONDS)
 
 
+def test_an_engine_that_was_closed_answers_nobody_of_this_process(
+    checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
+) -> None:
+    service, lane = service_on(BaseExecutor(checkpoint("llama")), HeldLane)
+    executor = provider.inprocess.InprocessExecutor(service)
+    with (
+        tenant_sdk.connect(executor, privacy="plain") as waits,
+        tenant_sdk.connect(executor, privacy="plain") as late,
+    ):
+        under_way = threads.submit(product, waits, torch.ones(1, 64))
+        assert lane.busy.wait(SECONDS)
+        service.close()
+        for future in (under_way, threads.submit(product, late, torch.ones(1, 64))):
+            with pytest.raises(ConnectionLost, match="broke"):
+                future.result(timeout=SECONDS)
+        lane.go.set()
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_forked_process_sends_nothing(transport: str, llama_everywhere: Everywhere) -> None:
     with llama_everywhere.connect(transport) as session:
