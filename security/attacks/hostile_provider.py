@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from security.attacks.active import LyingProvider
 from security.attacks.base import nearest
 from security.attacks.gradients import LabelRecovery
-from security.attacks.streams import from_told
+from security.attacks.streams import guess_from_labelled
 from security.attacks.traffic import FINGERPRINT_ROWS
 from security.executors import AuditError
 from security.public_model import PublicModel
@@ -108,7 +108,9 @@ class AbortOracle:
             view: for each lie its kind and what followed; and the secrets of the first of them.
         """
         observed, told = view
-        return from_told([float(after) for _, after in observed], [kind for kind, _ in observed], told)
+        return guess_from_labelled(
+            [float(after) for _, after in observed], [kind for kind, _ in observed], told
+        )
 
 
 def craft(public: PublicModel, folder: Path, into: Path, rng: np.random.Generator) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from provider.cli import app
 from provider.config import ServeConfig
 from provider.engine.scheduler import POLICIES
-from provider.executor.weights import NUMERICS
+from provider.executor.loading import NUMERICS
 from shared.errors import ConfigurationError
 from tenant_sdk.cli import app as tenant_app
 from tenant_sdk.config import SessionConfig
