@@ -16,7 +16,7 @@ RETRY_SECONDS = 0.05  # when room depends on answers that are under way
 
 @dataclass(frozen=True)
 class Quota:
-    """What somebody may use; 0 stands for no quota.
+    """What somebody may use; 0 stands for no limit.
 
     Attributes:
         bytes_in_flight: of requests and their answers, from a request's header to its answer's last byte.

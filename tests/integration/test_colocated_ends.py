@@ -363,7 +363,7 @@ def test_the_doctor(one: Everywhere, monkeypatch: pytest.MonkeyPatch, directory:
     assert list(examine(Target(one.local.url, token_env="TOKEN")))[-1].step == "token"
     last = list(examine(Target(f"ipc://{directory}", token_env="TOKEN")))[-1]
     assert (last.step, last.ok) == ("directory", False)
-    assert "--local-dir" in last.cure
+    assert "--local-dir" in last.remedy
     assert list(examine(Target("ipc://relative")))[-1].step == "url"
 
 

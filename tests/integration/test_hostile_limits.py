@@ -28,11 +28,11 @@ from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, WireErr
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Fetch, encode
 from shared.wire.websocket import Incoming
-from tenant_sdk.doctor import Finding
+from tenant_sdk.doctor import CheckResult
 from tenant_sdk.model.configuration import model_configuration
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.products.fingerprints import write_fingerprints
-from tenant_sdk.trust.attestation import Trusted, check_agreement
+from tenant_sdk.trust.attestation import CheckpointContents, check_agreement
 from tenant_sdk.trust.operators import own_authorities
 
 pytest_plugins = ("hostile_fixtures",)
@@ -44,7 +44,7 @@ def test_the_same_bytes_of_another_type_are_another_parameter(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Otherwise a provider calls bfloat16 float16, or gives a matrix another shape, under the same hash."""
-    trusted = Trusted.of(Checkpoint(checkpoint("llama")))
+    trusted = CheckpointContents.of(Checkpoint(checkpoint("llama")))
     manifest = BaseExecutor(checkpoint("llama")).manifest
     make_model("llama").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -217,7 +217,7 @@ def test_no_message_holds_control_characters(llama: Executor) -> None:
     # Nor a second line, which a log would take for an entry of its own.
     assert str(SymbiosisError("one\ntwo")) == "one two"
     assert str(RequestRefused("x\ny\x1b", "z\r\n")) == "[x?y?] z? "
-    assert Finding("tls", False, f"CN={ESCAPE}").detail == "CN=?[2J?[H?31mowned?"
+    assert CheckResult("tls", False, f"CN={ESCAPE}").detail == "CN=?[2J?[H?31mowned?"
 
 
 # -- what a tenant may have in flight --------------------------------------------------------------
