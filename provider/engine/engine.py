@@ -201,7 +201,7 @@ class Engine:
     # -- the loop's thread -----------------------------------------------------------------------
 
     def turn(self) -> float | None:
-        """See ``provider.engine.loop.Worker``: decide for every lane that has room, once."""
+        """See ``provider.engine.loop.LoopTask``: decide for every lane that has room, once."""
         wait: float | None = None
         try:
             for number, lane in enumerate(self._lanes):
@@ -224,7 +224,7 @@ class Engine:
         return wait
 
     def rest(self, stop: Callable[[], bool]) -> None:
-        """See ``provider.engine.loop.Worker``: read the next group's weight ahead.
+        """See ``provider.engine.loop.LoopTask``: read the next group's weight ahead.
 
         A product of few rows takes as long as its weight takes to arrive from memory, and groups are called
         in the order of their ids. Meanwhile the tenant computes its attention.

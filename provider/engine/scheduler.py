@@ -233,7 +233,7 @@ class Opportunistic:
 
     def __init__(self, latency: LatencyModel, objective: Objective | None = None) -> None:
         self._latency, self._objective = latency, objective or Objective()
-        self.tokens = Tokens(self._objective.decode_seconds)
+        self.tokens = DecodedTokens(self._objective.decode_seconds)
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
         self._queue: list[Work] = []
@@ -353,7 +353,7 @@ class Opportunistic:
         return piece
 
 
-class Tokens:
+class DecodedTokens:
     """Decoded tokens, told from requests by their groups, and whether they met the objective.
 
     A token's requests pass the groups in order, so a session's next token begins where the groups begin

@@ -64,7 +64,7 @@ _RETRY_SECONDS = 5.0
 _ROWS = frozenset({Operation.PRODUCT, Operation.EFFECT})
 
 
-class Budget:
+class MemoryBudget:
     """Bytes of shared memory that all sessions together may have, and those of one tenant."""
 
     def __init__(self, limit: int, tenant_limit: int) -> None:
@@ -96,7 +96,7 @@ class SessionMemory:
         MemoryError: there is none left.
     """
 
-    def __init__(self, budget: Budget, tenant: str, most: int) -> None:
+    def __init__(self, budget: MemoryBudget, tenant: str, most: int) -> None:
         self._budget, self._tenant, self.most, self.size = budget, tenant, most, 0
         self.name = f"symbiosis-{secrets.token_hex(8)}"
         self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -140,12 +140,12 @@ class ColocatedConnection(Connection):
         directory: Path,
         tenant: str,
         service: Service,
-        budget: Budget,
+        budget: MemoryBudget,
     ) -> None:
         super().__init__(tenant)
         self._copies = service.transcript is not None
         limits = service.executor.manifest.limits
-        self._window = limits.max_in_flight
+        self._max_in_flight = limits.max_in_flight
         self._places: dict[int, int] = {}  # of answers, by request id
         self._greeted = self._reading = False
         self._name = f"session-{secrets.token_hex(8)}"
@@ -202,8 +202,8 @@ class ColocatedConnection(Connection):
 
     def _read_socket(self) -> None:
         """What comes over ZeroMQ, whose descriptor does not tell of every message."""
-        for _ in range(self._window):
-            if self._ended or self._ending or self._session.in_flight >= self._window:
+        for _ in range(self._max_in_flight):
+            if self._ended or self._ending or self._session.in_flight >= self._max_in_flight:
                 return  # whatever is answered has this looked at again
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -227,7 +227,7 @@ class ColocatedConnection(Connection):
 
     def _read_requests(self) -> None:
         """What comes through the pipe: the preambles of requests whose rows are in memory."""
-        for _ in range(self._window):
+        for _ in range(self._max_in_flight):
             try:
                 data = os.read(self._requests, PREAMBLE_BYTES)
             except BlockingIOError:
@@ -242,7 +242,7 @@ class ColocatedConnection(Connection):
             self._session.answer(self._incoming(data))
             if self._ended:
                 return
-            if self._session.in_flight >= self._window:
+            if self._session.in_flight >= self._max_in_flight:
                 self._reading = False
                 self._loop.change(self._requests, 0)
                 return
@@ -325,7 +325,7 @@ class ColocatedConnection(Connection):
             return
         if self._draining:
             self._finish()
-        elif self._session.in_flight == self._window - 1:
+        elif self._session.in_flight == self._max_in_flight - 1:
             self._loop.call(self._guard(self._read_socket))
             if not self._reading and self._greeted:
                 self._reading = True
@@ -366,7 +366,10 @@ class ColocatedServer:
     ) -> None:
         self.url = f"{SCHEME}{directory}"
         self._service, self._tokens, self._connections = service, tokens, connections
-        self._directory, self._budget = directory_of(self.url), Budget(memory_bytes, tenant_memory_bytes)
+        self._directory, self._budget = (
+            directory_of(self.url),
+            MemoryBudget(memory_bytes, tenant_memory_bytes),
+        )
         self._locked = _claim(self._directory)
         self._listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._listener.set(zmq.LINGER, LINGER_MILLISECONDS)

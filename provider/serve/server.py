@@ -76,7 +76,7 @@ class Acceptor:
     Args:
         listener: this accepts from it.
         connections: counts and ends them.
-        open_session, max_message_bytes, window: see ``WebsocketConnection``.
+        open_session, max_message_bytes, max_in_flight: see ``WebsocketConnection``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Acceptor:
         connections: Connections,
         open_session: OpenSession,
         max_message_bytes: int,
-        window: int,
+        max_in_flight: int,
     ) -> None:
         self._listener, self._context, self._tokens, self._connections = (
             listener,
@@ -96,7 +96,11 @@ class Acceptor:
             tokens,
             connections,
         )
-        self._open_session, self._max_message_bytes, self._window = open_session, max_message_bytes, window
+        self._open_session, self._max_message_bytes, self._max_in_flight = (
+            open_session,
+            max_message_bytes,
+            max_in_flight,
+        )
         self._reserve = ReserveDescriptor()
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
@@ -153,7 +157,9 @@ class Acceptor:
                 log.info("no session: %s (%s)", reason, type(error).__name__)
                 return None
             try:
-                return WebsocketConnection(sock, tenant, self._open, self._max_message_bytes, self._window)
+                return WebsocketConnection(
+                    sock, tenant, self._open, self._max_message_bytes, self._max_in_flight
+                )
             except TooManyConnections as error:
                 log.info("tenant %s was turned away: %s", tenant, error)
             except OSError as error:
@@ -207,7 +213,7 @@ class Server:
             connections=self.connections,
             open_session=self._open_session,
             max_message_bytes=limits.max_message_bytes,
-            window=limits.max_in_flight,
+            max_in_flight=limits.max_in_flight,
         )
 
     @property

@@ -51,7 +51,7 @@ class WebsocketConnection(Connection):
         tenant: who it is.
         open_session: makes its session of ``tenant`` and what sends an answer.
         max_message_bytes: of a payload.
-        window: requests under way at most; no more are read until one is answered.
+        max_in_flight: requests under way at most; no more are read until one is answered.
 
     Raises:
         TooManyConnections, OSError: ``open_session`` did, or something is short; the tenant has been told.
@@ -63,10 +63,10 @@ class WebsocketConnection(Connection):
         tenant: str,
         open_session: OpenSession,
         max_message_bytes: int,
-        window: int,
+        max_in_flight: int,
     ) -> None:
         super().__init__(tenant)
-        self._sock, self._window = sock, window
+        self._sock, self._max_in_flight = sock, max_in_flight
         try:
             self._session = open_session(tenant, self._send)
         except (TooManyConnections, OSError) as error:
@@ -167,7 +167,7 @@ class WebsocketConnection(Connection):
     @property
     def _full(self) -> bool:
         """Whether as much is under way, or waits for the tenant to read it, as may be."""
-        return self._session.in_flight >= self._window or len(self._out) > self._window
+        return self._session.in_flight >= self._max_in_flight or len(self._out) > self._max_in_flight
 
     def _read_again(self) -> None:
         """If that was put off, and need not be any more."""

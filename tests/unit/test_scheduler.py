@@ -33,11 +33,11 @@ from provider.engine.scheduler import (
     SHORT_PIECE_SECONDS,
     Batch,
     BatchKey,
+    DecodedTokens,
     Lockstep,
     Objective,
     Opportunistic,
     Policy,
-    Tokens,
     Unbatched,
     Work,
     bounded_class,
@@ -186,7 +186,7 @@ def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
     chat_began = 0.01
     for at, batch in batches:
         if at > chat_began and any(piece.work.tenant == "tune" for piece in batch):
-            assert FIXED + PER_ROW * rows_of(batch) <= Tokens.MOST_ROOM * 0.005 - FIXED
+            assert FIXED + PER_ROW * rows_of(batch) <= DecodedTokens.MOST_ROOM * 0.005 - FIXED
 
 
 def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() -> None:
@@ -207,7 +207,7 @@ def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() 
 
 
 def test_room_follows_what_tokens_take() -> None:
-    made = Tokens(0.1)
+    made = DecodedTokens(0.1)
     for group in [0, 1, 2, 3] * 20:  # twice as long as they may
         made.answered("a", group, 0.05)
     assert (made.met, made.late) == (0, 19)
@@ -216,7 +216,7 @@ def test_room_follows_what_tokens_take() -> None:
         made.answered("b", group, 0.01)
         assert made.room < 1 or made.met > 100
     assert (made.met, made.late) == (999, 19)
-    assert made.room == Tokens.MOST_ROOM
+    assert made.room == DecodedTokens.MOST_ROOM
 
 
 def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
