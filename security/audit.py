@@ -34,7 +34,7 @@ from security.plan import PROVIDER, SOURCE, AuditPlan, AuditResult, Stage
 from security.public_model import PublicModel
 from security.statistics import rate
 from security.supplies import Supplies
-from security.views import mask_source_view, operations_of, products_of, requests_of
+from security.views import mask_source_view, operations_of, products_of, requests_of, whole
 from security.workload import GroundTruth, blocks_of, generate, tune, watch
 from shared.errors import ConnectionLost
 from shared.wire.header import Direction, Operation
@@ -357,7 +357,7 @@ class Audit:
             for name, captured in self.captured.items():
                 tenant = capture.tenant_of(name) if name in MODES else name
                 on_ring = captured.mode in (RING_BANK, ONE_TIME)
-                captured.provider = requests_of(ring if on_ring else floats, tenant)
+                captured.provider = whole(requests_of(ring if on_ring else floats, tenant), captured.truth)
                 captured.source = requests_of(source, tenant)
             for mode, game in self.games.items():
                 tenant = f"game-{MODES.index(mode)}"

@@ -32,7 +32,7 @@ from security.plan import BLIND_RUNS, MALICIOUS, PROVIDER, AuditPlan, AuditResul
 from security.public_model import PublicModel
 from security.statistics import rate
 from security.transcript import RecordedRequest, read_transcript
-from security.views import check_aligned, products_of, provider_view, requests_of
+from security.views import check_aligned, products_of, provider_view, requests_of, whole
 from security.workload import GroundTruth, blocks_of, tune, watch
 from shared.errors import VerificationError
 from shared.wire.header import Direction
@@ -261,7 +261,7 @@ class HostileProvider:
                 model = session.load_model(progress=False)
                 tune(model, blocks_of(self._stream(session), 64, 0), self.plan.imprinted_steps, truth)
         public = PublicModel(crafted, host.manifest)
-        view = provider_view(public, host.requests(tenant))
+        view = provider_view(public, whole(host.requests(tenant), truth))
         check_aligned(view, truth, tenant)
         middle = public.model.config.num_hidden_layers // 2
         group = public.group_of(f"layers.{middle}.self_attn.q_proj")

@@ -24,22 +24,22 @@ class TranscriptError(SymbiosisError):
 class RecordedRequest:
     """One request as the executor saw it.
 
-    What was sent lies ``at`` a place of the file ``path``. Times are in seconds: ``arrived`` since the epoch,
-    ``seconds`` until the answer was computed, or nan: it failed, or the executor died.
+    What was sent lies in ``parts`` of the file ``path``, offsets and sizes. Times are in seconds: ``arrived``
+    since the epoch, ``seconds`` until the answer was computed, or nan: it failed, or the executor died.
     """
 
     session: int
     arrived: float
     header: Header
     path: Path
-    at: int
+    parts: tuple[tuple[int, int], ...]
     seconds: float = math.nan
 
     @property
     def payload(self) -> bytes:
         """What was sent, read anew each time: all requests together may be larger than the memory."""
         with self.path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), self.header.payload_bytes, self.at)
+            return b"".join(os.pread(file.fileno(), size, at) for at, size in self.parts)
 
     @property
     def kind(self) -> tuple[int, int, int]:
@@ -160,7 +160,9 @@ def _record(cursor: _Cursor, into: Transcript, asked: dict[tuple[int, int], Reco
     elif kind == Record.REQUEST:
         header = parse_header(cursor.take(HEADER_BYTES))
         where = cursor.pass_over(header.payload_bytes)
-        request = asked[session, header.request_id] = RecordedRequest(session, at, header, cursor.path, where)
+        request = asked[session, header.request_id] = RecordedRequest(
+            session, at, header, cursor.path, ((where, header.payload_bytes),)
+        )
         into.requests.append(request)
     elif kind == Record.ANSWERED:
         request_id, seconds = ANSWER.unpack(cursor.take(ANSWER.size))

@@ -161,6 +161,27 @@ def operations_of(transcripts: list[Transcript]) -> dict[str, int]:
     return dict(Counter(Operation(r.header.operation).name for t in transcripts for r in t.requests))
 
 
+def whole(requests: list[RecordedRequest], truth: GroundTruth) -> list[RecordedRequest]:
+    """The pieces that a large request was sent in put together again, as anybody could who saw them."""
+    made: list[RecordedRequest] = []
+    products, missing, last = iter(truth.sent), 0, 0
+    for request in requests:
+        if request.header.operation != Operation.PRODUCT:
+            made.append(request)
+            continue
+        if missing > 0:
+            begun = made[last]
+            header = begun.header._replace(rows=begun.header.rows + request.header.rows)
+            made[last] = replace(
+                begun, header=header, parts=begun.parts + request.parts, seconds=request.seconds
+            )
+        else:
+            missing, last = getattr(next(products, None), "rows", 0), len(made)
+            made.append(request)
+        missing -= request.header.rows
+    return made
+
+
 def check_aligned(view: View, truth: GroundTruth, what: str) -> None:
     """That view and truth tell of the same requests, group by group and row by row.
 

@@ -108,15 +108,12 @@ def watch(session: Session, truth: GroundTruth) -> None:
             truth.samples += [block.detach().clone() for block in rows if len(block[0].unique()) > 3]
         pending = ask(group, direction, members, rows, *options)
         # Fingerprints of a group are made before its first request, so its pieces are the last.
-        stop = len(rows[0])
-        for piece in reversed(truth.sent):
-            within = slice(stop - piece.rows, stop)
-            piece.phase = truth.phase
-            piece.tokens = truth.tokens[within] if truth.tokens is not None else None
-            piece.labels = truth.labels[within] if truth.labels is not None else None
-            stop = within.start
-            if stop <= 0:
-                break
+        pieces = len(rows[0])
+        while pieces > 0:
+            pieces -= truth.sent.pop().rows
+        truth.sent.append(
+            SentRequest(group, direction, len(rows[0]), truth.phase, truth.tokens, truth.labels)
+        )
         return pending
 
     def sending(
@@ -128,8 +125,7 @@ def watch(session: Session, truth: GroundTruth) -> None:
         *options: Any,
     ) -> PendingProduct:
         if operation == Operation.PRODUCT:
-            for piece in executor.pieces(group, direction, members, len(rows[0])):
-                truth.sent.append(SentRequest(group, direction, piece.stop - piece.start))
+            truth.sent.append(SentRequest(group, direction, len(rows[0])))
         return send(operation, group, direction, members, rows, *options)
 
     products.submit, executor.submit = asking, sending  # type: ignore[method-assign, assignment]

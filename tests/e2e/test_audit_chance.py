@@ -53,17 +53,19 @@ def attacked(audit: Short, folder: Path) -> PassiveAttacks:
 
 def test_a_game_that_is_always_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product without masks that from the second half on sends the other one of the two inputs."""
-    hide, batches = ring_products.hide, []
+    submit, batches = ring_products.RingProducts.submit, []
 
-    def flipping(blocks: list[torch.Tensor], *more: Any) -> Any:
+    def flipping(
+        self: Any, group: int, direction: Any, members: int, blocks: list[torch.Tensor], *more: Any
+    ) -> Any:
         if len(blocks[0]) == GAME_BATCH:
             batches.append(blocks)
             if len(batches) > 1:
                 blocks = [3.0 - block for block in blocks]
-        return hide(blocks, *more)
+        return submit(self, group, direction, members, blocks, *more)
 
     without_masks(monkeypatch)
-    monkeypatch.setattr(ring_products, "hide", flipping)
+    monkeypatch.setattr(ring_products.RingProducts, "submit", flipping)
     audit = Short()
     audit.plan = replace(audit.plan, game_rows=2 * GAME_BATCH)
     passive = audit.passive(tmp_path)

@@ -83,10 +83,10 @@ def test_seeds_that_the_provider_gets_too(tmp_path: Path, monkeypatch: pytest.Mo
         masks._provider = remote
         start(self, remote, masks, *more, **options)
 
-    def telling(self: Any, kind: Any, rows: int) -> None:
+    def telling(self: Any, kind: Any, rows: int, *more: Any) -> None:
         draw, drawn = self._entropy, []
         self._entropy = lambda size: drawn.append(draw(size)) or drawn[-1]
-        order(self, kind, rows)
+        order(self, kind, rows, *more)
         self._entropy = draw
         self._provider.seed_effect(*kind, rows, drawn[0])
 
@@ -109,11 +109,11 @@ def test_one_stream_of_masks_for_two_kinds(tmp_path: Path, monkeypatch: pytest.M
     """Each kind's n-th seed is every other kind's n-th: no block repeats where rows differ."""
     order, orders, secret = masks.OneTimeMasks._order, Counter[Any](), secrets.token_bytes(32)
 
-    def again(self: Any, kind: Any, rows: int) -> None:
+    def again(self: Any, kind: Any, rows: int, *more: Any) -> None:
         orders[id(self), kind] += 1
         number = orders[id(self), kind]
         self._entropy = lambda size: hashlib.sha256(secret + number.to_bytes(4)).digest()
-        order(self, kind, rows)
+        order(self, kind, rows, *more)
 
     monkeypatch.setattr(masks.OneTimeMasks, "_order", again)
     assert structure(tmp_path)[2] == {"one-time-uniform", "one-time-mask-source"}
@@ -123,7 +123,7 @@ def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pyt
     """Which repeats the first seed of the pass, so the first rows of the pass that is tried again."""
     order = masks.OneTimeMasks._order
 
-    def thrifty(self: Any, kind: Any, rows: int) -> None:
+    def thrifty(self: Any, kind: Any, rows: int, *more: Any) -> None:
         draw, kept = self._entropy, self.__dict__.setdefault("kept", {})
         failed = self._resting
 
@@ -133,7 +133,7 @@ def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pyt
             return bytes(kept[kind])
 
         self._entropy = entropy
-        order(self, kind, rows)
+        order(self, kind, rows, *more)
         self._entropy = draw
 
     monkeypatch.setattr(masks.OneTimeMasks, "_order", thrifty)
