@@ -68,13 +68,15 @@ def provider(*arguments: str) -> str:
 
 
 @contextmanager
-def executor(folder: Path, work: Path, *options: str) -> Iterator[Executor]:
-    """Serve a checkpoint from a process of its own until the block ends."""
+def executor(
+    folder: Path, work: Path, *options: str, prefix: Sequence[str] = (), host: str = "127.0.0.1"
+) -> Iterator[Executor]:
+    """Serve a checkpoint from a process of its own, begun with a prefix, until the block ends."""
     work.mkdir(exist_ok=True)
     tls, tokens, ready = work / "tls", work / "tokens.json", work / "ready.json"
-    provider("certs", str(tls))
+    provider("certs", str(tls), "--host", host)
     token = provider("token", "add", "bench", "--token-file", str(tokens))
-    command = [sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls)]
+    command = [*prefix, sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls)]
     command += ["--token-file", str(tokens), "--port", "0", "--ready-file", str(ready), *options]
     with (work / "executor.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

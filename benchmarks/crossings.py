@@ -4,19 +4,22 @@
 
 Every request of every tenant holds a number that no other has, in one place of its row, so that its right
 answer, a column of the weight times that number modulo 2^32, is known exactly and nobody else's. Requests go
-over real connections to an executor of its own process that batches them; some tenants break their
-connection in the middle of a request and come back.
+over real connections to an executor of its own process that batches them, a window of each tenant's under
+way at once; some tenants break their connection meanwhile and come back.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -30,6 +33,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost
 from shared.ring.product import group_planes
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.remote import PendingProduct
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "base_model"
 GROUPS = 4  # as many groups as are asked for, so that requests meet
@@ -37,15 +41,31 @@ BREAK_EVERY = 5000  # replies of every second tenant
 console = Console(width=None if sys.stdout.isatty() else 150)
 
 
-class Tenant(threading.Thread):
-    """Asks one row at a time, and compares."""
+class Asked(NamedTuple):
+    """A request under way, and where its row holds which number."""
 
-    def __init__(self, number: int, tenants: int, replies: int, running: Executor, shown: tqdm[None]) -> None:
+    pending: PendingProduct
+    group: int
+    place: int
+    secret: int
+
+
+class Tenant(threading.Thread):
+    """Asks for one row at a time, a window of requests under way at once, and compares.
+
+    Answers are taken in the order of the requests; those of every third window in the reverse order.
+    """
+
+    def __init__(
+        self, number: int, tenants: int, replies: int, window: int, running: Executor, shown: tqdm[None]
+    ) -> None:
         super().__init__(daemon=True)
-        self.number, self.tenants, self.replies, self.shown = number, tenants, replies, shown
+        self.number, self.tenants, self.replies = number, tenants, replies
+        self.window, self.shown = window, shown
         self.session = tenant_sdk.connect(
             running.url, token=running.tokens.add(f"tenant-{number}"), ca=running.ca, privacy="plain"
         )
+        self._requests = itertools.count()
         self.wrong = self.right = self.lost = 0
         self.planes: list[torch.Tensor] = []
         self.error: BaseException | None = None
@@ -53,48 +73,51 @@ class Tenant(threading.Thread):
     def run(self) -> None:
         """Of Thread."""
         try:
-            for i in range(self.replies):
-                self._ask(i)
-                if self.number % 2 and i % BREAK_EVERY == BREAK_EVERY - 1:
+            for turn, first in enumerate(range(0, self.replies, self.window)):
+                count = min(self.window, self.replies - first)
+                asked = [self._ask() for _ in range(count)]
+                self._take(asked[::-1] if turn % 3 == 2 else asked)
+                if self.number % 2 and first // BREAK_EVERY < (first + count) // BREAK_EVERY:
                     self._break()
-                self.shown.update()
+                self.shown.update(count)
         except BaseException as error:
             self.error = error
 
-    def _ask(self, i: int) -> None:
-        group = (i + self.number) % GROUPS
-        planes = self.planes[group]  # [2, O, D]
-        place = i % planes.shape[2]
+    def _ask(self) -> Asked:
+        i = next(self._requests)
         secret = 1 + self.number + self.tenants * i
-        row = torch.zeros((1, planes.shape[2]), dtype=torch.int32)
+        group = (i + self.number) % GROUPS
+        columns = self.planes[group].shape[2]
+        place = i % columns
+        row = torch.zeros((1, columns), dtype=torch.int32)
         row[0, place] = secret
-        (answer,) = self._remote(group, row)
-        if torch.equal(answer.flatten(), (planes[:, :, place].flatten() * secret)):
-            self.right += 1
-        else:
-            self.wrong += 1
+        everyone = (1 << len(self.session.manifest.groups[group].members)) - 1
+        pending = self.session.executor.submit(Operation.PRODUCT, group, Direction.FORWARD, everyone, [row])
+        return Asked(pending, group, place, secret)
+
+    def _take(self, asked: list[Asked]) -> None:
+        for pending, group, place, secret in asked:
+            (answer,) = pending.result()
+            planes = self.planes[group]  # [2, O, D]
+            if torch.equal(answer.flatten(), planes[:, :, place].flatten() * secret):
+                self.right += 1
+            else:
+                self.wrong += 1
 
     def _break(self) -> None:
-        """Let the connection go while a request is under way; the session opens another."""
-        remote = self.session.executor
-        rows = torch.zeros((64, self.planes[0].shape[2]), dtype=torch.int32)
-        waiting = threading.Thread(target=self._lose, args=(rows,))
-        waiting.start()
-        remote._channel.close()
-        waiting.join()
+        """Let the connection go while a window is under way; the session opens another."""
+        asked = [self._ask() for _ in range(self.window)]
+        with ThreadPoolExecutor(1) as threads:
+            taking = threads.submit(self._lose, asked)
+            self.session.executor.channel.close()
+            taking.result()
 
-    def _lose(self, rows: torch.Tensor) -> None:
-        try:
-            self._remote(0, rows)
-        except ConnectionLost:
-            self.lost += 1
-
-    def _remote(self, group: int, rows: torch.Tensor) -> list[torch.Tensor]:
-        info = self.session.manifest.groups[group]
-        everyone = (1 << len(info.members)) - 1
-        return self.session.executor.submit(
-            Operation.PRODUCT, group, Direction.FORWARD, everyone, [rows]
-        ).result()
+    def _lose(self, asked: list[Asked]) -> None:
+        for each in asked:
+            try:
+                self._take([each])
+            except ConnectionLost:
+                self.lost += 1
 
 
 def main() -> int:
@@ -104,6 +127,7 @@ def main() -> int:
     )
     parser.add_argument("--replies", type=int, default=1_000_000)
     parser.add_argument("--tenants", type=int, default=8)
+    parser.add_argument("--window", type=int, default=8, help="requests of each tenant under way at once")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with (
@@ -112,7 +136,9 @@ def main() -> int:
         tqdm(total=options.replies, unit="reply", mininterval=5.0) as shown,
     ):
         each = options.replies // options.tenants
-        tenants = [Tenant(i, options.tenants, each, running, shown) for i in range(options.tenants)]
+        tenants = [
+            Tenant(i, options.tenants, each, options.window, running, shown) for i in range(options.tenants)
+        ]
         manifest = tenants[0].session.manifest
         checkpoint = Checkpoint(MODEL)
         planes = [group_planes(checkpoint, info)[0].int() for info in manifest.groups[:GROUPS]]
@@ -133,7 +159,7 @@ def main() -> int:
     lost = sum(tenant.lost for tenant in tenants)
     console.print(
         f"{right:,} replies right, {wrong} wrong; {lost} lost with connections that were broken on purpose; "
-        f"{rows / products:.2f} rows in a product, {seconds:.0f} s"
+        f"{rows / products:.2f} rows in a product, {right / seconds:,.0f} replies a second, {seconds:.0f} s"
     )
     return int(wrong > 0)
 

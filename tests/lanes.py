@@ -1,7 +1,8 @@
-"""Lanes that wait to be told, or fail."""
+"""Lanes that wait to be told, fail, or finish in another order than they began."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -47,6 +48,41 @@ class BrokenLane(ProcessLane):
         if any(rows.request.header.rows == self.rows for rows in batch):
             raise RuntimeError("/secret/path")
         return super().multiply(batch)
+
+
+class ShufflingLane(ProcessLane):
+    """Has several batches under way, and multiplies any of them next.
+
+    Attributes:
+        most: batches that were under way at once.
+        parts: of requests that were multiplied in several.
+    """
+
+    depth, here = 8, False
+
+    def __init__(self, executor: BaseExecutor, seed: int = 0) -> None:
+        super().__init__(executor)
+        self._draw, self._lock = random.Random(seed), threading.Lock()
+        self._under_way: list[tuple[Sequence[RowRange], Future[BatchResult]]] = []
+        self.most = self.parts = 0
+
+    def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
+        """See Lane."""
+        future: Future[BatchResult] = Future()
+        with self._lock:
+            self._under_way.append((batch, future))
+            self.most = max(self.most, len(self._under_way))
+            self.parts += sum(rows.stop - rows.start < rows.request.header.rows for rows in batch)
+        self._thread.submit(self._any)
+        return future
+
+    def _any(self) -> None:
+        with self._lock:
+            batch, future = self._under_way.pop(self._draw.randrange(len(self._under_way)))
+        try:
+            future.set_result(self.multiply(batch))
+        except Exception as error:
+            future.set_exception(error)
 
 
 def service_on(

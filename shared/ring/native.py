@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
+import struct
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint32, c_void_p
 from importlib.util import find_spec
 
 import torch
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of the functions' arguments; the same number stands in native.c
+VERSION = 2  # of the functions' arguments; the same number stands in native.c
 PARALLEL_ELEMENTS = 1 << 15  # below, waking a second thread costs more than it saves
 
 
@@ -40,6 +41,8 @@ def _load() -> ctypes.CDLL | None:
         )
         return None
     pointers = POINTER(c_void_p)
+    library.ring_below.argtypes = [c_void_p, c_int64, c_uint32]
+    library.ring_below.restype = c_int
     library.ring_can_multiply.argtypes = []
     library.ring_can_multiply.restype = c_int
     library.ring_multiply.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int64]
@@ -106,6 +109,12 @@ def native_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -
     )  # fmt: skip
     if failed:
         raise MemoryError("no memory for a product")
+
+
+def below(values: torch.Tensor, limit: float) -> bool:
+    """See ``shared.ring.rows.below``; contiguous float32, and there is native code."""
+    bits = int.from_bytes(struct.pack("<f", limit), "little")
+    return bool(LIBRARY.ring_below(_address(values), values.numel(), bits))  # type: ignore[union-attr]
 
 
 def hide(

@@ -5,6 +5,8 @@ In native code where there is some, else with torch; the results are the same.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from shared.ring import native as ring_native
@@ -22,6 +24,14 @@ def _check(tensor: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ..
         raise ValueError(
             f"a contiguous {dtype} of shape {shape} is wanted, not {tensor.dtype} {tensor.shape}"
         )
+
+
+def below(values: torch.Tensor, limit: float = math.inf) -> bool:
+    """Whether all of a float tensor, on whatever device, are numbers of less than ``limit``'s size."""
+    ordinary = values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous()
+    if ordinary and ring_native.LIBRARY is not None:
+        return ring_native.below(values, limit)
+    return bool((values.abs() < limit).all())
 
 
 def hide(

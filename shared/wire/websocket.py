@@ -11,6 +11,7 @@ A message is one binary message: 32 bytes of header, then the payload (``shared/
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ import torch
 from shared.compat import apply_mask
 from shared.errors import WireError
 from shared.wire.header import HEADER_BYTES, Header, parse_header, request_id_of
+from shared.wire.protocol import split_blocks
 
 # One TLS record carries 16 KiB, so a read never returns more.
 RECORD_BYTES = 16 * 1024
@@ -45,14 +47,46 @@ _OPCODES = frozenset(int(opcode) for opcode in Opcode)
 
 @dataclass(slots=True)
 class Incoming:
-    """A complete message. ``payload`` has shape [rows, columns] and the header's dtype.
+    """A complete message.
 
     If ``error`` is set the payload was thrown away, and ``header`` holds only what could be read.
     """
 
     header: Header
-    payload: torch.Tensor | None
+    _payload: torch.Tensor | None
     error: WireError | None = None
+    body: bytearray | None = None  # of a message that arrived at once, with its header
+
+    @property
+    def payload(self) -> torch.Tensor | None:
+        """Its rows: [rows, columns] of the header's dtype."""
+        if self._payload is None and self.body is not None:
+            header = self.header
+            flat = torch.frombuffer(self.body, dtype=header.payload_dtype, offset=HEADER_BYTES)
+            self._payload = flat.view(header.payload_shape)
+        return self._payload
+
+    def blocks(self, widths: tuple[int, ...]) -> list[torch.Tensor]:
+        """The blocks of rows that lie one behind the other in the payload: [rows, width], none a view."""
+        rows, dtype = self.header.rows, self.header.payload_dtype
+        if self.body is None:
+            payload = self.payload
+            return [] if payload is None else [own(b, b.shape) for b in split_blocks(payload, widths)]
+        made, at = [], HEADER_BYTES
+        for width in widths:
+            # Few calls: most of what they cost is the memory that their code is read from.
+            block = torch.frombuffer(self.body, dtype=dtype, count=rows * width, offset=at)
+            made.append(block.resize_((rows, width)))
+            at += block.nbytes
+        return made
+
+
+def own(block: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The same memory as a tensor that is no view: autograd lets nobody write into one of several views."""
+    if block._base is None and block.is_contiguous():
+        return block.resize_(tuple(shape))
+    owner = torch.empty(0, dtype=block.dtype, device=block.device)
+    return owner.set_(block.untyped_storage(), block.storage_offset(), tuple(shape))  # type: ignore[call-overload, no-any-return]
 
 
 @dataclass(slots=True)
@@ -96,6 +130,13 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().numpy().reshape(-1)).cast("B")  # type: ignore[arg-type]
 
 
+def _copy(tensor: torch.Tensor) -> bytes:
+    """The bytes of a small contiguous CPU tensor; without numpy, whose code a lone row would wait for."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("a contiguous tensor of the CPU is wanted")
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
 def encode_message(
     header: Header, blocks: Sequence[torch.Tensor] | bytes, mask: bytes = b""
 ) -> Iterator[bytes | memoryview]:
@@ -108,13 +149,12 @@ def encode_message(
 
     A masked piece is valid only until the next one is taken: they share one buffer.
     """
-    views = [memoryview(blocks)] if isinstance(blocks, bytes) else [tensor_bytes(b) for b in blocks]
-    head = header.pack()
-    total = HEADER_BYTES + sum(map(len, views))
+    head, total = header.pack(), HEADER_BYTES + header.payload_bytes
     start = frame_header(Opcode.BINARY, total, mask)
     if total <= RECORD_BYTES:  # one write, one TLS record
-        body = b"".join((head, *views))
+        body = b"".join((head, blocks) if isinstance(blocks, bytes) else (head, *map(_copy, blocks)))
         return iter((start + (apply_mask(body, mask) if mask else body),))
+    views = [memoryview(blocks)] if isinstance(blocks, bytes) else [tensor_bytes(b) for b in blocks]
     if not mask:
         return iter((start + head, *views))
     return _masked_pieces(start + apply_mask(head, mask), views, mask)
@@ -303,10 +343,9 @@ class MessageReader:
             if error.fatal:
                 raise
             return Incoming(header or Header(0, request_id=request_id_of(body)), None, error)
-        shape, dtype = header.payload_shape, header.payload_dtype
         if len(body) == HEADER_BYTES:
-            return Incoming(header, torch.empty(shape, dtype=dtype))
-        return Incoming(header, torch.frombuffer(body, dtype=dtype, offset=HEADER_BYTES).view(shape))
+            return Incoming(header, torch.empty(header.payload_shape, dtype=header.payload_dtype))
+        return Incoming(header, None, None, body)
 
     def _check(self, header: Header, payload_bytes: int | None) -> None:
         """Refuse a header; ``payload_bytes`` is what really follows, None if not known yet."""

@@ -31,7 +31,6 @@ from shared.wire.protocol import (
     GroupShape,
     Plan,
     TenantProtocol,
-    split_blocks,
     validate_manifest,
 )
 from shared.wire.websocket import Incoming, tensor_bytes
@@ -250,14 +249,14 @@ class RemoteExecutor:
         def finish() -> list[torch.Tensor]:
             started = time.perf_counter()
             if len(cut) == 1:
-                results = split_blocks(answers.pop()(), plan.answer_widths)
+                results = answers.pop()().blocks(plan.answer_widths)
                 if dtype != self.wire_dtype:
                     results = [result.to(dtype) for result in results]
             else:
                 results = [torch.empty((rows, width), dtype=dtype) for width in plan.answer_widths]
                 for piece in cut:
                     for result, part in zip(
-                        results, split_blocks(answers.pop(0)(), plan.answer_widths), strict=True
+                        results, answers.pop(0)().blocks(plan.answer_widths), strict=True
                     ):
                         result[piece] = part
             self._count(operation, len(cut), rows, plan, spent + time.perf_counter() - started)
@@ -326,7 +325,7 @@ class RemoteExecutor:
                 Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype, request_class
             )
 
-        answer = self._answer(channel, lambda: channel.submit(header, seed))
+        answer = _payload(self._answer(channel, lambda: channel.submit(header, seed)))
         self.stats.add(
             effect_requests=1,
             effect_rows=rows,
@@ -350,7 +349,7 @@ class RemoteExecutor:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass,
-    ) -> Callable[[], torch.Tensor]:
+    ) -> Callable[[], Incoming]:
         """Send a request; the call that waits for its answer."""
         wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
         shape, rows = self.shapes[group], wire[0].shape[0]
@@ -366,10 +365,8 @@ class RemoteExecutor:
         first = ask()
         return lambda: self._answer(channel, ask, first)
 
-    def _answer(
-        self, channel: Channel, ask: Callable[[], Pending], first: Pending | None = None
-    ) -> torch.Tensor:
-        """The payload of an answer; asked for again when the executor says that it is overloaded.
+    def _answer(self, channel: Channel, ask: Callable[[], Pending], first: Pending | None = None) -> Incoming:
+        """An answer; asked for again when the executor says that it is overloaded.
 
         Raises:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
@@ -378,7 +375,7 @@ class RemoteExecutor:
         attempt = 0
         while True:
             try:
-                return _payload(channel.wait(pending))
+                return channel.wait(pending)
             except RequestRefused as error:
                 if error.code != "overloaded" or error.retry_after is None:
                     raise
@@ -446,9 +443,9 @@ class RemoteExecutor:
             ask = partial(submit, start, min(start + step, length))
             ahead.append((ask, ask()))
             if len(ahead) == 4:
-                yield self._answer(channel, *ahead.popleft())
+                yield _payload(self._answer(channel, *ahead.popleft()))
         while ahead:
-            yield self._answer(channel, *ahead.popleft())
+            yield _payload(self._answer(channel, *ahead.popleft()))
 
     def close(self) -> None:
         """End the connection; it is not opened again."""

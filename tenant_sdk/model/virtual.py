@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +13,10 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ModelMismatch, NonFiniteError, RemoteWeightUnavailable
+from shared.ring.rows import below
 from shared.wire.header import Direction, RequestClass, member_indices
-from shared.wire.messages import GroupInfo
+from shared.wire.messages import GroupInfo, Member
+from shared.wire.websocket import own
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.products.products import Products
 
@@ -55,6 +55,7 @@ class Group:
         everyone = range(len(info.members))
         self._together = [set(everyone) for _ in everyone]  # whom to ask for along with a member
         self._threads = threading.local()
+        self._outputs: dict[int, list[int]] = {}  # widths of members
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """Copies of a model share the session."""
@@ -109,9 +110,10 @@ class Group:
         self, members: int, x: torch.Tensor, request_class: RequestClass = RequestClass.UNDECLARED
     ) -> tuple[torch.Tensor, ...]:
         """Outputs [..., O_m] of the members for x [..., D], outside autograd."""
-        rows = x.detach().reshape(-1, x.shape[-1])
+        rows = x.detach() if x.requires_grad else x
+        rows = rows.reshape(-1, x.shape[-1]) if rows.dim() != 2 else rows
         blocks = self.product(Direction.FORWARD, members, [rows], request_class)
-        return tuple(_own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
+        return tuple(own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
 
     def product(
         self,
@@ -126,10 +128,12 @@ class Group:
             NonFiniteError: before anything is sent.
             ModelMismatch: the model's own configuration makes rows that do not fit these layers.
         """
-        outputs = [self.info.members[i].outputs for i in member_indices(members)]
+        outputs = self._outputs.get(members)
+        if outputs is None:
+            outputs = self._outputs[members] = [m.outputs for m in self._members(members)]
         widths = [self.info.inputs] if direction == Direction.FORWARD else outputs
         if [block.shape[-1] for block in blocks] != widths:
-            names = ", ".join(self.info.members[i].name for i in member_indices(members))
+            names = ", ".join(member.name for member in self._members(members))
             made = [block.shape[-1] for block in blocks]
             raise ModelMismatch(
                 f"{names} takes rows of {widths} numbers, but the model makes rows of {made}: its "
@@ -139,7 +143,7 @@ class Group:
             made = outputs if direction == Direction.FORWARD else [self.info.inputs]
             return [blocks[0].new_empty((0, width)) for width in made]
         for block in blocks:
-            if not math.isfinite(block.sum().item()) and not block.isfinite().all():
+            if not below(block):
                 raise NonFiniteError(self._where_not_finite(direction))
         first = blocks[0]
         if first.dtype == torch.float32 and first.device.type == "cpu":
@@ -147,6 +151,9 @@ class Group:
         plain = [block.to("cpu", torch.float32) for block in blocks]
         results = self._products.submit(self.identity, direction, members, plain, request_class).result()
         return [result.to(first.device, first.dtype) for result in results]
+
+    def _members(self, members: int) -> list[Member]:
+        return [self.info.members[i] for i in member_indices(members)]
 
     def _where_not_finite(self, direction: Direction) -> str:
         names = ", ".join(member.name for member in self.info.members)
@@ -197,12 +204,6 @@ def _waited_for(x: torch.Tensor) -> RequestClass:
     return RequestClass.DECODE if tokens <= DRAFT_TOKENS else RequestClass.PREFILL
 
 
-def _own(block: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
-    """The same memory as a tensor that is no view: autograd lets nobody write into one of several views."""
-    owner = torch.empty(0, dtype=block.dtype, device=block.device)
-    return owner.set_(block.untyped_storage(), block.storage_offset(), tuple(shape))  # type: ignore[call-overload, no-any-return]
-
-
 class _Virtual(nn.Module):
     """What VirtLinear and VirtConv1D share."""
 
@@ -223,13 +224,15 @@ class _Virtual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x W^T + b`` for x [..., D]: [..., O] in x's dtype."""
-        if self.weight.requires_grad:
+        parameters = self._parameters  # not by attribute, which a module looks up at length
+        if parameters["weight"].requires_grad:  # type: ignore[union-attr]
             raise RemoteWeightUnavailable(
                 f"{self._group.info.members[self._member].name} is to be trained in full, but its weight "
                 "stays with the provider; train an adapter, or keep the layer local with exclude="
             )
         out = self._group.output(self._member, x)
-        return out if self.bias is None else out.add_(self.bias)
+        bias = parameters["bias"]
+        return out if bias is None else out.add_(bias)
 
 
 class VirtLinear(_Virtual, nn.Linear):

@@ -41,13 +41,10 @@ class Mask(Protocol):
         """The numbers, int32 [T, C], for rows to be added to in place; once."""
         ...
 
-    def effects(self, rows: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        """What to subtract from some rows of the answer, in parts: contiguous int32 [n, 2 N] of each source.
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """What to subtract from the answer's rows, part by part: contiguous int32 [n, 2 N] of each source.
 
         Waits for what is not there yet.
-
-        Args:
-            rows: with start and stop.
 
         Raises:
             SymbiosisError: what a mask source failed with.
@@ -67,14 +64,16 @@ class Masks(Protocol):
         rows: int,
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
-        once: bool = False,
     ) -> Mask:
-        """The mask of a request.
+        """The mask of a request, or of a piece of one.
 
         Args:
             request_class: of the request; an effect that has to be asked for now is as urgent.
-            once: it is not going to be repeated like others.
         """
+        ...
+
+    def asked(self, kind: Kind, rows: int) -> None:
+        """A request of so many rows had its masks, and others like it will come."""
         ...
 
     def close(self) -> None:
@@ -94,12 +93,14 @@ class NoMasks:
         rows: int,
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
-        once: bool = False,
     ) -> Mask:
         """See Masks."""
         self._home.check()
         plan = self._shapes[kind.group].plan(kind.direction, kind.members)
         return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
+
+    def asked(self, kind: Kind, rows: int) -> None:
+        """See Masks."""
 
     def close(self) -> None:
         """See Masks."""
@@ -114,9 +115,9 @@ class _NoMask:
         self.home.check()
         return self.zeros
 
-    def effects(self, rows: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         self.home.check()
-        yield rows, []
+        yield slice(0, len(self.zeros)), []
 
 
 @dataclass
@@ -156,7 +157,6 @@ class BankMasks:
         rows: int,
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
-        once: bool = False,
     ) -> Mask:
         """See Masks."""
         self._home.check()
@@ -183,6 +183,9 @@ class BankMasks:
         """See ``shared.forks``."""
         self._banks = {}
 
+    def asked(self, kind: Kind, rows: int) -> None:
+        """See Masks."""
+
     def close(self) -> None:
         """See Masks."""
         if self._home.left:
@@ -202,9 +205,9 @@ class _BankMask:
         self.home.check()
         return self.masks  # a copy: indexing made it
 
-    def effects(self, rows: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         self.home.check()
-        yield rows, [self.bank[self.picked[rows]]]
+        yield slice(0, len(self.picked)), [self.bank[self.picked]]
 
 
 class _Batch:
@@ -263,20 +266,17 @@ class OneTimeMask:
             raise RuntimeError("a one-time mask was asked for twice")
         return mask
 
-    def effects(self, rows: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         """See Mask."""
         at = 0
-        for count, start, effects in self._parts:
-            first, last = max(at, rows.start), min(at + count, rows.stop)
-            if first < last:
-                self._home.check()  # nothing arrives in a child
-                within = slice(start + first - at, start + last - at)
-                try:
-                    there = [effect.result()[within] for effect in effects]
-                except CancelledError:
-                    raise ConnectionLost("the session was closed while an effect was under way") from None
-                yield slice(first, last), there
-            at += count
+        for rows, start, effects in self._parts:
+            self._home.check()  # nothing arrives in a child
+            try:
+                there = [effect.result()[start : start + rows] for effect in effects]
+            except CancelledError:
+                raise ConnectionLost("the session was closed while an effect was under way") from None
+            yield slice(at, at + rows), there
+            at += rows
 
 
 class OneTimeMasks:
@@ -329,7 +329,6 @@ class OneTimeMasks:
         rows: int,
         *,
         request_class: RequestClass = RequestClass.UNDECLARED,
-        once: bool = False,
     ) -> Mask:
         """See Masks. Never waits.
 
@@ -361,12 +360,15 @@ class OneTimeMasks:
                 if batch.left == 0:
                     batches.popleft()  # or its effects would stay in memory until the kind is asked for again
                 missing -= count
-            if not once:
-                self._forecast.asked(kind, rows)
             self._resting = False
-            if sum(batch.left for batch in batches) < max(rows, self.batch_rows):
-                self._changed.notify_all()
         return OneTimeMask(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
+
+    def asked(self, kind: Kind, rows: int) -> None:
+        """See Masks."""
+        with self._changed:
+            self._forecast.asked(kind, rows)
+            if sum(batch.left for batch in self._store.get(kind, ())) < max(rows, self.batch_rows):
+                self._changed.notify_all()
 
     @property
     def _stock(self) -> dict[Kind, int]:

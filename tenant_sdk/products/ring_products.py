@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from shared.errors import ModelMismatch, NonFiniteError, VerificationError
 from shared.forks import Home
 from shared.ring.fixed_point import Bounds, capacity
-from shared.ring.rows import hide, reveal
+from shared.ring.rows import below, hide, reveal
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
 from tenant_sdk.connection.channel import again
@@ -45,6 +46,8 @@ class RingGroup:
             }
         except ValueError as error:
             raise ModelMismatch(f"the executor's bounds are impossible: {error}") from error
+        # What is smaller than this in size can be scaled, whatever else is in its row.
+        self.ordinary = 2.0**100 / max(1.0, float(scales.max()))
         self._scales = scales.split(widths)
         self._chosen: dict[int, torch.Tensor] = {}
 
@@ -57,8 +60,14 @@ class RingGroup:
         return chosen
 
 
-# Rows, their exponents, what the check expects of them, and their product.
-_Piece = tuple[slice, torch.Tensor, torch.Tensor | None, PendingProduct]
+class _Piece(NamedTuple):
+    """A part of a request."""
+
+    rows: slice
+    mask: Mask
+    exponents: torch.Tensor
+    expected: torch.Tensor | None  # by the check
+    pending: PendingProduct
 
 
 class RingProducts:
@@ -101,22 +110,24 @@ class RingProducts:
             raise again(self._failed)
         kind = Kind(group, direction, members)
         print_ = self._fingerprint(kind)
-        started = time.perf_counter()
-        mask = self._masks.take(kind, rows[0].shape[0], request_class=request_class)
-        cut = self._remote.pieces(*kind, rows[0].shape[0])
-        request = mask.request()
-        spent = time.perf_counter() - started
+        count, spent = rows[0].shape[0], 0.0
+        cut = self._remote.pieces(*kind, count)
+        if len(cut) > 1 and not all(below(block, self._group(group).ordinary) for block in rows):
+            cut = [slice(0, count)]  # or a piece that cannot be sent might follow others that were
         pieces = []
         for piece in cut:
             started = time.perf_counter()
-            hidden = self._hide(kind, [block[piece] for block in rows], request[piece], print_)
+            mask = self._masks.take(kind, piece.stop - piece.start, request_class=request_class)
+            request = mask.request()
+            part = rows if len(cut) == 1 else [block[piece] for block in rows]
+            exponents, expected = self._hide(kind, part, request, print_)
             spent += time.perf_counter() - started
-            pending = self._remote.submit(Operation.PRODUCT, *kind, [request[piece]], request_class)
-            pieces.append((piece, *hidden, pending))
+            pending = self._remote.submit(Operation.PRODUCT, *kind, [request], request_class)
+            pieces.append(_Piece(piece, mask, exponents, expected, pending))
             if len(cut) > 1:
                 self._remote.push()  # while the next one is hidden
-        del request
-        return PendingProduct(lambda: self._finish(kind, mask, pieces, print_, spent))
+        self._masks.asked(kind, count)
+        return PendingProduct(lambda: self._finish(kind, pieces, print_, spent))
 
     def _hide(
         self, kind: Kind, rows: list[torch.Tensor], request: torch.Tensor, print_: Fingerprint | None
@@ -138,16 +149,16 @@ class RingProducts:
         return hidden
 
     def _finish(
-        self, kind: Kind, mask: Mask, pieces: list[_Piece], print_: Fingerprint | None, masking: float
+        self, kind: Kind, pieces: list[_Piece], print_: Fingerprint | None, masking: float
     ) -> list[torch.Tensor]:
         """Take the effects off the answers and check them."""
         scales = self._group(kind.group).scales_of(kind.members)
-        count = pieces[-1][0].stop
+        count = pieces[-1].rows.stop
         results = [torch.empty((count, width)) for width in self._widths(kind)]
         waiting = 0.0
-        for piece, exponents, expected, pending in pieces:
-            (answer,) = pending.result()
-            effects = mask.effects(piece)
+        for piece in pieces:
+            (answer,) = piece.pending.result()
+            effects, first = piece.mask.effects(), piece.rows.start
             while True:
                 started = time.perf_counter()
                 part, there = next(effects, (None, []))
@@ -155,15 +166,15 @@ class RingProducts:
                 waiting += waited - started
                 if part is None:
                     break
-                within = slice(part.start - piece.start, part.stop - piece.start)
+                into = slice(first + part.start, first + part.stop)
                 wrong = reveal(
-                    answer[within],
+                    answer[part],
                     there,
-                    exponents[within],
+                    piece.exponents[part],
                     scales if kind.direction == Direction.FORWARD else None,
-                    [result[part] for result in results],
+                    [result[into] for result in results],
                     print_.challenge if print_ else None,
-                    expected[within] if expected is not None else None,
+                    piece.expected[part] if piece.expected is not None else None,
                 )
                 if wrong and self._verifier is not None:
                     # At once: what fails later must not make this forgotten.
@@ -192,10 +203,10 @@ class RingProducts:
 
     def integer_product(self, kind: Kind, rows: torch.Tensor) -> torch.Tensor:
         """The products of a fingerprint's integers, under a mask like any: int32 [n, C] to [n, 2 N]."""
-        mask = self._masks.take(kind, len(rows), once=True)
+        mask = self._masks.take(kind, len(rows))
         request = mask.request().add_(rows)
         (answer,) = self._remote.submit(Operation.PRODUCT, *kind, [request]).result()
-        for part, effects in mask.effects(slice(0, len(rows))):
+        for part, effects in mask.effects():
             for effect in effects:
                 answer[part].sub_(effect)
         return answer

@@ -148,7 +148,7 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
             lambda: masks.take(KINDS[2], 3),
             lambda: masks.take(KINDS[0], 1),
             mask.request,
-            lambda: list(mask.effects(slice(0, 3))),
+            lambda: list(mask.effects()),
             lambda: stream.draw(1, 4),
         )
         masks.close()
@@ -159,7 +159,7 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
     with locked(*(getattr(masks, name) for name in ("_lock", "_changed") if hasattr(masks, name))):
         in_child(child)
     assert mask.request().shape[0] == 3
-    assert list(mask.effects(slice(0, 3)))
+    assert list(mask.effects())
     assert not stream.draw(1, 4).equal(first)
     masks.close()
 

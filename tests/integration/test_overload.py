@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from conftest import Executor
+from lanes import ShufflingLane
 from raw_peers import SECONDS, eventually, metric, open_raw, product
 
 from provider.engine.engine import Engine, shapes_of
 from provider.engine.latency import LatencyModel
-from provider.engine.scheduler import Opportunistic
+from provider.engine.scheduler import Objective, Opportunistic
 from provider.executor.base import BaseExecutor
+from provider.executor.products import GroupExecutor
 from provider.observe.metrics import Metrics
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
@@ -28,22 +32,33 @@ from provider.session.tenant import Service
 from shared.errors import ConnectionLost, RequestRefused, SymbiosisError
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Direction, Operation, RequestClass
+from shared.wire.websocket import Incoming
 from tenant_sdk import Session
+from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.remote import PendingProduct
 
 WIDTH = 64
 ROW = bytes(4 * WIDTH)
 
 
 class Shop:
-    """A ring executor with quotas, and tenants with tokens of their own."""
+    """A ring executor with quotas, and tenants with tokens of their own; ``options`` of its engine."""
 
-    def __init__(self, folder: Path, tls_dir: Path, work: Path, *limits: Quota) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tls_dir: Path,
+        work: Path,
+        *limits: Quota,
+        objective: Objective | None = None,
+        **options: Any,
+    ) -> None:
         self.tokens = TokenFile(work / "tokens.json")
         self.tokens.add("nobody")
         self.base = BaseExecutor(folder, numerics="ring")
         metrics = Metrics()
-        self.policy = Opportunistic(LatencyModel(shapes_of(self.base)))
-        self.engine = Engine.of(self.base, lambda _: self.policy, on_batch=metrics.batch)
+        self.policy = Opportunistic(LatencyModel(shapes_of(self.base)), objective)
+        self.engine = Engine.of(self.base, lambda _: self.policy, on_batch=metrics.batch, **options)
         self.quotas = Quotas(*limits)
         self.server = Server(
             Service(self.base, self.engine, metrics, self.quotas),
@@ -72,11 +87,11 @@ class Shop:
 
 @pytest.fixture
 def shop(checkpoint: Callable[[str], Path], tls_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
-    """Open one with quotas: ``shop(Quota(...), Quota(...))``."""
+    """Open one with quotas: ``shop(Quota(...), Quota(...), lane=...)``."""
     made: list[Shop] = []
 
-    def open_shop(*limits: Quota) -> Shop:
-        made.append(Shop(checkpoint("llama"), tls_dir, tmp_path, *limits))
+    def open_shop(*limits: Quota, **options: Any) -> Shop:
+        made.append(Shop(checkpoint("llama"), tls_dir, tmp_path, *limits, **options))
         return made[-1]
 
     yield open_shop
@@ -115,7 +130,7 @@ def others_go_on(shop: Shop) -> Iterator[Session]:
             try:
                 while not stop.is_set():
                     started = time.monotonic()
-                    assert torch.equal(ask(session, rows), expected)
+                    assert torch.equal(ask(session, rows, request_class=RequestClass.DECODE), expected)
                     slowest[0] = max(slowest[0], time.monotonic() - started)
             except BaseException as error:
                 failed.append(error)
@@ -241,46 +256,159 @@ def test_other_refusals_are_not_repeated(shop: Callable[..., Shop]) -> None:
         assert session.stats.refusals == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_tenants_that_connect_ask_cancel_die_and_come_back(shop: Callable[..., Shop], seed: int) -> None:
-    """In random order, until the executor drains: every reply is the reference product of its request."""
-    here = shop(Quota(bytes_in_flight=1 << 20, requests_per_second=500), Quota(bytes_in_flight=2 << 20))
-    groups = len(here.base.manifest.groups)
-    replies = [0] * 6
+class Asked(NamedTuple):
+    """A request under way, and its answer."""
+
+    pending: PendingProduct
+    expected: torch.Tensor
+
+
+class Windows:
+    """Up to three windows of requests of one session under way at once, from three threads.
+
+    Args:
+        draw: decides what is asked, and in which order results are taken.
+        session: asks.
+    """
+
+    def __init__(self, base: BaseExecutor, draw: random.Random, session: Session) -> None:
+        self._base, self._draw, self._session = base, draw, session
+        self._limit = 3 * session.manifest.limits.max_in_flight
+        self.right = self.lost = 0
+
+    def ask(self, threads: ThreadPoolExecutor, leave: Callable[[Session], None] | None = None) -> None:
+        """Ask and take; some results come, then the tenant leaves, and every other one comes or is lost."""
+        kinds = [self._kind() for _ in range(self._draw.randrange(1, self._limit + 1))]
+        asked = list(threads.map(self._submit, kinds))
+        self._draw.shuffle(asked)
+        if leave is not None:
+            self._session.executor.push()
+            for _ in range(min(len(asked), self._draw.randrange(4))):
+                self._take(asked.pop())
+        taken = [threads.submit(self._take, each) for each in asked]
+        if leave is not None:
+            leave(self._session)
+        for each in taken:
+            try:
+                each.result(SECONDS)
+                self.right += 1
+            except ConnectionLost:
+                if leave is None:
+                    raise
+                self.lost += 1
+
+    def _kind(self) -> tuple[int, Direction, int, torch.Tensor, RequestClass]:
+        draw = self._draw
+        group = draw.randrange(len(self._session.manifest.groups))
+        members = draw.randrange(1, 1 << len(self._session.manifest.groups[group].members))
+        direction = draw.choice([Direction.FORWARD, Direction.BACKWARD])
+        columns = self._session.executor.shapes[group].plan(direction, members).request_columns
+        rows = MaskStream(draw.randbytes(32)).draw(draw.choice([1, 1, 2, 40, 100]), columns)
+        return group, direction, members, rows, draw.choice(list(RequestClass))
+
+    def _submit(self, kind: tuple[int, Direction, int, torch.Tensor, RequestClass]) -> Asked:
+        group, direction, members, rows, request_class = kind
+        pending = self._session.executor.submit(
+            Operation.PRODUCT, group, direction, members, [rows], request_class
+        )
+        return Asked(pending, self._base.compute(group, direction, members, [rows])[0])
+
+    def _take(self, asked: Asked) -> None:
+        (answer,) = asked.pending.result()
+        assert torch.equal(answer, asked.expected)
+
+
+def break_off(session: Session) -> None:
+    """The connection is gone without a word, also under TLS, and the session has noticed."""
+    channel: Any = session.executor.channel
+    socket.socket.shutdown(channel._sock, socket.SHUT_RDWR)
+    with pytest.raises(ConnectionLost):
+        channel.ping()
+
+
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> dict[Channel, list[int]]:
+    """The ids of requests on each connection of a tenant, as their answers come."""
+    ids: dict[Channel, list[int]] = {}
+    handle = Channel._handle
+
+    def noted(self: Channel, answer: Incoming) -> None:
+        if answer.header.operation == Operation.REPLY:
+            ids.setdefault(self, []).append(answer.header.request_id)
+        handle(self, answer)
+
+    monkeypatch.setattr(Channel, "_handle", noted)
+    return ids
+
+
+@pytest.mark.parametrize(("seed", "early"), [(0, False), (1, False), (2, False), (3, True)])
+def test_tenants_that_connect_ask_cancel_die_and_come_back(
+    shop: Callable[..., Shop], arrivals: dict[Channel, list[int]], seed: int, early: bool
+) -> None:
+    """In random order, with many requests under way, until the executor drains, perhaps under load.
+
+    Every reply is the reference product of its request, in whatever order they are multiplied.
+    """
+    lanes: list[ShufflingLane] = []
+
+    def lane(executor: GroupExecutor) -> ShufflingLane:
+        lanes.append(ShufflingLane(executor, seed))
+        return lanes[-1]
+
+    here = shop(
+        Quota(bytes_in_flight=1 << 20, requests_per_second=500),
+        Quota(bytes_in_flight=2 << 20),
+        objective=Objective(decode_seconds=1e-4),  # so little that larger requests are multiplied in parts
+        lane=lane,
+    )
     executors = [here.executor(f"tenant-{number % 4}") for number in range(6)]
+    all_windows: list[Windows] = []
 
     def tenant(number: int) -> None:
         draw = random.Random(seed * 100 + number)
         executor = executors[number]
         for _ in range(draw.randrange(3, 6)):
-            how = draw.choice(["ask", "ask", "die in a frame", "cancel", "die before the answer"])
-            if how in ("ask", "cancel"):
-                with executor.connect() as session:
-                    for _ in range(draw.randrange(1, 12)):
-                        info = here.base.manifest.groups[group := draw.randrange(groups)]
-                        rows = MaskStream(draw.randbytes(32)).draw(draw.choice([1, 2, 40]), info.inputs)
-                        assert torch.equal(ask(session, rows, group), reference(here.base, rows, group))
-                        replies[number] += 1
-                    if how == "cancel":  # close the session under a request that another thread waits for
-                        with ThreadPoolExecutor(1) as threads:
-                            waiting = threads.submit(ask, session, integers(1, 500))
-                            session.close()
-                            with contextlib.suppress(ConnectionLost):
-                                assert torch.equal(
-                                    waiting.result(SECONDS), reference(here.base, integers(1, 500))
-                                )
+            how = draw.choice(["ask", "break off", "cancel", "die in a frame", "die before the answers"])
+            if how in ("ask", "break off", "cancel"):
+                with ThreadPoolExecutor(3) as threads, executor.connect() as session:
+                    windows = Windows(here.base, draw, session)
+                    all_windows.append(windows)
+                    windows.ask(threads)
+                    if how == "break off":
+                        windows.ask(threads, break_off)
+                        windows.ask(threads)  # over a new connection
+                    elif how == "cancel":
+                        windows.ask(threads, Session.close)
             else:
                 with open_raw(executor) as peer:
                     peer.hello()
-                    frame = peer.frame(product(300, WIDTH, dtype=6) + ROW * 300)
+                    for identity in range(1, draw.randrange(2, 48)):
+                        peer.message(product(1, WIDTH, dtype=6, request_id=identity), ROW)
+                    frame = peer.frame(product(300, WIDTH, dtype=6, request_id=99) + ROW * 300)
                     peer.send(
-                        frame if how == "die before the answer" else frame[: draw.randrange(1, len(frame))]
+                        frame if how == "die before the answers" else frame[: draw.randrange(1, len(frame))]
                     )
 
+    def until_it_leaves(number: int) -> bool:
+        try:
+            tenant(number)
+        except (SymbiosisError, OSError, EOFError):
+            if not here.server.draining:
+                raise
+            return False
+        return True
+
     with ThreadPoolExecutor(6) as threads:
-        for each in [threads.submit(tenant, number) for number in range(6)]:
-            each.result(SECONDS)
-    assert all(replies) or sum(replies) > 10
+        running = [threads.submit(until_it_leaves, number) for number in range(6)]
+        if early:
+            eventually(lambda: sum(w.right for w in all_windows) > 20 or all(t.done() for t in running))
+            assert here.server.drain(SECONDS)
+        assert all(each.result(SECONDS) for each in running) != early
+    assert sum(windows.right for windows in all_windows) > 20
+    assert early or sum(windows.lost for windows in all_windows) > 0
+    assert any(ids != sorted(ids) for ids in arrivals.values())
+    assert lanes[0].most > 1
+    assert lanes[0].parts > 0
     eventually(lambda: metric(executors[0], "symbiosis_connections") == 0)
     here.at_rest()
     assert here.server.drain(SECONDS)

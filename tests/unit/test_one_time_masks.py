@@ -51,7 +51,7 @@ def effect_of(taken: Mask, kind: Kind, rows: int) -> torch.Tensor:
     """What is to be taken off the answer, of all sources together: int32 [rows, 2 N]."""
     total = torch.zeros((rows, row_bytes(kind) // 4), dtype=torch.int32)
     seen = 0
-    for part, effects in taken.effects(slice(0, rows)):
+    for part, effects in taken.effects():
         assert part.start == seen
         seen = part.stop
         for effect in effects:
@@ -75,9 +75,16 @@ def at_rest(store: OneTimeMasks) -> None:
     eventually(lambda: store._under_way == 0)
 
 
+def take(store: OneTimeMasks, kind: Kind, rows: int) -> Mask:
+    """The mask of a whole request."""
+    taken = store.take(kind, rows)
+    store.asked(kind, rows)
+    return taken
+
+
 def use(store: OneTimeMasks, kind: Kind, rows: int) -> torch.Tensor:
     """A whole request; its mask."""
-    taken = store.take(kind, rows)
+    taken = take(store, kind, rows)
     mask = taken.request()
     assert torch.equal(effect_of(taken, kind, rows), product(kind, mask))
     return mask
@@ -88,7 +95,7 @@ def use(store: OneTimeMasks, kind: Kind, rows: int) -> torch.Tensor:
 
 def test_a_pad_hands_over_its_mask_once() -> None:
     with one_time_masks(MemorySource()) as store:
-        taken = store.take(KINDS[0], 3)
+        taken = take(store, KINDS[0], 3)
         taken.request()
         with pytest.raises(RuntimeError, match="twice"):
             taken.request()
@@ -98,7 +105,7 @@ def test_a_pad_hands_over_its_mask_once() -> None:
 def test_a_mask_cannot_be_copied(again: Callable[[Any], Any]) -> None:
     """Or a copy would hand over the mask that has been handed over."""
     with one_time_masks(MemorySource()) as store:
-        taken = store.take(KINDS[0], 3)
+        taken = take(store, KINDS[0], 3)
         with pytest.raises(TypeError, match="hand it over again"):
             again(taken)
 
@@ -107,7 +114,7 @@ def test_a_mask_exists_nowhere_once_rows_were_added() -> None:
     """The rows are added to the mask's own memory, and nothing else holds it or its seed."""
     source = MemorySource()
     with one_time_masks(source) as store:
-        taken = store.take(KINDS[2], 13)  # a size of this test's own: tensors of others may still be about
+        taken = take(store, KINDS[2], 13)  # a size of this test's own: tensors of others may still be about
         mask = taken.request()
         kept = mask.clone()
         mask += 1
@@ -137,7 +144,7 @@ def test_no_stretch_of_a_key_stream_serves_twice(
         done = []
         for index, rows in requests:
             kind = KINDS[index]
-            taken = store.take(kind, rows)
+            taken = take(store, kind, rows)
             done.append((kind, taken.request(), effect_of(taken, kind, rows)))
         return done
 
@@ -186,7 +193,7 @@ def test_rows_of_an_effect_that_failed_are_given_to_nobody() -> None:
     source = MemorySource()
     with one_time_masks(source) as store:
         source.error = RequestTimeout("no answer")
-        failed = store.take(KINDS[0], 2)
+        failed = take(store, KINDS[0], 2)
         lost = failed.request()
         for _ in range(2):
             with pytest.raises(RequestTimeout, match="no answer"):
@@ -213,7 +220,7 @@ def test_an_interrupted_draw_spoils_its_batch_alone(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(MaskStream, "draw", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                store.take(kind, 2)
+                take(store, kind, 2)
         for _ in range(5):
             use(store, kind, 2)
         with store._changed:
@@ -241,7 +248,7 @@ def test_a_forked_process_gets_no_masks() -> None:
         if child == 0:
             told = b"a mask"
             try:
-                store.take(KINDS[0], 1)
+                take(store, KINDS[0], 1)
             except ConnectionLost:
                 told = b"refused"
             except BaseException as error:
@@ -361,7 +368,7 @@ def test_a_source_that_fails_is_not_asked_on_and_on() -> None:
         source.error = ConnectionLost("gone")
         failures = 0
         for at in range(takes * BATCH_ROWS):
-            taken = store.take(KINDS[at % len(KINDS)], 1)
+            taken = take(store, KINDS[at % len(KINDS)], 1)
             try:
                 effect_of(taken, KINDS[at % len(KINDS)], 1)
             except ConnectionLost:
@@ -416,7 +423,7 @@ def test_closing_ends_every_thread_also_under_way() -> None:
                 use(store, kind, 1)
         for source in sources:
             source.gate.clear()
-        waiting = [store.take(KINDS[0], 200) for _ in range(2 * ORDERS_UNDER_WAY)]  # also behind others
+        waiting = [take(store, KINDS[0], 200) for _ in range(2 * ORDERS_UNDER_WAY)]  # also behind others
         assert mask_threads()
     assert all(source.closed for source in sources)
     eventually(lambda: not mask_threads())
@@ -429,4 +436,4 @@ def test_a_closed_session_has_no_more_masks() -> None:
     with one_time_masks(MemorySource()) as store:
         use(store, KINDS[0], 1)
     with pytest.raises(ConnectionLost, match="closed"):
-        store.take(KINDS[0], 1)
+        take(store, KINDS[0], 1)

@@ -1,0 +1,191 @@
+"""One large request over a link of 1 Gbit/s each way: do upload, product and download overlap?
+
+    python benchmarks/link.py --rounds 5
+
+The executor runs in a network namespace of its own, behind a pair of virtual interfaces that ``tc`` limits in
+both directions; that needs root, and Linux's ``sch_tbf``. Upload and download are measured as that many bytes
+over plain TCP on the same link, the product as the executor's code takes for all rows at once. One after the
+other, a request takes the sum of the three; at best it takes as long as the longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import torch
+from common import executor, spread, write_model
+from rich.console import Console
+from rich.table import Table
+
+import tenant_sdk
+from provider.executor.base import BaseExecutor
+from shared.wire.header import Direction
+from tenant_sdk.connection.websocket_channel import PIECE_BYTES, WebsocketChannel
+
+SPACE, HERE, THERE = "symbiosis-link", "10.77.0.1", "10.77.0.2"
+ROWS = 1024
+SERVE = """
+import socket, sys
+with socket.create_server((sys.argv[1], 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        peer, _ = server.accept()
+        with peer, peer.makefile("rb") as file:
+            up, down = map(int, file.readline().split())
+            file.read(up)
+            peer.sendall(bytes(down) or b"x")
+"""
+
+
+def run(*command: str) -> None:
+    """A command of iproute2's."""
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@contextmanager
+def link(rate: str) -> Iterator[None]:
+    """A namespace behind a limited link; SystemExit says why not."""
+    if os.geteuid() != 0 or not shutil.which("tc"):
+        raise SystemExit("skipped: a limited link needs root, and iproute2's `ip` and `tc`")
+    run("ip", "netns", "add", SPACE)
+    try:
+        run("ip", "link", "add", "symb0", "type", "veth", "peer", "name", "symb1", "netns", SPACE)
+        inside = ("ip", "netns", "exec", SPACE)
+        for where, name, address in (((), "symb0", HERE), (inside, "symb1", THERE)):
+            run(*where, "ip", "address", "add", f"{address}/24", "dev", name)
+            run(*where, "ip", "link", "set", name, "up")
+            limit = ("rate", rate, "burst", "256kb", "latency", "50ms")
+            run(*where, "tc", "qdisc", "add", "dev", name, "root", "tbf", *limit)
+        run(*inside, "ip", "link", "set", "lo", "up")
+        yield
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"skipped: {' '.join(error.cmd)}: {error.stderr.decode().strip()}") from error
+    finally:
+        with suppress(subprocess.CalledProcessError):
+            run("ip", "netns", "delete", SPACE)
+
+
+def seconds(action: Callable[..., object], *arguments: object) -> float:
+    """How long something takes."""
+    started = time.perf_counter()
+    action(*arguments)
+    return time.perf_counter() - started
+
+
+def transfer(port: int, up: int, down: int) -> None:
+    """So many bytes there, and so many back."""
+    with socket.create_connection((THERE, port)) as sock:
+        sock.sendall(b"%d %d\n" % (up, down))
+        sock.sendall(bytes(up))
+        left = down or 1
+        while left:
+            left -= len(sock.recv(1 << 16))
+
+
+def asked(session: tenant_sdk.Session, *request: Any) -> None:
+    """One request and its answer."""
+    session.products.submit(*request).result()
+
+
+def main() -> None:
+    """Measure in turn, print a table, write link.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--piece-kib", type=int, nargs="+", default=[0, PIECE_BYTES >> 10])
+    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {}
+    columns = ("up, ms", "product, ms", "down, ms", *map(_title, options.piece_kib))
+    table = Table("request", *columns, "last, of the longest")
+    with tempfile.TemporaryDirectory() as folder, link(options.rate):
+        work = Path(folder)
+        write_model(work / "model", layers=2)
+        inside = ("ip", "netns", "exec", SPACE)
+        bare = subprocess.Popen([*inside, sys.executable, "-c", SERVE, THERE], stdout=subprocess.PIPE)
+        try:
+            assert bare.stdout is not None
+            port = int(bare.stdout.readline())
+            for numerics, privacy in (("float32", "plain"), ("ring", "one-time")):
+                options_ = ("--host", THERE, "--numerics", numerics)
+                with executor(
+                    work / "model", work / numerics, *options_, prefix=inside, host=THERE
+                ) as running:
+                    base = BaseExecutor(work / "model", numerics=numerics)
+                    sources = [f"local:{work / 'model'}"] if privacy == "one-time" else []
+                    with tenant_sdk.connect(
+                        running.url, token=running.token, ca=running.ca, privacy=privacy, mask_sources=sources
+                    ) as session:
+                        _measure(table, found, session, base, port, options.piece_kib, options.rounds)
+        finally:
+            bare.terminate()
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "link.json").write_text(json.dumps(found))
+
+
+def _title(kib: int) -> str:
+    return f"pieces of {kib} KiB, ms" if kib else "whole, ms"
+
+
+def _measure(
+    table: Table,
+    found: dict[str, list[float]],
+    session: tenant_sdk.Session,
+    base: BaseExecutor,
+    port: int,
+    piece_kib: list[int],
+    rounds: int,
+) -> None:
+    numerics = session.manifest.numerics
+    for name, group, direction in (
+        ("q, k, v forward", 0, Direction.FORWARD),
+        ("down forward", 3, Direction.FORWARD),
+        ("q, k, v backward", 0, Direction.BACKWARD),
+    ):
+        info = session.manifest.groups[group]
+        members = (1 << len(info.members)) - 1
+        plan = session.executor.shapes[group].plan(direction, members)
+        up, down = (ROWS * columns * 4 for columns in (plan.request_columns, plan.answer_columns))
+        widths = [info.inputs] if direction == Direction.FORWARD else [m.outputs for m in info.members]
+        rows = [torch.randn(ROWS, width) for width in widths]
+        zeros = base.zeros(group, direction, members, ROWS)
+        label = f"{numerics}, {name}"
+        for turn in range(rounds + 1):
+            times = {
+                "up": seconds(transfer, port, up, 0),
+                "down": seconds(transfer, port, 0, down),
+                "product": seconds(base.compute, group, direction, members, zeros),
+            }
+            for kib in piece_kib:
+                WebsocketChannel.piece_bytes = kib << 10
+                if turn and numerics == "ring":  # effects of rows to come are fetched ahead
+                    session.products._masks.fill(256 << 20, 120)  # type: ignore[attr-defined]
+                times[_title(kib)] = seconds(asked, session, group, direction, members, rows)
+            for key, value in times.items():
+                if turn:  # the first one warms up
+                    found.setdefault(f"{label}, {key}", []).append(value)
+        longest = max(statistics.median(found[f"{label}, {key}"]) for key in ("up", "down", "product"))
+        last = statistics.median(found[f"{label}, {_title(piece_kib[-1])}"])
+        columns = ("up", "product", "down", *map(_title, piece_kib))
+        cells = [spread(found[f"{label}, {key}"], 1e3, 1) for key in columns]
+        table.add_row(label, *cells, f"{last / longest:.2f}")
+
+
+if __name__ == "__main__":
+    main()
