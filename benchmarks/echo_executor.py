@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from provider.engine.engine import Engine
-from provider.engine.lanes import Multiplied, ProcessLane, Rows
-from provider.engine.scheduler import Alone
+from provider.engine.lanes import BatchResult, ProcessLane, RowRange
+from provider.engine.scheduler import Unbatched
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.serve.colocated import ColocatedServer
@@ -24,14 +24,14 @@ from shared.memory import keep_freed_memory
 class Echo(ProcessLane):
     """In place of products: the rows themselves."""
 
-    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
-        return Multiplied([self._blocks(rows) for rows in batch])
+    def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
+        return BatchResult([self._blocks(rows) for rows in batch])
 
 
 def echo_service(folder: Path) -> Service:
     """Everything of an executor but the products."""
     base, metrics = BaseExecutor(folder), Metrics()
-    return Service(base, Engine.of(base, lambda _: Alone(), lane=Echo, on_batch=metrics.batch), metrics)
+    return Service(base, Engine.of(base, lambda _: Unbatched(), lane=Echo, on_batch=metrics.batch), metrics)
 
 
 def main(folder: Path, work: Path) -> None:
@@ -41,7 +41,7 @@ def main(folder: Path, work: Path) -> None:
     service = echo_service(folder)
     tokens = TokenFile(work / "tokens.json")
     server = Server(service, context=server_context(work / "tls"), tokens=tokens, port=0)
-    local = ColocatedServer(service, tokens=tokens, directory=work / "local", sessions=server.sessions)
+    local = ColocatedServer(service, tokens=tokens, directory=work / "local", connections=server.connections)
     gc.collect()
     gc.freeze()
     server.write_ready_file(work / "ready.json", local_url=local.url)

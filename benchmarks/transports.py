@@ -36,7 +36,7 @@ from provider.inprocess import InprocessExecutor
 from provider.serve.certificates import write_certificates
 from provider.serve.tokens import TokenFile
 from shared.memory import keep_freed_memory
-from shared.wire.header import Direction, Operation
+from shared.wire.header import Direction, Operation, RequestClass
 
 WIDTH, GROUP = 768, 1  # 3 KiB a row; a square layer, so that rows can be answers
 SIZES = {"3 KiB": (1, 200, 0.60), "3 MiB": (1024, 10, 0.35)}  # rows, round trips a round, aim
@@ -49,7 +49,7 @@ def trips(session: tenant_sdk.Session, rows: int) -> dict[str, Callable[[], obje
     channel = remote.channel
 
     def through_channel() -> None:
-        remote._submit(channel, Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x])()
+        remote._submit(channel, Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x], RequestClass.UNDECLARED)()
 
     def through_session() -> None:
         remote.submit(Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x]).result()

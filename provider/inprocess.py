@@ -22,9 +22,11 @@ from provider.executor.base import BaseExecutor
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
 from shared.errors import AuthenticationError, ConnectError, WireError
-from shared.transport.endpoint import Answer
+from shared.transport.endpoint import OnAnswer
 from shared.wire.header import Header, parse_header, request_id_of
 from shared.wire.websocket import Incoming
+
+LOOK_SECONDS = 0.5  # between looks whether an answer can still come
 
 
 class InprocessExecutor:
@@ -43,14 +45,14 @@ class InprocessExecutor:
         self.url = f"inprocess:{service.executor.manifest.model}"
         self.closed = False
 
-    def open(self, token: str, answer: Answer) -> InprocessSession:
+    def open(self, token: str, on_answer: OnAnswer) -> InprocessSession:
         """See ``shared.transport.endpoint.Endpoint``."""
         if self.closed:
             raise ConnectError(f"cannot connect to {self.url}: it is closed")
         tenant = self._tokens.tenant_of(token) if self._tokens is not None else "inprocess"
         if tenant is None:
             raise AuthenticationError(f"{self.url} refused the token")
-        return InprocessSession(self, tenant, answer)
+        return InprocessSession(self, tenant, on_answer)
 
     def close(self) -> None:
         """Serve no further request; those under way are answered."""
@@ -66,8 +68,8 @@ class InprocessExecutor:
 class InprocessSession:
     """A ``shared.transport.endpoint.EndpointSession``."""
 
-    def __init__(self, executor: InprocessExecutor, tenant: str, answer: Answer) -> None:
-        self._executor, self._answer = executor, answer
+    def __init__(self, executor: InprocessExecutor, tenant: str, on_answer: OnAnswer) -> None:
+        self._executor, self._on_answer = executor, on_answer
         self._session = TenantSession(executor.service, tenant, self._send)
         self._answers: queue.SimpleQueue[tuple[bytes, torch.Tensor]] = queue.SimpleQueue()
         self._open = True
@@ -88,11 +90,19 @@ class InprocessSession:
         except WireError as error:
             if error.fatal:
                 self._session.refuse(0, error)
-                self._answer(*self._answers.get())
+                self._on_answer(*self._next_answer())
                 raise BrokenPipeError(error.code) from error
             message = Incoming(parsed or Header(0, request_id=request_id_of(header)), None, error)
         self._executor.service.engine.loop.call(lambda: self._session.answer(message))
-        self._answer(*self._answers.get())
+        self._on_answer(*self._next_answer())
+
+    def _next_answer(self) -> tuple[bytes, torch.Tensor]:
+        while True:
+            try:
+                return self._answers.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                if self._executor.service.engine.loop.closed:
+                    raise BrokenPipeError(f"{self._executor.url} is closed") from None
 
     def close(self) -> None:
         """See ``shared.transport.endpoint.EndpointSession``."""

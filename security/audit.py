@@ -22,20 +22,20 @@ from provider.observe.metrics import Metrics
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
-from security import capture, surroundings
+from security import capture, environment
 from security.attacks.active import CoTenantTiming, LyingProvider, Poison, WeightExtraction, canaries
-from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Parties
-from security.executors import AuditError, Executor
+from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, CapturedSession, Parties
+from security.executors import AuditError, ExecutorProcess
 from security.findings import Finding
 from security.hostile import HostileProvider
 from security.judges import STATISTICAL
 from security.passive import Evidence, PassiveAttacks
-from security.plan import PROVIDER, SOURCE, Plan, Result, Stage
+from security.plan import PROVIDER, SOURCE, AuditPlan, AuditResult, Stage
 from security.public_model import PublicModel
 from security.statistics import rate
 from security.supplies import Supplies
 from security.views import mask_source_view, operations_of, products_of, requests_of, whole
-from security.workload import Truth, blocks_of, generate, tune, watch
+from security.workload import GroundTruth, blocks_of, generate, tune, watch
 from shared.errors import ConnectionLost
 from shared.wire.header import Direction, Operation
 from shared.wire.messages import Limits
@@ -54,16 +54,16 @@ class Audit:
         seed: of everything random but masks, which are the operating system's.
     """
 
-    def __init__(self, model: Path, text: list[str], plan: Plan, stage: Stage, seed: int = 0) -> None:
+    def __init__(self, model: Path, text: list[str], plan: AuditPlan, stage: Stage, seed: int = 0) -> None:
         self.model, self.text, self.plan, self.stage, self.seed = model, text, plan, stage, seed
         self.rng = np.random.default_rng(seed)
         self.confidence = 1 - plan.family_error / STATISTICAL
         self.planted = self.rng.bytes(16).hex()
-        self.result = Result()
-        self.captured: dict[str, Captured] = {}
+        self.result = AuditResult()
+        self.captured: dict[str, CapturedSession] = {}
         self.games: dict[str, capture.Game] = {}
 
-    def run(self, folder: Path) -> Result:
+    def run(self, folder: Path) -> AuditResult:
         """Capture, attack, and return what was found.
 
         Args:
@@ -94,7 +94,7 @@ class Audit:
             "layers": evidence.public.model.config.num_hidden_layers,
             "width": evidence.public.first_inputs.shape[1],
             "vocabulary": f"{evidence.public.vocabulary:,}",
-            "card": surroundings.card(self.model),
+            "card": environment.card(self.model),
             "text_lines": len(self.text),
             "seed": self.seed,
             "plan": asdict(self.plan.size) | {"game_rows": self.plan.game_rows, "lies": self.plan.lies},
@@ -103,9 +103,9 @@ class Audit:
             "resolution": self.plan.resolution,
             "seconds": time.time() - started,
             "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            "program": surroundings.program(),
-            "machine": surroundings.machine(),
-            "versions": surroundings.versions(),
+            "program": environment.program(),
+            "machine": environment.machine(),
+            "versions": environment.versions(),
         }
         return self.result
 
@@ -115,7 +115,7 @@ class Audit:
     def executors(self, folder: Path) -> Iterator[Parties]:
         """Three executors, each a process with certificates of its own; stopped at the end."""
         made = [
-            Executor(folder / name, self.model, numerics)
+            ExecutorProcess(folder / name, self.model, numerics)
             for name, numerics in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
         ]
         try:
@@ -139,7 +139,7 @@ class Audit:
                 truth, printed = capture.workload(
                     parties, mode, self.text, plan.size, self.seed, self.planted
                 )
-                self.captured[mode] = Captured(mode, truth)
+                self.captured[mode] = CapturedSession(mode, truth)
                 self.printed += printed
         for mode in plan.modes:
             with self.stage(f"distinguishing game: {mode}"):
@@ -176,19 +176,19 @@ class Audit:
                 model = session.load_model(progress=False)
                 tokenizer = session.load_tokenizer()
                 prompt = torch.tensor([[0, *tokenizer(self.text[0], add_special_tokens=False)["input_ids"]]])
-                generate(model, prompt, 2, Truth())
+                generate(model, prompt, 2, GroundTruth())
                 if crash:
                     self._crash_at(parties.source, session, request=10)
                     try:
-                        generate(model, prompt, 2, Truth())
+                        generate(model, prompt, 2, GroundTruth())
                     except ConnectionLost:
                         pass  # the rows have been sent, and their mask's effect is lost
                     else:
                         raise AuditError("a session went on without the effect of a mask")
-                    generate(model, prompt, 2, Truth())
+                    generate(model, prompt, 2, GroundTruth())
 
     @staticmethod
-    def _crash_at(source: Executor, session: tenant_sdk.Session, request: int) -> None:
+    def _crash_at(source: ExecutorProcess, session: tenant_sdk.Session, request: int) -> None:
         masks: Any = session.products._masks  # type: ignore[attr-defined]
         take, left = masks.take, request
 
@@ -214,7 +214,7 @@ class Audit:
                 for i, line in enumerate(self.text[: self.plan.traffic_prompts]):
                     ids = tokenizer(line, add_special_tokens=False)["input_ids"][: 6 + i % 23]
                     prompt = torch.tensor([[0, *ids]])
-                    generate(model, prompt, 2, Truth())
+                    generate(model, prompt, 2, GroundTruth())
                     lengths.append(prompt.shape[1])
                 self.lengths[name] = lengths
 
@@ -227,11 +227,11 @@ class Audit:
                     for line in self.text[:8]
                     for t in tokenizer(line, add_special_tokens=False)["input_ids"]
                 ]
-                tune(model, blocks_of(ids, 32, 0), 1, Truth(), rank=rank)
+                tune(model, blocks_of(ids, 32, 0), 1, GroundTruth(), rank=rank)
 
     def _bank(self, parties: Parties, masks: int) -> None:
         """Messages of 12 tokens through the first group alone, for the curve of mask reuse."""
-        truth, name = Truth(), f"bank-{masks}"
+        truth, name = GroundTruth(), f"bank-{masks}"
         with parties.connect(ELSEWHERE, name, noise_bank=NoiseBankOptions(masks=masks)) as session:
             watch(session, truth)
             public = PublicModel(self.model, session.manifest)
@@ -243,7 +243,7 @@ class Audit:
                 with truth.doing("prompt", message):
                     rows = public.first_inputs[message]
                     session.products.submit(0, Direction.FORWARD, members, [rows]).result()
-        self.captured[name] = Captured(ELSEWHERE, truth)
+        self.captured[name] = CapturedSession(ELSEWHERE, truth)
 
     # -- active attacks ---------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 import tenant_sdk
-from security.executors import Executor
-from security.transcript import Request
-from security.workload import Size, Truth, run_workload
+from security.executors import ExecutorProcess
+from security.transcript import RecordedRequest
+from security.workload import GroundTruth, WorkloadSize, run_workload
 from shared.wire.header import Direction
 from shared.wire.messages import ErrorInfo
 from tenant_sdk import NoiseBankOptions
@@ -46,9 +46,9 @@ def bank_name(label: str) -> str:
 class Parties:
     """Who runs what: a float executor, and two of the ring from operators that do not collude."""
 
-    floats: Executor
-    ring: Executor
-    source: Executor
+    floats: ExecutorProcess
+    ring: ExecutorProcess
+    source: ExecutorProcess
     model: Path
     tokens: list[str] = field(default_factory=list)  # all that were given out
 
@@ -74,19 +74,19 @@ class Parties:
         self.tokens.extend(str(given[name]) for name in ("token", "mask_source_token") if name in given)
         return tenant_sdk.connect(**(given | options))
 
-    def all(self) -> list[Executor]:
+    def all(self) -> list[ExecutorProcess]:
         """The three."""
         return [self.floats, self.ring, self.source]
 
 
 @dataclass
-class Captured:
+class CapturedSession:
     """One session's record: what the provider and the mask source saw, and the truth."""
 
     mode: str
-    truth: Truth
-    provider: list[Request] = field(default_factory=list)
-    source: list[Request] = field(default_factory=list)
+    truth: GroundTruth
+    provider: list[RecordedRequest] = field(default_factory=list)
+    source: list[RecordedRequest] = field(default_factory=list)
 
 
 @dataclass
@@ -98,10 +98,10 @@ class Game:
 
 
 def workload(
-    parties: Parties, mode: str, text: list[str], size: Size, seed: int, planted: str
-) -> tuple[Truth, str]:
+    parties: Parties, mode: str, text: list[str], size: WorkloadSize, seed: int, planted: str
+) -> tuple[GroundTruth, str]:
     """A tenant's work in one mode, and how the session's objects print, a planted secret among them."""
-    truth = Truth()
+    truth = GroundTruth()
     with parties.connect(mode, tenant_of(mode)) as session:
         run_workload(session, text, size, truth, seed)
         session.products.planted = ErrorInfo("planted", planted)  # type: ignore[attr-defined]
@@ -126,13 +126,13 @@ def play(
     return drawn
 
 
-def game_of(requests: list[Request], answer: torch.Tensor) -> Game:
+def game_of(requests: list[RecordedRequest], answer: torch.Tensor) -> Game:
     """The rows of a game among a session's products: the last ones, behind those for fingerprints."""
     rows = [request.rows for request in requests if request.header.columns == requests[-1].header.columns]
     return Game(torch.cat(rows)[-len(answer) :], answer)
 
 
-class LogBook(logging.Handler):
+class LogCapture(logging.Handler):
     """Keeps everything that is logged in this process, of every level, while it is open."""
 
     def __init__(self) -> None:
@@ -151,9 +151,9 @@ class LogBook(logging.Handler):
 
 
 @contextmanager
-def everything_logged() -> Iterator[LogBook]:
+def everything_logged() -> Iterator[LogCapture]:
     """The tenant's packages log at their finest into a book, and nowhere else."""
-    book = LogBook()
+    book = LogCapture()
     loggers = [logging.getLogger(name) for name in ("tenant_sdk", "shared", "symbiosis")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -169,7 +169,7 @@ def everything_logged() -> Iterator[LogBook]:
             logger.propagate = True
 
 
-def metrics_page(executor: Executor) -> str:
+def metrics_page(executor: ExecutorProcess) -> str:
     """What the executor's admin port shows."""
     with urllib.request.urlopen(f"{executor.admin_url}/metrics", timeout=10) as answer:  # noqa: S310
         return str(answer.read().decode())

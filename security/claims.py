@@ -33,7 +33,7 @@ from security.judges import (
     succeeds,
     uniform,
 )
-from security.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, Result
+from security.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, AuditResult
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Claim:
     mode: str
     attack: str
     bound: str
-    judge: Callable[[Result], tuple[bool, str]]
+    judge: Callable[[AuditResult], tuple[bool, str]]
 
-    def verdict(self, result: Result) -> Verdict:
+    def verdict(self, result: AuditResult) -> Verdict:
         """Of one audit. What was not measured does not hold."""
         holds, figure = self.judge(result)
         return Verdict(self.identity, holds, figure)
@@ -402,6 +402,6 @@ CLAIMS = (
 )
 
 
-def judge(result: Result) -> list[Verdict]:
+def judge(result: AuditResult) -> list[Verdict]:
     """Every claim, in the order of ``CLAIMS.md``."""
     return [claim.verdict(result) for claim in CLAIMS]

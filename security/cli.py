@@ -59,9 +59,9 @@ def run(
         transformers.logging.disable_progress_bar()
         from security.audit import Audit
         from security.claims import CLAIMS, judge
+        from security.environment import text_file
         from security.plan import FULL_PLAN, QUICK_PLAN
         from security.report import write_html, write_json
-        from security.surroundings import text_file
 
     for path, what in ((model, "model"), (text, "text")):
         if not path.exists():

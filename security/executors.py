@@ -25,7 +25,7 @@ class AuditError(SymbiosisError):
 
 
 @dataclass
-class Executor:
+class ExecutorProcess:
     """One operator's executor, as a process of its own.
 
     Args:

@@ -13,7 +13,7 @@ from security.attacks.base import TokenGuess
 from security.attacks.extraction import AdapterExtraction, StolenAdapter
 from security.attacks.masking import DistinguishingGame
 from security.statistics import Estimate, blind_hits, detectable, missing, power_at, rate, visible
-from security.workload import Truth
+from security.workload import GroundTruth
 from shared.wire.header import Direction
 
 
@@ -94,7 +94,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Hostile:
+class HostileFinding:
     """An active attack by the provider: where it should fail, and where its defence is off.
 
     ``sentence`` says what was tried and what came out, for readers. ``same`` is whether all that the provider
@@ -152,14 +152,14 @@ def of_tokens(
 
 
 def of_guess(
-    guess: TokenGuess, truth: Truth, blind: torch.Tensor, confidence: float
+    guess: TokenGuess, truth: GroundTruth, blind: torch.Tensor, confidence: float
 ) -> tuple[Estimate, float]:
     """Of rows of the first group."""
     return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], blind, confidence)
 
 
 def of_labels(
-    guesses: list[torch.Tensor], truth: Truth, group: int, blind: torch.Tensor, confidence: float
+    guesses: list[torch.Tensor], truth: GroundTruth, group: int, blind: torch.Tensor, confidence: float
 ) -> tuple[Estimate, float]:
     """Of each row of the last layer's gradients; requests in the order in which they were sent."""
     pairs = [
@@ -174,7 +174,11 @@ def of_labels(
 
 
 def of_spans(
-    ranked: list[list[torch.Tensor]], truth: Truth, rows: int, blind: list[torch.Tensor], confidence: float
+    ranked: list[list[torch.Tensor]],
+    truth: GroundTruth,
+    rows: int,
+    blind: list[torch.Tensor],
+    confidence: float,
 ) -> tuple[Estimate, float]:
     """How many of a part's n tokens are among the first n guesses; chance: among the first n blind ones."""
     parts = [

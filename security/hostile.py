@@ -17,23 +17,23 @@ import torch
 
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
-from provider.observe.transcript import Transcript
+from provider.observe.transcript import TranscriptWriter
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
 from security import findings
 from security.attacks.active import LyingProvider
 from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead, craft
-from security.attacks.streams import SpeculationWatch, Stream, ToldStreams, TopicFromTraffic
+from security.attacks.streams import LabelledStreams, SpeculationWatch, Stream, TopicFromTraffic
 from security.capture import ONE_TIME, PLAIN, Parties
-from security.executors import AuditError, Executor
-from security.findings import Finding, Hostile
-from security.plan import BLIND_RUNS, MALICIOUS, PROVIDER, Plan, Result, Stage
+from security.executors import AuditError, ExecutorProcess
+from security.findings import Finding, HostileFinding
+from security.plan import BLIND_RUNS, MALICIOUS, PROVIDER, AuditPlan, AuditResult, Stage
 from security.public_model import PublicModel
 from security.statistics import rate
-from security.transcript import Request, read_transcript
+from security.transcript import RecordedRequest, read_transcript
 from security.views import check_aligned, products_of, provider_view, requests_of, whole
-from security.workload import Truth, blocks_of, tune, watch
+from security.workload import GroundTruth, blocks_of, tune, watch
 from shared.errors import VerificationError
 from shared.wire.header import Direction
 from shared.wire.messages import Limits, Manifest, digest_of
@@ -48,7 +48,7 @@ CLAUSE = re.compile(r"[.:;,!?\n]\s*")
 
 
 @dataclass(frozen=True)
-class Hosted:
+class HostedExecutor:
     """An executor in this process that lies when told to; what it recorded is read once it ended."""
 
     url: str
@@ -61,7 +61,7 @@ class Hosted:
         """How many one tenant opened with it."""
         return list(read_transcript(self.recording).tenants.values()).count(tenant)
 
-    def requests(self, tenant: str) -> list[Request]:
+    def requests(self, tenant: str) -> list[RecordedRequest]:
         """What one tenant asked for."""
         return requests_of([read_transcript(self.recording)], tenant)
 
@@ -78,7 +78,7 @@ class HostileProvider:
         self,
         parties: Parties,
         folder: Path,
-        plan: Plan,
+        plan: AuditPlan,
         text: list[str],
         rng: np.random.Generator,
         confidence: float,
@@ -87,7 +87,7 @@ class HostileProvider:
         self.rng, self.confidence = rng, confidence
         self._hosts = self._streamed = 0
 
-    def run(self, result: Result, stage: Stage) -> None:
+    def run(self, result: AuditResult, stage: Stage) -> None:
         """Add what was found; to add an attack, add its method here."""
         self.perform(
             {
@@ -102,7 +102,9 @@ class HostileProvider:
             result.findings += self.topics()
 
     @staticmethod
-    def perform(attacks: dict[str, Callable[[], list[Hostile]]], result: Result, stage: Stage) -> None:
+    def perform(
+        attacks: dict[str, Callable[[], list[HostileFinding]]], result: AuditResult, stage: Stage
+    ) -> None:
         """Run attacks, each under its stage's name, and add what they found."""
         for what, attack in attacks.items():
             with stage(what):
@@ -113,11 +115,11 @@ class HostileProvider:
     @contextmanager
     def hosted(
         self,
-        like: Executor,
+        like: ExecutorProcess,
         model: Path | None = None,
         files: Mapping[str, bytes | None] | None = None,
         tls: Path | None = None,
-    ) -> Iterator[Hosted]:
+    ) -> Iterator[HostedExecutor]:
         """Another executor with the certificates and tokens of one of the parties.
 
         Args:
@@ -138,7 +140,7 @@ class HostileProvider:
         )
         if files is not None:
             _serve_instead(base, files)
-        recording = Transcript(self.folder / f"hostile-{self._hosts}", base.manifest)
+        recording = TranscriptWriter(self.folder / f"hostile-{self._hosts}", base.manifest)
         liar = LyingProvider.of(base)
         server = Server(
             Service(base, liar, Metrics(), transcript=recording),
@@ -147,14 +149,14 @@ class HostileProvider:
             port=0,
         )
         try:
-            yield Hosted(server.url, liar, base.manifest, recording.path, folder)
+            yield HostedExecutor(server.url, liar, base.manifest, recording.path, folder)
         finally:
             server.drain(1.0)
             recording.close()
 
     # -- abort oracle -----------------------------------------------------------------------------
 
-    def abort_oracle(self) -> list[Hostile]:
+    def abort_oracle(self) -> list[HostileFinding]:
         """Lies about chosen rows, to a tenant that checks all, and to one that tolerates small errors."""
         with self.hosted(self.parties.ring) as host:
             public = PublicModel(self.parties.model, host.manifest)
@@ -173,7 +175,7 @@ class HostileProvider:
         defended, followed = always
         control, followed_control = tolerated
         return [
-            Hostile(
+            HostileFinding(
                 AbortOracle.name,
                 "every product is checked as integers, and a wrong one always stops the session",
                 f"{len(followed)} lies about one of two rows that the provider chose, in the answer or in "
@@ -189,7 +191,7 @@ class HostileProvider:
 
     def _oracle(
         self,
-        host: Hosted,
+        host: HostedExecutor,
         oracle: AbortOracle,
         lies: tuple[str, ...],
         verify: str,
@@ -220,7 +222,7 @@ class HostileProvider:
 
     # -- crafted parameters -----------------------------------------------------------------------
 
-    def imprints(self) -> list[Hostile]:
+    def imprints(self) -> list[HostileFinding]:
         """Embeddings and head that carry tokens, read from rows under masks and in the clear."""
         crafted = self.folder / "crafted"
         with self.hosted(self.parties.ring) as host:
@@ -232,7 +234,7 @@ class HostileProvider:
             ImprintedHead.name: "A head in which each label has a direction of its own",
         }
         return [
-            Hostile(
+            HostileFinding(
                 attack,
                 "rows are uniform under one-time masks, whatever the parameters make of them",
                 f"{what}, served to a tenant that fine-tuned with them: under one-time "
@@ -247,7 +249,7 @@ class HostileProvider:
         ]
 
     def _imprinted(self, mode: str, crafted: Path, code: torch.Tensor) -> list[Finding]:
-        truth, tenant = Truth(), f"imprinted-{mode}"
+        truth, tenant = GroundTruth(), f"imprinted-{mode}"
         # The mask source serves the crafted checkpoint as well: parameters that differ may be refused.
         provider = self.parties.ring if mode == ONE_TIME else self.parties.floats
         with self.hosted(provider, crafted) as host, self.hosted(self.parties.source, crafted) as source:
@@ -299,7 +301,7 @@ class HostileProvider:
 
     # -- streams ----------------------------------------------------------------------------------
 
-    def speculation(self) -> list[Hostile]:
+    def speculation(self) -> list[HostileFinding]:
         """Prompts that repeat themselves and prompts that do not, one row a step and with prompt lookup."""
         secrets = [0, 1] * self.plan.speculated_prompts
         settings: dict[str, dict[str, Any]] = {
@@ -314,13 +316,13 @@ class HostileProvider:
         for mode, how in settings.items():
             limits = {"max_new_tokens": NEW, "min_new_tokens": NEW}
             streams = self._streams(prompts, limits | how)
-            view: ToldStreams = (streams, secrets[: len(secrets) // 2])
+            view: LabelledStreams = (streams, secrets[: len(secrets) // 2])
             guesses = SpeculationWatch().attack(view, self.rng)
             finding = self.told_apart(SpeculationWatch, mode, guesses, secrets, PROVIDER)
             found.append((finding, {stream.rows for stream in streams}))
         (defended, seen), (control, seen_control) = found
         return [
-            Hostile(
+            HostileFinding(
                 SpeculationWatch.name,
                 "one row a step, unless the tenant asks for more",
                 f"{len(secrets)} prompts of {PROMPT} tokens, half of which repeat a phrase: with the "
@@ -381,7 +383,7 @@ class HostileProvider:
     ) -> list[Stream]:
         """What the provider sees of each prompt; it knows where one begins, as from its own pauses."""
         self._streamed += 1
-        tenant, truth, ends = f"streams-{self._streamed}", Truth(), []
+        tenant, truth, ends = f"streams-{self._streamed}", GroundTruth(), []
         with self.parties.connect(ONE_TIME, tenant, **options) as session:
             model: Any = session.load_model(progress=False)
             watch(session, truth)

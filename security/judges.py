@@ -9,7 +9,7 @@ from security.attacks.masking import Randomness
 from security.attacks.seeds import SeedStatistics
 from security.capture import ONE_TIME, PLAIN, RING_BANK, bank_name
 from security.findings import Finding, percent
-from security.plan import MALICIOUS, PROVIDER, SOURCE, Result
+from security.plan import MALICIOUS, PROVIDER, SOURCE, AuditResult
 
 TOKEN_ATTACKS = (
     "vocabulary matching",
@@ -40,7 +40,7 @@ ON_RING = {
 }
 
 
-def _select(result: Result, mode: str, sees: str, attacks: Iterable[str]) -> list[Finding]:
+def _select(result: AuditResult, mode: str, sees: str, attacks: Iterable[str]) -> list[Finding]:
     return [
         finding
         for finding in result.findings
@@ -51,10 +51,10 @@ def _select(result: Result, mode: str, sees: str, attacks: Iterable[str]) -> lis
 
 def at_chance(
     mode: str, sees: str, attacks: tuple[str, ...], may_run: tuple[str, ...] = ()
-) -> Callable[[Result], tuple[bool, str]]:
+) -> Callable[[AuditResult], tuple[bool, str]]:
     """The intervals of all these attacks hold chance; those of ``may_run`` too, where they could be run."""
 
-    def judge(result: Result) -> tuple[bool, str]:
+    def judge(result: AuditResult) -> tuple[bool, str]:
         found = []
         for attack in attacks:
             measured = [f for f in _select(result, mode, sees, (attack,)) if f.success.trials]
@@ -71,10 +71,10 @@ def at_chance(
     return judge
 
 
-def same_for_all(attack: str) -> Callable[[Result], tuple[bool, str]]:
+def same_for_all(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
     """What a hostile provider observed was the same in every trial, and its guesses are at chance."""
 
-    def judge(result: Result) -> tuple[bool, str]:
+    def judge(result: AuditResult) -> tuple[bool, str]:
         found = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
         if found is None or not found.defended.success.trials:
             return False, "not measured"
@@ -85,10 +85,10 @@ def same_for_all(attack: str) -> Callable[[Result], tuple[bool, str]]:
     return judge
 
 
-def none_succeed(attack: str) -> Callable[[Result], tuple[bool, str]]:
+def none_succeed(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
     """A hostile provider did not succeed once."""
 
-    def judge(result: Result) -> tuple[bool, str]:
+    def judge(result: AuditResult) -> tuple[bool, str]:
         found = next((hostile for hostile in result.hostile if hostile.attack == attack), None)
         if found is None or not found.defended.success.trials:
             return False, "not measured"
@@ -97,10 +97,10 @@ def none_succeed(attack: str) -> Callable[[Result], tuple[bool, str]]:
     return judge
 
 
-def controlled(least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
+def controlled(least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, str]]:
     """With its defence off, each of these attacks by a hostile provider succeeds at least so well."""
 
-    def judge(result: Result) -> tuple[bool, str]:
+    def judge(result: AuditResult) -> tuple[bool, str]:
         found = {hostile.attack: hostile.control for hostile in result.hostile}
         told = [_figure(found[attack]) for attack in least if attack in found]
         holds = all(attack in found and found[attack].success.value >= least[attack] for attack in least)
@@ -109,10 +109,10 @@ def controlled(least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
     return judge
 
 
-def succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Result], tuple[bool, str]]:
+def succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[AuditResult], tuple[bool, str]]:
     """An attack succeeds at least so well."""
 
-    def judge(result: Result) -> tuple[bool, str]:
+    def judge(result: AuditResult) -> tuple[bool, str]:
         found = _select(result, mode, sees, (attack,))
         if not found:
             return False, "not measured"
@@ -122,10 +122,10 @@ def succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[Resul
     return judge
 
 
-def all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[Result], tuple[bool, str]]:
+def all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, str]]:
     """Each of these attacks succeeds at least so well."""
 
-    def judge(result: Result) -> tuple[bool, str]:
+    def judge(result: AuditResult) -> tuple[bool, str]:
         found = {attack: _select(result, mode, sees, (attack,)) for attack in least}
         told = [f"{attack}: {f.spell(f.success.value)}" for attack, each in found.items() for f in each]
         holds = all(each and each[0].success.value >= least[attack] for attack, each in found.items())
@@ -134,7 +134,7 @@ def all_succeed(mode: str, sees: str, least: dict[str, float]) -> Callable[[Resu
     return judge
 
 
-def resolved(result: Result) -> tuple[bool, str]:
+def resolved(result: AuditResult) -> tuple[bool, str]:
     """What every attack on one-time would have shown."""
     found = against_one_time(result)
     if not found:
@@ -155,7 +155,7 @@ def resolved(result: Result) -> tuple[bool, str]:
     ) <= asked, f"{told}; one of {sure:.1f} with 99 % or more in every attack"
 
 
-def against_one_time(result: Result) -> list[Finding]:
+def against_one_time(result: AuditResult) -> list[Finding]:
     """The attacks on what the provider saw under one-time, whose success is to be told from chance."""
     passive = _select(result, ONE_TIME, PROVIDER, (*TOKEN_ATTACKS, *LEARNING_ATTACKS, *SINGLE_ATTACKS))
     return passive + _select(result, ONE_TIME, MALICIOUS, IMPRINTS)
@@ -171,7 +171,7 @@ def _figure(finding: Finding) -> str:
     return f"{finding.attack}: {finding.measured}{where}"
 
 
-def uniform(result: Result) -> tuple[bool, str]:
+def uniform(result: AuditResult) -> tuple[bool, str]:
     """Bytes are uniform and nothing repeats."""
     found = result.randomness.get(ONE_TIME)
     if found is None:
@@ -191,7 +191,7 @@ def _p_value(found: Randomness | SeedStatistics, level: float) -> str:
     )
 
 
-def separated(result: Result) -> tuple[bool, str]:
+def separated(result: AuditResult) -> tuple[bool, str]:
     """Provider and mask source were asked for different things."""
     found = result.figures.get("operations", {})
     told = [
@@ -206,7 +206,7 @@ def separated(result: Result) -> tuple[bool, str]:
     return only, "; ".join(told)
 
 
-def seeds_fresh(result: Result) -> tuple[bool, str]:
+def seeds_fresh(result: AuditResult) -> tuple[bool, str]:
     """Seeds are many, new and uniform."""
     found = result.seeds
     if found is None or found.count < LEAST_SEEDS:
@@ -218,7 +218,7 @@ def seeds_fresh(result: Result) -> tuple[bool, str]:
     )
 
 
-def repeats_found(result: Result) -> tuple[bool, str]:
+def repeats_found(result: AuditResult) -> tuple[bool, str]:
     """Masks of a bank are seen to repeat."""
     found = result.randomness.get(RING_BANK)
     if found is None:
@@ -229,7 +229,7 @@ def repeats_found(result: Result) -> tuple[bool, str]:
     return found.repeated_tops > 0, told
 
 
-def stolen(result: Result) -> tuple[bool, str]:
+def stolen(result: AuditResult) -> tuple[bool, str]:
     """In the clear every adapter is copied."""
     errors = [
         more["relative_error"]
@@ -240,7 +240,7 @@ def stolen(result: Result) -> tuple[bool, str]:
     return worst < 1e-2, f"relative error at most {worst:.2g}; layers copied: {len(errors)}"
 
 
-def no_cross_talk(result: Result) -> tuple[bool, str]:
+def no_cross_talk(result: AuditResult) -> tuple[bool, str]:
     """Nobody got what is another's, though products were shared."""
     found = result.figures.get("canaries")
     if not found:
@@ -253,7 +253,7 @@ def no_cross_talk(result: Result) -> tuple[bool, str]:
     )
 
 
-def silent(result: Result) -> tuple[bool, str]:
+def silent(result: AuditResult) -> tuple[bool, str]:
     """No secret was found in what was written."""
     found = result.figures.get("secrets in logs")
     if found is None:
@@ -263,7 +263,7 @@ def silent(result: Result) -> tuple[bool, str]:
     return not found, told + (f": {found[0]}" if found else "")
 
 
-def planted_found(result: Result) -> tuple[bool, str]:
+def planted_found(result: AuditResult) -> tuple[bool, str]:
     """What was planted was found everywhere."""
     found = result.figures.get("planted secret found", {})
     missed = [where for where, there in found.items() if not there]
@@ -272,7 +272,7 @@ def planted_found(result: Result) -> tuple[bool, str]:
     )
 
 
-def reuse_counted(result: Result) -> tuple[bool, str]:
+def reuse_counted(result: AuditResult) -> tuple[bool, str]:
     """Every bank of masks was broken by reuse."""
     broken = result.figures.get("broken after messages", {})
     told = [f"{bank_name(label)}: {'never' if n is None else n}" for label, n in broken.items()]
@@ -282,7 +282,7 @@ def reuse_counted(result: Result) -> tuple[bool, str]:
     )
 
 
-def none_noticed(result: Result) -> tuple[bool, str]:
+def none_noticed(result: AuditResult) -> tuple[bool, str]:
     """No lie was noticed."""
     found = _select(result, f"{ONE_TIME}, verify=off", "malicious provider", ("altered answers",))
     return bool(found) and found[0].success.value == 0, _figure(found[0]) if found else "not measured"

@@ -28,12 +28,12 @@ from security.attacks.tokens import (
     VocabularyMatching,
 )
 from security.attacks.traffic import TrafficAnalysis, TrafficAnalysisOutside, network_view
-from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, Captured, Game
+from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, CapturedSession, Game
 from security.findings import Finding, NothingToScore
-from security.plan import BLIND_RUNS, BOTH, NETWORK, PROVIDER, Plan, Result, Stage
+from security.plan import BLIND_RUNS, BOTH, NETWORK, PROVIDER, AuditPlan, AuditResult, Stage
 from security.public_model import PublicModel
 from security.statistics import POWER, Estimate, rate
-from security.transcript import Request
+from security.transcript import RecordedRequest
 from security.views import (
     MaskSourceView,
     View,
@@ -43,7 +43,7 @@ from security.views import (
     products_of,
     provider_view,
 )
-from security.workload import ADAPTER_TOKENS, Sent, Truth
+from security.workload import ADAPTER_TOKENS, GroundTruth, SentRequest
 
 CURVE_ROWS = 500  # that the curves of mask reuse are drawn from
 
@@ -60,11 +60,11 @@ class Evidence:
 
     public: PublicModel
     ring_public: PublicModel
-    captured: dict[str, Captured]
+    captured: dict[str, CapturedSession]
     games: dict[str, Game]
-    crash: list[Request]
-    game_requests: list[Request]
-    traffic: dict[str, list[Request]]
+    crash: list[RecordedRequest]
+    game_requests: list[RecordedRequest]
+    traffic: dict[str, list[RecordedRequest]]
     lengths: dict[str, list[int]]
     operations: dict[str, dict[str, int]]
     seeds: MaskSourceView
@@ -80,8 +80,8 @@ class PassiveAttacks:
     def __init__(
         self,
         evidence: Evidence,
-        plan: Plan,
-        result: Result,
+        plan: AuditPlan,
+        result: AuditResult,
         rng: np.random.Generator,
         confidence: float,
         stage: Stage,
@@ -134,7 +134,7 @@ class PassiveAttacks:
         self.result.figures["operations"] = self.evidence.operations
         self.result.seeds = SeedPrediction().attack(self.evidence.seeds, self.rng)
 
-    def _token_attacks(self, truth: Truth) -> list[Any]:
+    def _token_attacks(self, truth: GroundTruth) -> list[Any]:
         repeats: dict[str, list[int]] = {}
         for i, sent in self._repeated(truth, 0).items():
             repeats.setdefault(sent.phase, []).append(i)
@@ -147,7 +147,7 @@ class PassiveAttacks:
             Averaging(list(repeats.values())),
         ]
 
-    def _guess_blindly(self, view: View, truth: Truth) -> None:
+    def _guess_blindly(self, view: View, truth: GroundTruth) -> None:
         """What every attack guesses without the tenant's rows, and who does not even attack."""
         deep, labels, span = self._deep_attack(truth), LabelRecovery(), SpanCheck()
         pooled: dict[str, list[torch.Tensor]] = {}
@@ -165,7 +165,7 @@ class PassiveAttacks:
         commonest = int(view.public.own_text(0).flatten().bincount().argmax())
         self.result.figures["right without any row"] = float((known[known >= 0] == commonest).float().mean())
 
-    def _on(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+    def _on(self, mode: str, sees: str, view: View, truth: GroundTruth) -> None:
         for attack in self._token_attacks(truth):
             if isinstance(attack, KnownMaskSubtraction) and not view.masks:
                 continue  # nothing to subtract: vocabulary matching once more
@@ -211,11 +211,11 @@ class PassiveAttacks:
             Finding(attack.name, mode, sees, attack.metric, success, chance, detail, **able)
         )
 
-    def _repeated(self, truth: Truth, group: int) -> dict[int, Sent]:
+    def _repeated(self, truth: GroundTruth, group: int) -> dict[int, SentRequest]:
         """Requests of a group for prompts that were sent again and again, by their place."""
         return {i: sent for i, sent in enumerate(truth.of(group)) if sent.phase.startswith("repeat")}
 
-    def _deep_attack(self, truth: Truth) -> DeepMatching:
+    def _deep_attack(self, truth: GroundTruth) -> DeepMatching:
         # The same for all modes, since prompts are the same, and so the tables of candidates are.
         group = self._deep.group
         self._deep.prompts = {
@@ -223,7 +223,9 @@ class PassiveAttacks:
         }
         return self._deep
 
-    def _compare_models(self, stolen: dict[int, torch.Tensor], truth: Truth, public: PublicModel) -> None:
+    def _compare_models(
+        self, stolen: dict[int, torch.Tensor], truth: GroundTruth, public: PublicModel
+    ) -> None:
         """How often the stolen model predicts what the tenant's does, and how often the base model."""
         parts = [sent.tokens for sent in truth.of(0) if sent.phase == "adapter" and sent.tokens is not None]
         tokens = torch.cat(parts).view(-1, ADAPTER_TOKENS)[:16]
@@ -235,7 +237,7 @@ class PassiveAttacks:
             for name, changes in (("stolen", copied), ("base", {}))
         } | {"places": tokens.numel()}
 
-    def _steal(self, mode: str, sees: str, view: View, truth: Truth) -> None:
+    def _steal(self, mode: str, sees: str, view: View, truth: GroundTruth) -> None:
         layers = self.plan.layers.get((mode, sees), 1)
         stolen = {layer: AdapterExtraction(layer).attack(view, self.rng) for layer in range(layers)}
         pairs = [(copy, truth.adapter[f"{layer}.mlp.up_proj"]) for layer, copy in stolen.items()]

@@ -9,8 +9,8 @@ from typing import Any
 from security.attacks.masking import Randomness
 from security.attacks.seeds import SeedStatistics
 from security.capture import MODES, ONE_TIME, PLAIN
-from security.findings import Finding, Hostile
-from security.workload import FULL, QUICK, Size
+from security.findings import Finding, HostileFinding
+from security.workload import FULL, QUICK, WorkloadSize
 
 PROVIDER, SOURCE, BOTH = "provider", "mask source", "provider and mask source"
 NETWORK, MALICIOUS = "network observer", "malicious provider"
@@ -18,14 +18,14 @@ BLIND_RUNS = 4  # of each attack without the tenant's rows, from which its chanc
 
 
 @dataclass(frozen=True)
-class Plan:
+class AuditPlan:
     """How much an audit does.
 
     ``family_error`` is the probability that chance alone makes any of the ``one-time`` rows look broken;
     each interval is widened accordingly (Bonferroni).
     """
 
-    size: Size
+    size: WorkloadSize
     game_rows: int
     deep_places: int
     layers: dict[tuple[str, str], int]  # by mode and party, from how many adapters are stolen; else one
@@ -48,18 +48,18 @@ class Plan:
 
 
 STOLEN = {(PLAIN, PROVIDER): 6, (ONE_TIME, PROVIDER): 3}
-FULL_PLAN = Plan(FULL, 600_000, 24, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01)
-QUICK_PLAN = Plan(
+FULL_PLAN = AuditPlan(FULL, 600_000, 24, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01)
+QUICK_PLAN = AuditPlan(
     QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024), 8, 2, 8, 8, 8, 4
 )
 
 
 @dataclass
-class Result:
+class AuditResult:
     """Everything that the report shows."""
 
     findings: list[Finding] = field(default_factory=list)
-    hostile: list[Hostile] = field(default_factory=list)
+    hostile: list[HostileFinding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     randomness: dict[str, Randomness] = field(default_factory=dict)
     seeds: SeedStatistics | None = None

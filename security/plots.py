@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from security.attacks.masking import Randomness
 from security.capture import bank_name
-from security.plan import Result
+from security.plan import AuditResult
 
 mpl.rcParams.update(
     {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
@@ -28,7 +28,7 @@ def _svg(figure: Figure) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def reuse_curve(result: Result) -> str:
+def reuse_curve(result: AuditResult) -> str:
     """Tokens recovered against messages seen, for each number of masks."""
     figure, axes = plt.subplots(figsize=(5.6, 3.4))
     for label, points in result.figures["mask reuse"].items():
@@ -44,7 +44,7 @@ def reuse_curve(result: Result) -> str:
     return _svg(figure)
 
 
-def extraction_curve(result: Result) -> str:
+def extraction_curve(result: AuditResult) -> str:
     """Error of the stolen adapter against the tokens that passed through it, in the clear."""
     figure, axes = plt.subplots(figsize=(5.6, 3.4))
     axes.plot(
@@ -65,7 +65,7 @@ def extraction_curve(result: Result) -> str:
     return _svg(figure)
 
 
-def byte_histogram(result: Result) -> str:
+def byte_histogram(result: AuditResult) -> str:
     """How often each byte value was sent, over what uniform bytes would do: a panel for each stream."""
     figure, panels = plt.subplots(
         len(result.randomness), figsize=(5.6, 2.4 * len(result.randomness)), sharex=True, squeeze=False
@@ -94,7 +94,7 @@ def _band(found: Randomness) -> float:
     return float(2.58 / np.sqrt(found.histogram.mean()))
 
 
-def timing(result: Result) -> str:
+def timing(result: AuditResult) -> str:
     """Seconds of a product against its rows, as the provider sees them under one-time masks."""
     points: Any = np.array(result.figures["traffic"]["rows and seconds"], float)
     figure, axes = plt.subplots(figsize=(5.6, 3.4))

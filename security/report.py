@@ -15,7 +15,7 @@ from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, 
 from security.claims import CLAIMS, Verdict
 from security.findings import Finding, percent, plain
 from security.judges import STATISTICAL, against_one_time, surely_found
-from security.plan import BOTH, PROVIDER, Result
+from security.plan import BOTH, PROVIDER, AuditResult
 from security.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
 from tenant_sdk import NoiseBankOptions
 
@@ -85,7 +85,7 @@ class Cell:
     share: float = 0.0
 
 
-def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
+def write_json(result: AuditResult, verdicts: list[Verdict], path: Path) -> None:
     """Every figure, the verdicts, and what the audit ran on."""
     data = {
         "about": result.about,
@@ -106,7 +106,7 @@ def write_json(result: Result, verdicts: list[Verdict], path: Path) -> None:
     path.write_text(json.dumps(plain(data), indent=1))
 
 
-def write_html(result: Result, verdicts: list[Verdict], path: Path) -> None:
+def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None:
     """The page."""
     environment = Environment(
         loader=PackageLoader("security", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True

@@ -20,7 +20,7 @@ import transformers
 from security.attacks import hostile_files
 from security.attacks.hostile_files import (
     Filler,
-    Load,
+    LoadOutcome,
     MemoryBomb,
     ServedSpeculation,
     VocabularyPath,
@@ -32,14 +32,14 @@ from security.attacks.hostile_parties import Authority, MaskServedTwice, Substit
 from security.attacks.streams import Stream
 from security.capture import ONE_TIME, PLAIN
 from security.executors import AuditError
-from security.findings import Finding, Hostile
-from security.hostile import PROMPT, Hosted, HostileProvider, sequences
-from security.plan import MALICIOUS, PROVIDER, Result, Stage
+from security.findings import Finding, HostileFinding
+from security.hostile import PROMPT, HostedExecutor, HostileProvider, sequences
+from security.plan import MALICIOUS, PROVIDER, AuditResult, Stage
 from security.public_model import PublicModel
 from security.statistics import rate
-from security.transcript import Request
+from security.transcript import RecordedRequest
 from security.views import products_of, requests_of
-from security.workload import Truth, watch
+from security.workload import GroundTruth, watch
 from shared.errors import ConfigurationError, ConnectionLost, ModelMismatch
 from shared.ring.fixed_point import capacity
 from shared.ring.rows import hide
@@ -64,7 +64,7 @@ class _Passes:
     rows: list[int]
 
     @classmethod
-    def of(cls, requests: list[Request]) -> _Passes:
+    def of(cls, requests: list[RecordedRequest]) -> _Passes:
         asked = [request.header for request in products_of(requests)]
         return cls([h.rows for h in asked if (h.group, h.direction) == (0, Direction.FORWARD)])
 
@@ -80,9 +80,9 @@ class Supplies:
         self.hostile, self.parties, self.plan, self.rng = hostile, hostile.parties, hostile.plan, hostile.rng
         self._folders = 0
 
-    def run(self, result: Result, stage: Stage) -> None:
+    def run(self, result: AuditResult, stage: Stage) -> None:
         """Add what was found."""
-        attacks: dict[str, Callable[[], list[Hostile]]] = {
+        attacks: dict[str, Callable[[], list[HostileFinding]]] = {
             "a tokenizer that names a file of the tenant's": self.paths,
             "a tokenizer that adds filler": self.filler,
             "generation settings that ask for speculation": self.generation,
@@ -94,7 +94,7 @@ class Supplies:
 
     # -- files ------------------------------------------------------------------------------------
 
-    def paths(self) -> list[Hostile]:
+    def paths(self) -> list[HostileFinding]:
         """A vocabulary's path leads to a file of the tenant's: the SDK, and transformers itself."""
         attack = VocabularyPath(f"canary-{self.rng.bytes(8).hex()}")
         path = self._folder() / "words"
@@ -114,7 +114,7 @@ class Supplies:
                         attack.attack(told_by_tokenizer(_tokenizer_of(served), self._folder()), self.rng)
                     )
         return [
-            Hostile(
+            HostileFinding(
                 attack.name,
                 "a tokenizer is built from tokenizer.json alone, and nothing in a file is a path",
                 f"A tokenizer_config.json that names a file as the vocabulary of a BertTokenizer, with rules "
@@ -126,7 +126,7 @@ class Supplies:
             )
         ]
 
-    def filler(self) -> list[Hostile]:
+    def filler(self) -> list[HostileFinding]:
         """Prompts that name a word and prompts that do not: with a source that attests, and with none."""
         attack = Filler(WORD)
         words = [w for line in self.hostile.text for w in line.split() if WORD not in w and OTHER not in w]
@@ -148,7 +148,7 @@ class Supplies:
             seen.append(rows)
         defended, control = found
         return [
-            Hostile(
+            HostileFinding(
                 attack.name,
                 "files that the mask source does not list are refused before any row is sent",
                 f"A tokenizer that adds filler to texts with the word “{WORD}”, and {len(secrets)} prompts, "
@@ -161,9 +161,9 @@ class Supplies:
             )
         ]
 
-    def _prompted(self, host: Hosted, mode: str, prompts: list[str]) -> list[int]:
+    def _prompted(self, host: HostedExecutor, mode: str, prompts: list[str]) -> list[int]:
         """Send prompts; how many requests for the first group there had been before each, and after all."""
-        truth = Truth()
+        truth = GroundTruth()
         ends = [0] * (len(prompts) + 1)
         try:
             session = self.parties.connect(mode, "filler", provider=host.url)
@@ -182,7 +182,7 @@ class Supplies:
                 ends[i + 1] = len(truth.of(0))
         return ends
 
-    def generation(self) -> list[Hostile]:
+    def generation(self) -> list[HostileFinding]:
         """Prompts that repeat themselves and prompts that do not, generated as the provider's files say."""
         secrets = [0, 1] * self.plan.served_prompts
         files = ServedSpeculation.files(self.parties.model)
@@ -203,7 +203,7 @@ class Supplies:
             seen.append({stream.rows for stream in streams})
         defended, control = found
         return [
-            Hostile(
+            HostileFinding(
                 ServedSpeculation.name,
                 "of a provider's generation configuration only token ids and lengths are taken",
                 f"Files that ask for prompt lookup, and {len(secrets)} prompts of {PROMPT} tokens, half of "
@@ -216,13 +216,13 @@ class Supplies:
             )
         ]
 
-    def _generated(self, host: Hosted, tenant: str, secrets: list[int], own: bool) -> list[int]:
+    def _generated(self, host: HostedExecutor, tenant: str, secrets: list[int], own: bool) -> list[int]:
         """Generate; how many requests for the first group there had been before each prompt, and after all.
 
         Args:
             own: configure generation as transformers does.
         """
-        truth, ends = Truth(), [0]
+        truth, ends = GroundTruth(), [0]
         with self.parties.connect(PLAIN, tenant, provider=host.url) as session:
             model: Any = session.load_model(progress=False)
             if own:
@@ -235,7 +235,7 @@ class Supplies:
                 ends.append(len(truth.of(0)))
         return ends
 
-    def bombs(self) -> list[Hostile]:
+    def bombs(self) -> list[HostileFinding]:
         """Sizes without bounds, loaded in a process of its own with little memory."""
         attack, model, floats = MemoryBomb(), self.parties.model, self.parties.floats
         token = floats.token("loads")
@@ -266,7 +266,7 @@ class Supplies:
         grown = max(load.grown_mib for load in ours)
         refused = sum(load.typed and bool(load.error) for load in ours)
         return [
-            Hostile(
+            HostileFinding(
                 attack.name,
                 "no larger number than the manifest accounts for, and no rules that make a text much longer",
                 f"{', '.join(cases)}: with the SDK {refused} of {len(ours)} loads ended with a typed error, "
@@ -281,7 +281,7 @@ class Supplies:
 
     # -- parties ----------------------------------------------------------------------------------
 
-    def substituted(self) -> list[Hostile]:
+    def substituted(self) -> list[HostileFinding]:
         """A provider with the key of the authority of the mask source, at the source's address."""
         authority, folder = Authority(datetime.datetime.now(datetime.UTC)), self._folder()
         for name in ("provider", "between"):
@@ -313,7 +313,7 @@ class Supplies:
             truth = self._sent(public, "waived", tokens, there | {"mask_source_ca": shared})
         sessions = sum(end.sessions(tenant) for end in (host, between) for tenant in truths)
 
-        def read(tenant: str, truth: Truth) -> int:
+        def read(tenant: str, truth: GroundTruth) -> int:
             """How many tokens the provider reads of one tenant's."""
             rows = host.requests(tenant)
             if not products_of(rows):
@@ -333,7 +333,7 @@ class Supplies:
             )
         )
         return [
-            Hostile(
+            HostileFinding(
                 attack.name,
                 "provider and mask sources whose certificates one private authority vouches for are refused",
                 f"A provider with the key of an authority that also vouches for the mask source answered at "
@@ -346,9 +346,11 @@ class Supplies:
             )
         ]
 
-    def _sent(self, public: PublicModel, tenant: str, tokens: torch.Tensor, options: dict[str, Any]) -> Truth:
+    def _sent(
+        self, public: PublicModel, tenant: str, tokens: torch.Tensor, options: dict[str, Any]
+    ) -> GroundTruth:
         """What a tenant sent for some tokens: nothing, if it was not let connect."""
-        truth = Truth()
+        truth = GroundTruth()
         try:
             session = self.parties.connect(ONE_TIME, tenant, **options)
         except ConfigurationError as error:
@@ -362,7 +364,7 @@ class Supplies:
                     _ask(session, public.first_inputs[part])
         return truth
 
-    def forks(self) -> list[Hostile]:
+    def forks(self) -> list[HostileFinding]:
         """A copy of the tenant's process asks too: does the provider see the difference of two rows?"""
         found: dict[str, tuple[Finding, int, set[str]]] = {}
         for mode, copy in (
@@ -392,7 +394,7 @@ class Supplies:
             )
         (defended, sent, ended), (control, sent_control, _) = found.values()
         return [
-            Hostile(
+            HostileFinding(
                 MaskServedTwice.name,
                 "a forked child loses its copies of masks and connections, and every use of them refuses",
                 f"{FORKS} copies of the tenant's process, with its process id, asked for products beside it: "
@@ -457,11 +459,11 @@ def _tokenizer_of(folder: Path) -> Callable[[], Any]:
     return lambda: transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def _ended(load: Load) -> str:
+def _ended(load: LoadOutcome) -> str:
     return f"{load.error or 'no error'}, {load.grown_mib:.0f} MiB"
 
 
-def _loaded(jobs: list[tuple[Any, ...]]) -> list[Load]:
+def _loaded(jobs: list[tuple[Any, ...]]) -> list[LoadOutcome]:
     """Each load, one after the other in a process of its own.
 
     Raises:

@@ -21,7 +21,7 @@ class TranscriptError(SymbiosisError):
 
 
 @dataclass
-class Request:
+class RecordedRequest:
     """One request as the executor saw it.
 
     What was sent lies in ``parts`` of the file ``path``, offsets and sizes. Times are in seconds: ``arrived``
@@ -60,7 +60,7 @@ class Transcript:
     """A whole recording."""
 
     manifest: Manifest
-    requests: list[Request] = field(default_factory=list)
+    requests: list[RecordedRequest] = field(default_factory=list)
     tenants: dict[int, str] = field(default_factory=dict)  # by session
 
 
@@ -113,7 +113,7 @@ def _read(path: Path, file: BinaryIO, digest: str | None, *, cut: bool) -> Trans
                 f"instead of {digest[:16]}"
             )
         transcript = Transcript(manifest)
-        asked: dict[tuple[int, int], Request] = {}
+        asked: dict[tuple[int, int], RecordedRequest] = {}
         while _record(cursor, transcript, asked):
             pass
     except EOFError:
@@ -152,7 +152,7 @@ class _Cursor:
         return self.take(length)
 
 
-def _record(cursor: _Cursor, into: Transcript, asked: dict[tuple[int, int], Request]) -> bool:
+def _record(cursor: _Cursor, into: Transcript, asked: dict[tuple[int, int], RecordedRequest]) -> bool:
     """Read one record; whether more follow. ``asked``: by session and request id, without an answer."""
     kind, session, at = RECORD.unpack(cursor.take(RECORD.size))
     if kind == Record.OPENED:
@@ -160,7 +160,7 @@ def _record(cursor: _Cursor, into: Transcript, asked: dict[tuple[int, int], Requ
     elif kind == Record.REQUEST:
         header = parse_header(cursor.take(HEADER_BYTES))
         where = cursor.pass_over(header.payload_bytes)
-        request = asked[session, header.request_id] = Request(
+        request = asked[session, header.request_id] = RecordedRequest(
             session, at, header, cursor.path, ((where, header.payload_bytes),)
         )
         into.requests.append(request)

@@ -12,15 +12,15 @@ import torch
 
 from security.executors import AuditError
 from security.public_model import PublicModel
-from security.transcript import Request, Transcript
-from security.workload import Truth
+from security.transcript import RecordedRequest, Transcript
+from security.workload import GroundTruth
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import PRODUCTS, Direction, Operation
 from shared.wire.protocol import GroupShape
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedRequest:
     """One request for a product; ``sent`` are its rows, or the request in a transcript that has them."""
 
     group: int
@@ -28,7 +28,7 @@ class Seen:
     members: int
     session: int
     arrived: float
-    sent: torch.Tensor | Request
+    sent: torch.Tensor | RecordedRequest
 
     @property
     def raw(self) -> torch.Tensor:
@@ -59,18 +59,18 @@ class View:
     """
 
     public: PublicModel
-    requests: list[Seen]
+    requests: list[ObservedRequest]
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     sees = "anything"
 
-    def of(self, group: int, direction: int = Direction.FORWARD) -> list[Seen]:
+    def of(self, group: int, direction: int = Direction.FORWARD) -> list[ObservedRequest]:
         """Requests of one group and direction."""
         return [seen for seen in self.requests if (seen.group, seen.direction) == (group, direction)]
 
     def blind(self, rng: np.random.Generator, groups: set[int]) -> View:
         """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's."""
 
-        def drawn(seen: Seen) -> Seen:
+        def drawn(seen: ObservedRequest) -> ObservedRequest:
             shape = seen.raw.shape
             numbers = np.frombuffer(rng.bytes(4 * shape.numel()), np.int32).reshape(shape)
             return replace(seen, sent=torch.from_numpy(numbers.copy()))
@@ -113,14 +113,16 @@ class CollusionView(View):
     sees = "provider and mask source"
 
 
-def _seen(request: Request, rows: torch.Tensor | None = None) -> Seen:
+def _seen(request: RecordedRequest, rows: torch.Tensor | None = None) -> ObservedRequest:
     """A request, or other rows in its place."""
     header = request.header
     sent = request if rows is None else rows
-    return Seen(header.group, header.direction, header.members, request.session, request.arrived, sent)
+    return ObservedRequest(
+        header.group, header.direction, header.members, request.session, request.arrived, sent
+    )
 
 
-def requests_of(transcripts: list[Transcript], tenant: str) -> list[Request]:
+def requests_of(transcripts: list[Transcript], tenant: str) -> list[RecordedRequest]:
     """What one tenant sent, also after reconnecting, in order."""
     return [
         request
@@ -130,7 +132,7 @@ def requests_of(transcripts: list[Transcript], tenant: str) -> list[Request]:
     ]
 
 
-def provider_view(public: PublicModel, requests: list[Request]) -> ProviderView:
+def provider_view(public: PublicModel, requests: list[RecordedRequest]) -> ProviderView:
     """Rows, and the masks that the same tenant had multiplied, whether it sent them or their seeds."""
     masks: dict[tuple[int, int, int], list[torch.Tensor]] = {}
     for request in requests:
@@ -143,12 +145,12 @@ def provider_view(public: PublicModel, requests: list[Request]) -> ProviderView:
     )
 
 
-def products_of(requests: list[Request]) -> list[Request]:
+def products_of(requests: list[RecordedRequest]) -> list[RecordedRequest]:
     """Those that carry rows of the model, not masks."""
     return [request for request in requests if request.header.operation == Operation.PRODUCT]
 
 
-def mask_source_view(requests: list[Request]) -> MaskSourceView:
+def mask_source_view(requests: list[RecordedRequest]) -> MaskSourceView:
     """Seeds as they came."""
     seeds = [r.payload for r in requests if r.header.operation == Operation.SEED_EFFECT]
     return MaskSourceView(seeds, len(requests) - len(seeds))
@@ -159,9 +161,9 @@ def operations_of(transcripts: list[Transcript]) -> dict[str, int]:
     return dict(Counter(Operation(r.header.operation).name for t in transcripts for r in t.requests))
 
 
-def whole(requests: list[Request], truth: Truth) -> list[Request]:
+def whole(requests: list[RecordedRequest], truth: GroundTruth) -> list[RecordedRequest]:
     """The pieces that a large request was sent in put together again, as anybody could who saw them."""
-    made: list[Request] = []
+    made: list[RecordedRequest] = []
     products, missing, last = iter(truth.sent), 0, 0
     for request in requests:
         if request.header.operation != Operation.PRODUCT:
@@ -180,7 +182,7 @@ def whole(requests: list[Request], truth: Truth) -> list[Request]:
     return made
 
 
-def check_aligned(view: View, truth: Truth, what: str) -> None:
+def check_aligned(view: View, truth: GroundTruth, what: str) -> None:
     """That view and truth tell of the same requests, group by group and row by row.
 
     Raises:
@@ -207,7 +209,9 @@ def _rows_by_kind(requests: Iterable[tuple[int, int, int]]) -> dict[tuple[int, i
     return found
 
 
-def collusion_view(public: PublicModel, provider: list[Request], source: list[Request]) -> CollusionView:
+def collusion_view(
+    public: PublicModel, provider: list[RecordedRequest], source: list[RecordedRequest]
+) -> CollusionView:
     """Line the streams of masks up with the rows, kind by kind, and subtract them modulo 2^32.
 
     Masks that the tenant fetched and did not use are passed over: under the right mask a row's
@@ -217,7 +221,7 @@ def collusion_view(public: PublicModel, provider: list[Request], source: list[Re
     kinds: dict[tuple[int, int, int], list[int]] = {}
     for number, request in enumerate(products):
         kinds.setdefault(request.kind, []).append(number)
-    seen: dict[int, Seen] = {}
+    seen: dict[int, ObservedRequest] = {}
     for kind, numbers in kinds.items():  # the masks of all at once would fill the memory
         found = [_expanded(public, request) for request in source if request.kind == kind]
         masks = torch.cat(found or [products[numbers[0]].rows[:0]])
@@ -242,7 +246,7 @@ def _aligned(rows: torch.Tensor, masks: torch.Tensor, start: int) -> int:
     return start
 
 
-def _expanded(public: PublicModel, request: Request) -> torch.Tensor:
+def _expanded(public: PublicModel, request: RecordedRequest) -> torch.Tensor:
     header = request.header
     if header.operation != Operation.SEED_EFFECT:
         return request.rows

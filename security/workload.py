@@ -19,7 +19,7 @@ LORA_RANK, LORA_ALPHA = 8, 16
 
 
 @dataclass(frozen=True)
-class Size:
+class WorkloadSize:
     """How much a tenant does: more rows narrow the intervals."""
 
     prompts: int
@@ -30,15 +30,15 @@ class Size:
     tokens: int  # sent through the finished adapter
 
 
-FULL = Size(prompts=40, new_tokens=2, repeated=5, repeats=9, steps=16, tokens=2048)
-QUICK = Size(prompts=60, new_tokens=0, repeated=1, repeats=10, steps=2, tokens=1024)
+FULL = WorkloadSize(prompts=40, new_tokens=2, repeated=5, repeats=9, steps=16, tokens=2048)
+QUICK = WorkloadSize(prompts=60, new_tokens=0, repeated=1, repeats=10, steps=2, tokens=1024)
 REPEATED_TOKENS = 250
 ADAPTER_TOKENS = 128
 SAMPLES = 200
 
 
 @dataclass
-class Sent:
+class SentRequest:
     """One product request of the tenant.
 
     ``tokens`` [T] are what the rows stand for, None for those that fingerprints are made with, ``labels`` [T]
@@ -59,13 +59,13 @@ class Sent:
 
 
 @dataclass
-class Truth:
+class GroundTruth:
     """What no adversary gets: products in the order in which they were sent, and the adapter.
 
     ``samples`` are the first ``SAMPLES`` blocks of rows that vary, as they were before they were hidden.
     """
 
-    sent: list[Sent] = field(default_factory=list)
+    sent: list[SentRequest] = field(default_factory=list)
     samples: list[torch.Tensor] = field(default_factory=list)
     phase: str = ""
     tokens: torch.Tensor | None = None
@@ -73,7 +73,7 @@ class Truth:
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)  # B A times its scale, by layer
     text: list[str] = field(default_factory=list)
 
-    def of(self, group: int, direction: int = Direction.FORWARD) -> list[Sent]:
+    def of(self, group: int, direction: int = Direction.FORWARD) -> list[SentRequest]:
         """Requests of one group and direction."""
         return [sent for sent in self.sent if (sent.group, sent.direction) == (group, direction)]
 
@@ -96,7 +96,7 @@ class Truth:
             self.phase, self.tokens, self.labels = "", None, None
 
 
-def watch(session: Session, truth: Truth) -> None:
+def watch(session: Session, truth: GroundTruth) -> None:
     """Note every product of a session, as the model asked for it and as it was sent."""
     products, executor = session.products, session.executor
     ask, send = products.submit, executor.submit
@@ -111,7 +111,9 @@ def watch(session: Session, truth: Truth) -> None:
         pieces = len(rows[0])
         while pieces > 0:
             pieces -= truth.sent.pop().rows
-        truth.sent.append(Sent(group, direction, len(rows[0]), truth.phase, truth.tokens, truth.labels))
+        truth.sent.append(
+            SentRequest(group, direction, len(rows[0]), truth.phase, truth.tokens, truth.labels)
+        )
         return pending
 
     def sending(
@@ -123,13 +125,15 @@ def watch(session: Session, truth: Truth) -> None:
         *options: Any,
     ) -> PendingProduct:
         if operation == Operation.PRODUCT:
-            truth.sent.append(Sent(group, direction, len(rows[0])))
+            truth.sent.append(SentRequest(group, direction, len(rows[0])))
         return send(operation, group, direction, members, rows, *options)
 
     products.submit, executor.submit = asking, sending  # type: ignore[method-assign, assignment]
 
 
-def run_workload(session: Session, text: list[str], size: Size, truth: Truth, seed: int) -> None:
+def run_workload(
+    session: Session, text: list[str], size: WorkloadSize, truth: GroundTruth, seed: int
+) -> None:
     """Prompts, a prompt again and again, fine-tuning, and text through the tuned adapter.
 
     Args:
@@ -173,7 +177,7 @@ def blocks_of(stream: list[int], length: int, first: int) -> torch.Tensor:
     return torch.cat([torch.full((whole, 1), first), body], 1)
 
 
-def generate(model: Any, prompt: torch.Tensor, new_tokens: int, truth: Truth) -> None:
+def generate(model: Any, prompt: torch.Tensor, new_tokens: int, truth: GroundTruth) -> None:
     """Greedy generation with a cache, token by token, noting which token each request was for."""
     tokens, cache = prompt, None
     for _ in range(new_tokens + 1):
@@ -182,7 +186,7 @@ def generate(model: Any, prompt: torch.Tensor, new_tokens: int, truth: Truth) ->
         tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
 
 
-def tune(model: Any, blocks: torch.Tensor, steps: int, truth: Truth, rank: int = LORA_RANK) -> Any:
+def tune(model: Any, blocks: torch.Tensor, steps: int, truth: GroundTruth, rank: int = LORA_RANK) -> Any:
     """Fine-tune an adapter on sequences of tokens [N, S], four at a time; the tuned model."""
     config = peft.LoraConfig(
         r=rank, lora_alpha=LORA_ALPHA, target_modules=list(ADAPTED), task_type="CAUSAL_LM"

@@ -64,7 +64,7 @@ def _load(session: Session, tokenizer: Path | None) -> tuple[Any, Any]:
     return (model.to("cuda") if torch.cuda.is_available() else model), words
 
 
-def _print_stats(session: Session, connection: options.Connection, to: Console) -> None:
+def _print_stats(session: Session, connection: options.SessionOptions, to: Console) -> None:
     stats = session.stats
     waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
     sources = len(connection.mask_source or ())
@@ -87,9 +87,9 @@ def _print_stats(session: Session, connection: options.Connection, to: Console) 
 
 
 @app.command()
-@takes(options.Connection, typer.Option)
+@takes(options.SessionOptions, typer.Option)
 def finetune(
-    connection: options.Connection,
+    connection: options.SessionOptions,
     data: Annotated[Path, typer.Option(help="Plain text file (UTF-8) to learn from.")],
     output: Annotated[Path, typer.Option(help="Folder to make for the adapter, in PEFT's format.")],
     method: Annotated[
@@ -129,10 +129,10 @@ def finetune(
     check_new_folder(output)
     config = connection.session()
     from tenant_sdk.composition import open_session
-    from tenant_sdk.tuning.finetuning import Training
+    from tenant_sdk.tuning.finetuning import TrainingOptions
     from tenant_sdk.tuning.finetuning import finetune as train
 
-    training = Training(
+    training = TrainingOptions(
         data=data,
         output=output,
         held_out=held_out,
@@ -195,9 +195,9 @@ def finetune(
 
 
 @app.command()
-@takes(options.Connection, typer.Option)
+@takes(options.SessionOptions, typer.Option)
 def generate(
-    connection: options.Connection,
+    connection: options.SessionOptions,
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
     adapter: Annotated[
         Optional[Path],  # noqa: UP045
@@ -260,21 +260,21 @@ def fingerprint(
 
 
 @app.command()
-@takes(options.Reach, typer.Option)
-def doctor(reach: options.Reach) -> None:
+@takes(options.ExecutorOptions, typer.Option)
+def doctor(executors: options.ExecutorOptions) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""
-    from tenant_sdk.doctor import consult
+    from tenant_sdk.doctor import diagnose
 
     failed = False
-    for title, findings in consult(reach):
+    for title, results in diagnose(executors):
         if title:
             _results.print(f"[bold]{escape(title)}[/]")
-        for finding in findings:
-            mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[finding.ok]
-            _results.print(f"{mark} {finding.step:<12}{escape(finding.detail)}")
-            if finding.cure:
-                _results.print(f"  {'':<12}→ {escape(finding.cure)}")
-            failed |= finding.ok is False
+        for result in results:
+            mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[result.ok]
+            _results.print(f"{mark} {result.step:<12}{escape(result.detail)}")
+            if result.remedy:
+                _results.print(f"  {'':<12}→ {escape(result.remedy)}")
+            failed |= result.ok is False
     if failed:
         raise typer.Exit(1)
 

@@ -21,29 +21,29 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
-_REACH, _PRIVACY, _CHECKS = "Executors", "Privacy", "Verification"
+_EXECUTORS, _PRIVACY, _CHECKS = "Executors", "Privacy", "Verification"
 
 
 # Typer reads the annotations at run time, where it wants Optional.
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class ExecutorOptions:
     """Which executors, and how to reach them."""
 
     provider: Annotated[
-        str, _option(_REACH, "URL of the executor: wss://host:port; on this machine ipc://DIRECTORY.")
+        str, _option(_EXECUTORS, "URL of the executor: wss://host:port; on this machine ipc://DIRECTORY.")
     ]
     token_env: Annotated[
         Optional[str],  # noqa: UP045
-        _option(_REACH, "Environment variable that holds the token.", metavar="VAR"),
+        _option(_EXECUTORS, "Environment variable that holds the token.", metavar="VAR"),
     ] = None
     ca: Annotated[
         Optional[Path],  # noqa: UP045
-        _option(_REACH, "The provider's ca.pem. Default: the authorities of the operating system."),
+        _option(_EXECUTORS, "The provider's ca.pem. Default: the authorities of the operating system."),
     ] = None
     mask_source: Annotated[
         Optional[list[str]],  # noqa: UP045
         _option(
-            _REACH,
+            _EXECUTORS,
             "Who computes masks' effects: an executor of another operator (its URL), or local:FOLDER "
             "with the checkpoint. Repeat for several: one that does not collude is enough.",
         ),
@@ -51,36 +51,38 @@ class Reach:
     mask_source_ca: Annotated[
         Optional[list[Path]],  # noqa: UP045
         _option(
-            _REACH,
+            _EXECUTORS,
             "A mask source's own ca.pem, or `system`; for each source one. Default without --ca: system.",
         ),
     ] = None
     mask_source_token_env: Annotated[
         Optional[list[str]],  # noqa: UP045
         _option(
-            _REACH,
+            _EXECUTORS,
             "Variable that holds a mask source's own token; for each source one.",
             metavar="VAR",
         ),
     ] = None
     client_certificate: Annotated[
         Optional[Path],  # noqa: UP045
-        _option(_REACH, "PEM file, for executors that ask for a certificate."),
+        _option(_EXECUTORS, "PEM file, for executors that ask for a certificate."),
     ] = None
-    client_key: Annotated[Optional[Path], _option(_REACH, "Its key.")] = None  # noqa: UP045
+    client_key: Annotated[Optional[Path], _option(_EXECUTORS, "Its key.")] = None  # noqa: UP045
     wire_dtype: Annotated[
         str,
-        _option(_REACH, "float32, or bfloat16 for half the bytes and fewer digits; not with ring numerics."),
+        _option(
+            _EXECUTORS, "float32, or bfloat16 for half the bytes and fewer digits; not with ring numerics."
+        ),
     ] = SessionConfig.wire_dtype
     digest: Annotated[
         Optional[str],  # noqa: UP045
-        _option(_REACH, "Refuse executors with another digest of weights, parameters and files."),
+        _option(_EXECUTORS, "Refuse executors with another digest of weights, parameters and files."),
     ] = None
-    timeout: Annotated[float, _option(_REACH, "Seconds that each step may take.")] = 10.0
+    timeout: Annotated[float, _option(_EXECUTORS, "Seconds that each step may take.")] = 10.0
     allow_same: Annotated[
         Optional[list[str]],  # noqa: UP045
         _option(
-            _REACH,
+            _EXECUTORS,
             f"What provider and mask sources may have in common after all: {', '.join(SIGNS)}. Repeat for "
             "several.",
             metavar="SIGN",
@@ -89,7 +91,7 @@ class Reach:
     allow_same_operator: Annotated[
         bool,
         _option(
-            _REACH,
+            _EXECUTORS,
             "All of that, although masks then hide nothing from whoever runs both: to try it out.",
             "--allow-same-operator",
         ),
@@ -112,14 +114,14 @@ class Reach:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connection(Reach):
+class SessionOptions(ExecutorOptions):
     """A session: which executors, what they may see, and what is checked."""
 
     # field(): no default, not the one above.
     token_env: Annotated[
-        str, _option(_REACH, "Environment variable that holds the token.", metavar="VAR")
+        str, _option(_EXECUTORS, "Environment variable that holds the token.", metavar="VAR")
     ] = field()
-    timeout: Annotated[float, _option(_REACH, "Seconds without progress after which to give up.")] = (
+    timeout: Annotated[float, _option(_EXECUTORS, "Seconds without progress after which to give up.")] = (
         SessionConfig.timeout
     )
     privacy: Annotated[str, _option(_PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE")] = (

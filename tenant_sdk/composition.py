@@ -172,7 +172,7 @@ def _open_executor(
     def open_one() -> Channel:
         try:
             return open_channel(
-                where, token, context, config.timeout, lambda sock: operators.meet(url, sock, party)
+                where, token, context, config.timeout, lambda sock: operators.check_distinct(url, sock, party)
             )
         except ConnectError as error:
             if url != url_of(config.provider):

@@ -27,7 +27,7 @@ from shared.transport.colocated import directory_of
 from shared.wire.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
 from shared.wire.messages import Manifest
 from shared.wire.protocol import RING
-from tenant_sdk.cli_options import Reach, one_or_each
+from tenant_sdk.cli_options import ExecutorOptions, one_or_each
 from tenant_sdk.config import for_each
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.colocated import open_colocated
@@ -52,17 +52,17 @@ SOON_DAYS = 14
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One step. ``ok`` None: not checked, or it deserves attention. ``cure``: what to do about it."""
+class CheckResult:
+    """One step. ``ok`` None: not checked, or it deserves attention. ``remedy``: what to do about it."""
 
     step: str
     ok: bool | None
     detail: str
-    cure: str = ""
+    remedy: str = ""
 
     def __post_init__(self) -> None:
         """Names in certificates and manifests are a peer's words."""
-        for name in ("detail", "cure"):
+        for name in ("detail", "remedy"):
             object.__setattr__(self, name, peer_text(getattr(self, name), 2000))
 
 
@@ -79,7 +79,7 @@ class Target:
     timeout: float = 10.0
 
 
-class Met:
+class Comparison:
     """What has been learned of several executors, for comparing them."""
 
     def __init__(self) -> None:
@@ -87,39 +87,48 @@ class Met:
         self.manifests: dict[str, Manifest] = {}
 
 
-def consult(reach: Reach) -> Iterator[tuple[str, Iterator[Finding]]]:
-    """Every executor's findings, and whether they fit each other, each under a title."""
-    sources = reach.mask_source or []
-    client = reach.client()
-    met = Met()
+def diagnose(options: ExecutorOptions) -> Iterator[tuple[str, Iterator[CheckResult]]]:
+    """Every executor's results, and whether they fit each other, each under a title."""
+    sources = options.mask_source or []
+    client = options.client()
+    comparison = Comparison()
     own = Target(
-        reach.provider, reach.ca, client, reach.token_env, reach.wire_dtype, reach.digest, reach.timeout
+        options.provider,
+        options.ca,
+        client,
+        options.token_env,
+        options.wire_dtype,
+        options.digest,
+        options.timeout,
     )
-    allowed = allowed_signs(reach.allow_same or (), reach.allow_same_operator)
+    allowed = allowed_signs(options.allow_same or (), options.allow_same_operator)
     variables = for_each(
-        one_or_each(reach.mask_source_token_env or ()) or (own.token_env if "token" in allowed else None),
+        one_or_each(options.mask_source_token_env or ()) or (own.token_env if "token" in allowed else None),
         sources,
         "--mask-source-token-env",
     )
     authorities = for_each(
-        one_or_each(reach.mask_source_ca or ()) or (own.ca if "authority" in allowed else None),
+        one_or_each(options.mask_source_ca or ()) or (own.ca if "authority" in allowed else None),
         sources,
         "--mask-source-ca",
     )
-    yield own.url if sources else "", examine(own, met)
+    yield own.url if sources else "", examine(own, comparison)
     others, given = [], []
     for url, variable, ca in zip(sources, variables, authorities, strict=True):
         if not url.startswith(LOCAL):
             file = None if ca is None or str(ca) == SYSTEM else Path(ca)
             others.append(replace(own, url=url, ca=file, token_env=variable))
             given.append(SYSTEM if str(ca) == SYSTEM else ca)
-            yield url, examine(others[-1], met)
-    if own.url in met.manifests:
+            yield url, examine(others[-1], comparison)
+    if own.url in comparison.manifests:
         shared = _shared([own, *others], [own.ca, *given], allowed)
-        yield "one-time masks" if sources else "", _together(met, met.manifests[own.url], sources, shared)
+        yield (
+            "one-time masks" if sources else "",
+            _together(comparison, comparison.manifests[own.url], sources, shared),
+        )
 
 
-def _shared(targets: list[Target], authorities: list[Any], allowed: Collection[str]) -> Iterator[Finding]:
+def _shared(targets: list[Target], authorities: list[Any], allowed: Collection[str]) -> Iterator[CheckResult]:
     """Tokens and authorities that provider and mask sources have in common."""
 
     def check_tokens() -> None:
@@ -135,55 +144,55 @@ def _shared(targets: list[Target], authorities: list[Any], allowed: Collection[s
         try:
             check()
         except ConfigurationError as error:
-            yield Finding(what, False, error.message, "give each operator's own")
+            yield CheckResult(what, False, error.message, "give each operator's own")
 
 
 def _together(
-    met: Met, manifest: Manifest, sources: list[str], shared: Iterator[Finding]
-) -> Iterator[Finding]:
+    comparison: Comparison, manifest: Manifest, sources: list[str], shared: Iterator[CheckResult]
+) -> Iterator[CheckResult]:
     """Whether one-time masks would work with these executors, and be worth something."""
     ring = manifest.numerics == RING
-    yield Finding(
+    yield CheckResult(
         "numerics",
         ring or None,
         f"{manifest.numerics}: " + ("exact integers" if ring else "no one-time masks, nothing to verify"),
         "" if ring else "ask for an executor with `serve --numerics ring`, or choose a weaker --privacy",
     )
     if not sources:
-        cure = "give --mask-source wss://... of another operator, or local:FOLDER with the checkpoint"
-        yield Finding("mask source", None, "none given; one-time masks, the default, need one", cure)
+        remedy = "give --mask-source wss://... of another operator, or local:FOLDER with the checkpoint"
+        yield CheckResult("mask source", None, "none given; one-time masks, the default, need one", remedy)
     for url in sources:
         try:
             if url.startswith(LOCAL):
                 trusted_checkpoint(url.removeprefix(LOCAL), manifest)
-                yield Finding("weights", True, f"{url} holds what the provider claims to serve")
-            elif url in met.manifests:  # else its own findings say why
-                check_agreement(url, met.manifests[url], manifest)
-                yield Finding("weights", True, f"{url} lists what the provider lists")
+                yield CheckResult("weights", True, f"{url} holds what the provider claims to serve")
+            elif url in comparison.manifests:  # else its own results say why
+                check_agreement(url, comparison.manifests[url], manifest)
+                yield CheckResult("weights", True, f"{url} lists what the provider lists")
         except ConfigurationError as error:
-            yield Finding(
+            yield CheckResult(
                 "weights", False, error.message, "use mask sources of the provider's very checkpoint"
             )
     yield from shared
-    if met.operators.same:
-        yield Finding(
+    if comparison.operators.same:
+        yield CheckResult(
             "operators",
             None,
-            f"{met.operators.same}: whoever runs both subtracts every mask",
+            f"{comparison.operators.same}: whoever runs both subtracts every mask",
             "use executors of operators that do not collude; --allow-same-operator is for trying it out",
         )
 
 
-def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
-    """Findings in order; the first with ``ok`` False is the last."""
-    met = met or Met()
+def examine(target: Target, comparison: Comparison | None = None) -> Iterator[CheckResult]:
+    """Results in order; the first with ``ok`` False is the last."""
+    comparison = comparison or Comparison()
     step = "url"
     sock: socket.socket | None = None
     channel: Channel | None = None
     try:
         if over_tls(target.url):
             host, port = split_url(target.url)
-            yield Finding("url", True, f"host {host}, port {port}")
+            yield CheckResult("url", True, f"host {host}, port {port}")
 
             step = "environment"
             check_environment()
@@ -191,7 +200,7 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
             step = "authority"
             context = client_context(target.ca, target.client_certificate)
             system = "those of the operating system (no --ca given)"
-            yield Finding("authority", True, system if target.ca is None else str(target.ca))
+            yield CheckResult("authority", True, system if target.ca is None else str(target.ca))
 
             step = "dns"
             yield _resolve(host, port)
@@ -200,13 +209,13 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
             started = time.perf_counter()
             sock = open_tcp(host, port, target.timeout)
             milliseconds = (time.perf_counter() - started) * 1e3
-            yield Finding("tcp", True, f"port {port} is open, connected in {milliseconds:.1f} ms")
+            yield CheckResult("tcp", True, f"port {port} is open, connected in {milliseconds:.1f} ms")
 
             step = "tls"
             tls = sock = start_tls(sock, host, context)
-            yield from _tls_findings(tls)
+            yield from _check_tls(tls)
             yield _key_exchange(agreed(tls))
-            met.operators.meet(target.url, tls, object())
+            comparison.operators.check_distinct(target.url, tls, object())
 
             step = "token"
             token = _token(target)
@@ -216,26 +225,26 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
             upgrade(tls, target.url, token)
             channel = WebsocketChannel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
         else:
-            yield Finding("url", True, f"directory {directory_of(target.url)}, on this machine")
+            yield CheckResult("url", True, f"directory {directory_of(target.url)}, on this machine")
 
             step = "token"
             token = _token(target)
 
             step = "directory"
-            met.operators.meet(target.url, None, object())
+            comparison.operators.check_distinct(target.url, None, object())
             if not token:
                 yield from _without_token(lambda token: open_colocated(target.url, token, target.timeout))
                 return
             channel = open_colocated(target.url, token, target.timeout)
-            yield Finding("directory", True, "an executor listens there")
-        yield Finding("token", True, f"accepted (from {target.token_env})")
-        yield Finding("protocol", True, f"both sides speak {SUBPROTOCOL}")
+            yield CheckResult("directory", True, "an executor listens there")
+        yield CheckResult("token", True, f"accepted (from {target.token_env})")
+        yield CheckResult("protocol", True, f"both sides speak {SUBPROTOCOL}")
 
         step = "manifest"
         opened = channel
         remote = RemoteExecutor(lambda: opened, DTYPE_NAMES[target.wire_dtype])
-        met.manifests[target.url] = remote.manifest
-        yield from _manifest_findings(remote.manifest)
+        comparison.manifests[target.url] = remote.manifest
+        yield from _check_manifest(remote.manifest)
 
         step = "digest"
         yield _digest(remote.manifest, target.digest)
@@ -250,7 +259,7 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
         shown = ""
         if step == "tls":
             shown = _shown_certificate(target)
-        yield Finding(step, False, error.message + shown, _cure(error, step, target))
+        yield CheckResult(step, False, error.message + shown, _remedy(error, step, target))
     finally:
         if channel is not None:
             channel.close()
@@ -258,7 +267,7 @@ def examine(target: Target, met: Met | None = None) -> Iterator[Finding]:
             sock.close()
 
 
-def _cure(error: SymbiosisError, step: str, target: Target) -> str:
+def _remedy(error: SymbiosisError, step: str, target: Target) -> str:
     if isinstance(error, ProtocolVersionError):
         return "install the version of this package that the provider runs, or ask the provider to update"
     if isinstance(error, AuthenticationError) or step == "token":
@@ -283,7 +292,7 @@ def _cure(error: SymbiosisError, step: str, target: Target) -> str:
     }[step]
 
 
-def _resolve(host: str, port: int) -> Finding:
+def _resolve(host: str, port: int) -> CheckResult:
     started = time.perf_counter()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -292,17 +301,17 @@ def _resolve(host: str, port: int) -> Finding:
     addresses = sorted({str(entry[4][0]) for entry in found})
     milliseconds = (time.perf_counter() - started) * 1e3
     if addresses == [host]:
-        return Finding("dns", True, f"{host} is an address")
-    return Finding("dns", True, f"{host} is {', '.join(addresses)} ({milliseconds:.1f} ms)")
+        return CheckResult("dns", True, f"{host} is an address")
+    return CheckResult("dns", True, f"{host} is {', '.join(addresses)} ({milliseconds:.1f} ms)")
 
 
-def _tls_findings(sock: ssl.SSLSocket) -> Iterator[Finding]:
+def _check_tls(sock: ssl.SSLSocket) -> Iterator[CheckResult]:
     cipher = sock.cipher()
-    yield Finding("tls", True, f"{sock.version()}, {cipher[0] if cipher else 'no cipher'}")
+    yield CheckResult("tls", True, f"{sock.version()}, {cipher[0] if cipher else 'no cipher'}")
     certificate = x509.load_der_x509_certificate(sock.getpeercert(binary_form=True) or b"")
     days = (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
     soon = days < SOON_DAYS
-    yield Finding(
+    yield CheckResult(
         "certificate",
         None if soon else True,
         _describe(certificate) + (f"; only {days} days left" if soon else ""),
@@ -310,10 +319,10 @@ def _tls_findings(sock: ssl.SSLSocket) -> Iterator[Finding]:
     )
 
 
-def _key_exchange(group: str) -> Finding:
+def _key_exchange(group: str) -> CheckResult:
     if hybrid(group):
-        return Finding("key exchange", True, f"{group}, hybrid post-quantum")
-    return Finding(
+        return CheckResult("key exchange", True, f"{group}, hybrid post-quantum")
+    return CheckResult(
         "key exchange",
         None,
         f"{group}, not known to be post-quantum: who records this traffic, or a mask source's with "
@@ -357,34 +366,34 @@ def _token(target: Target) -> str:
     return token
 
 
-def _without_token(show: Callable[[str], object]) -> Iterator[Finding]:
+def _without_token(show: Callable[[str], object]) -> Iterator[CheckResult]:
     """Whether it is an executor shows in how it refuses."""
     try:
         show("none")
     except AuthenticationError:
-        yield Finding("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
-    yield Finding(
+        yield CheckResult("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
+    yield CheckResult(
         "token", None, "not checked, nor anything after it", "give --token-env VARIABLE to check the rest"
     )
 
 
-def _manifest_findings(manifest: Manifest) -> Iterator[Finding]:
+def _check_manifest(manifest: Manifest) -> Iterator[CheckResult]:
     layers = sum(len(group.members) for group in manifest.groups)
-    yield Finding(
+    yield CheckResult(
         "manifest",
         True,
         f"{manifest.model} ({manifest.architecture}): {layers} layers in {len(manifest.groups)} groups, "
         f"{manifest.numerics}, takes {' or '.join(manifest.wire_dtypes)} on the wire",
     )
     if manifest.recorded:
-        yield Finding(
+        yield CheckResult(
             "transcript",
             None,
             "it records what tenants send",
             "ask the provider why; sessions refuse it unless --allow-transcript is given",
         )
     if manifest.unavailable:
-        yield Finding(
+        yield CheckResult(
             "parameters",
             None,
             f"it cannot supply {len(manifest.unavailable)} parameters that tenants hold",
@@ -392,13 +401,13 @@ def _manifest_findings(manifest: Manifest) -> Iterator[Finding]:
         )
 
 
-def _digest(manifest: Manifest, pinned: str | None) -> Finding:
+def _digest(manifest: Manifest, pinned: str | None) -> CheckResult:
     if pinned is not None and pinned != manifest.digest:
         raise ConfigurationError(f"it serves weights with digest {manifest.digest}, not {pinned}")
-    return Finding("digest", True, manifest.digest + (", as pinned" if pinned else ""))
+    return CheckResult("digest", True, manifest.digest + (", as pinned" if pinned else ""))
 
 
-def _speed(remote: RemoteExecutor) -> Iterator[Finding]:
+def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
     """Round trips of products of noise, through the same code that sends activations."""
     groups = [(i, shape) for i, shape in enumerate(remote.shapes) if not remote.manifest.groups[i].head]
     if not groups:
@@ -411,7 +420,7 @@ def _speed(remote: RemoteExecutor) -> Iterator[Finding]:
     group, shape = groups[0]
     all_members = (1 << len(shape.outputs)) - 1
     small = _seconds(product(group, all_members, 1), SMALL_REPEATS)
-    yield Finding(
+    yield CheckResult(
         "round trip",
         True,
         f"one row: {small * 1e3:.2f} ms; a token takes {len(groups)} of them, so at most "
@@ -434,7 +443,7 @@ def _speed(remote: RemoteExecutor) -> Iterator[Finding]:
         rows = max(1, min(limits.max_rows, size // max(there, back)))
         seconds = _seconds(product(group, members, rows), LARGE_REPEATS)
         moved = rows * (there if up else back)
-        yield Finding(
+        yield CheckResult(
             name,
             True,
             f"{rows} rows, {rows * there / 1e6:.2f} MB there and {rows * back / 1e6:.2f} MB back: "

@@ -56,12 +56,12 @@ def disk_errors(path: Path, what: str, then: str) -> Iterator[None]:
         reason = _disk_error(error)
         if reason is None:
             raise
-        cure = {
+        remedy = {
             errno.ENOSPC: f"free some space there ({free_megabytes(path):.0f} MB are free)",
             errno.EDQUOT: "free some space of your quota there",
             errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
         }.get(reason[1], "make the folder writable, or choose another")
-        raise StorageError(f"cannot write {what} to {path}: {reason[0]}; {cure}. {then}") from error
+        raise StorageError(f"cannot write {what} to {path}: {reason[0]}; {remedy}. {then}") from error
 
 
 def free_megabytes(path: Path) -> float:
@@ -100,7 +100,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-class Checkpoints:
+class TrainingCheckpoints:
     """The folder beside an output where a training leaves what it needs to go on after a crash.
 
     Args:

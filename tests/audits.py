@@ -11,7 +11,7 @@ from typing import Any
 from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
-from provider.observe.transcript import Transcript
+from provider.observe.transcript import TranscriptWriter
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
@@ -19,17 +19,17 @@ from security import capture
 from security.audit import Audit
 from security.capture import ONE_TIME, Parties
 from security.claims import judge
-from security.executors import Executor
+from security.executors import ExecutorProcess
 from security.passive import Evidence, PassiveAttacks
-from security.plan import QUICK_PLAN, Plan, Result
-from security.workload import Size
+from security.plan import QUICK_PLAN, AuditPlan, AuditResult
+from security.workload import WorkloadSize
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODEL = EXAMPLES / "base_model"
 TEXT = EXAMPLES / "data" / "clinic_notes_train.txt"
 PLAN = replace(
     QUICK_PLAN,
-    size=Size(prompts=16, new_tokens=1, repeated=1, repeats=4, steps=2, tokens=512),
+    size=WorkloadSize(prompts=16, new_tokens=1, repeated=1, repeats=4, steps=2, tokens=512),
     game_rows=4096,
     deep_places=1,
     lies=4,
@@ -37,7 +37,7 @@ PLAN = replace(
     modes=(ONE_TIME,),
 )
 SHORT_PLAN = replace(
-    PLAN, size=Size(prompts=4, new_tokens=1, repeated=1, repeats=1, steps=1, tokens=128), game_rows=64
+    PLAN, size=WorkloadSize(prompts=4, new_tokens=1, repeated=1, repeats=1, steps=1, tokens=128), game_rows=64
 )
 
 
@@ -52,7 +52,7 @@ class Mortal(Engine):
             super().submit(*request)
 
 
-class Here(Executor):
+class Here(ExecutorProcess):
     """An executor in this process, so that a change for a test reaches it too."""
 
     server: Server | None = None
@@ -60,7 +60,7 @@ class Here(Executor):
     def launch(self, port: int = 0) -> None:
         """See Executor."""
         base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
-        self.recording = Transcript(self.folder / "transcripts", base.manifest)
+        self.recording = TranscriptWriter(self.folder / "transcripts", base.manifest)
         # Named after the second and the process, of which this one has several in a second.
         name = f"{len(self._recordings())}.transcript"
         self.recording.path = self.recording.path.rename(self.recording.path.with_name(name))
@@ -92,7 +92,7 @@ class Here(Executor):
 
     def _break(self) -> None:
         assert self.server is not None
-        for session in list(self.server.sessions._open):
+        for session in list(self.server.connections._open):
             session._broke(ConnectionResetError())  # type: ignore[attr-defined]
 
 
@@ -108,7 +108,7 @@ def lines() -> list[str]:
 class Short(Audit):
     """One session with one-time, executors in this process, a crash, and what was recorded."""
 
-    def __init__(self, plan: Plan = SHORT_PLAN) -> None:
+    def __init__(self, plan: AuditPlan = SHORT_PLAN) -> None:
         super().__init__(MODEL, lines(), plan, silent)
         self.lengths = {}
 
@@ -158,7 +158,7 @@ class Short(Audit):
         } - {"control-reuse"}
 
 
-def structure(folder: Path) -> tuple[Evidence, Result, set[str]]:
+def structure(folder: Path) -> tuple[Evidence, AuditResult, set[str]]:
     """A short session, what is found without attacks on its rows, and the claims that this refutes."""
     audit = Short()
     passive = audit.passive(folder)
@@ -166,7 +166,7 @@ def structure(folder: Path) -> tuple[Evidence, Result, set[str]]:
     return passive.evidence, audit.result, audit.refuted()
 
 
-def lied_to(folder: Path) -> tuple[Result, set[str]]:
+def lied_to(folder: Path) -> tuple[AuditResult, set[str]]:
     """Sessions that are lied to, and the claims that are refuted."""
     audit = Short()
     with audit.executors(folder) as parties:

@@ -11,7 +11,7 @@ from typing import Any
 from raw_peers import SECONDS
 
 from provider.engine.engine import Engine
-from provider.engine.lanes import Multiplied, ProcessLane, Rows
+from provider.engine.lanes import BatchResult, ProcessLane, RowRange
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.session.tenant import Service
@@ -26,13 +26,13 @@ class HeldLane(ProcessLane):
         super().__init__(executor)
         self.started, self.busy, self.go = threading.Semaphore(0), threading.Event(), threading.Event()
 
-    def start(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+    def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """See Lane."""
         self.started.release()
         self.busy.set()
         return super().start(batch)
 
-    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+    def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
         """See Lane."""
         assert self.go.wait(SECONDS)
         return super().multiply(batch)
@@ -43,7 +43,7 @@ class BrokenLane(ProcessLane):
 
     rows = 13
 
-    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+    def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
         """See Lane."""
         if any(rows.request.header.rows == self.rows for rows in batch):
             raise RuntimeError("/secret/path")
@@ -63,12 +63,12 @@ class ShufflingLane(ProcessLane):
     def __init__(self, executor: BaseExecutor, seed: int = 0) -> None:
         super().__init__(executor)
         self._draw, self._lock = random.Random(seed), threading.Lock()
-        self._under_way: list[tuple[Sequence[Rows], Future[Multiplied]]] = []
+        self._under_way: list[tuple[Sequence[RowRange], Future[BatchResult]]] = []
         self.most = self.parts = 0
 
-    def start(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+    def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """See Lane."""
-        future: Future[Multiplied] = Future()
+        future: Future[BatchResult] = Future()
         with self._lock:
             self._under_way.append((batch, future))
             self.most = max(self.most, len(self._under_way))

@@ -24,14 +24,14 @@ from shared.wire.header import Direction, Operation
 MILLISECONDS = int(SECONDS * 1000)
 
 
-def knock(directory: Path, *frames: bytes) -> tuple[bytes, Any]:
-    """What the door answers: its kind, and the JSON behind it."""
-    with zmq.Context.instance().socket(zmq.DEALER) as door:
-        door.linger = 0
-        door.connect(f"ipc://{directory}/door")
-        door.send_multipart(frames)
-        assert door.poll(MILLISECONDS)
-        kind, body = door.recv_multipart()
+def request_session(directory: Path, *frames: bytes) -> tuple[bytes, Any]:
+    """What the executor's listening socket answers: its kind, and the JSON behind it."""
+    with zmq.Context.instance().socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.connect(f"ipc://{directory}/door")
+        sock.send_multipart(frames)
+        assert sock.poll(MILLISECONDS)
+        kind, body = sock.recv_multipart()
         return kind, json.loads(body)
 
 
@@ -39,7 +39,7 @@ class RawTenant:
     """An open session."""
 
     def __init__(self, directory: Path, token: str) -> None:
-        kind, self.opened = knock(directory, b"symbiosis.v2", token.encode())
+        kind, self.opened = request_session(directory, b"symbiosis.v2", token.encode())
         assert kind == b"opened", self.opened
         path = f"{directory}/{self.opened['session']}"
         self.memory = os.open(f"/proc/{self.opened['pid']}/fd/{self.opened['descriptor']}", os.O_RDWR)

@@ -6,7 +6,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from provider.engine.latency import LatencyModel, Shape
-from provider.engine.scheduler import Batch, Kind, Policy, Work, rows_of
+from provider.engine.scheduler import Batch, BatchKey, Policy, Work, rows_of
 from shared.wire.header import Direction, RequestClass
 
 GROUPS = 8
@@ -29,7 +29,7 @@ def work(
     tenant: str = "a", group: int = 0, rows: int = 1, what: RequestClass = DECODE, now: float = 0.0
 ) -> Work:
     """A request of some rows; one row through all groups is one virtual token."""
-    return Work(tenant, Kind(group, Direction.FORWARD, 0b11, 1), rows, what, 1 / GROUPS, now)
+    return Work(tenant, BatchKey(group, Direction.FORWARD, 0b11, 1), rows, what, 1 / GROUPS, now)
 
 
 @dataclass
@@ -80,7 +80,7 @@ def simulate(policy: Policy, tenants: list[Tenant], seconds: float) -> list[tupl
             following = [arrivals[0][0]] if arrivals else []
             now = max(now, min([*following, *([decision] if decision is not None else [])], default=seconds))
             continue
-        assert len({piece.work.kind for piece in decision}) == 1
+        assert len({piece.work.key for piece in decision}) == 1
         done.append((now, decision))
         took = FIXED + PER_ROW * rows_of(decision)
         for request, start, stop in decision:

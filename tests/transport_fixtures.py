@@ -48,7 +48,11 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
         # Sockets want short paths.
         directory = Path(tempfile.mkdtemp(prefix="symbiosis-"))
         local = ColocatedServer(
-            made, tokens=tokens, directory=directory, sessions=server.sessions, memory_bytes=memory_bytes
+            made,
+            tokens=tokens,
+            directory=directory,
+            connections=server.connections,
+            memory_bytes=memory_bytes,
         )
         inprocess = InprocessExecutor(made, tokens)
         started.append(

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from provider.engine.fairness import Weights
-from provider.engine.lanes import Lane, Multiplied, ProcessLane, Request, Rows
+from provider.engine.fairness import RowCosts
+from provider.engine.lanes import BatchResult, Lane, ProcessLane, Request, RowRange
 from provider.engine.latency import LatencyModel, Shape
 from provider.engine.loop import Loop
-from provider.engine.scheduler import Batch, Kind, Opportunistic, Policy, Work, bounded_class, rows_of
+from provider.engine.scheduler import Batch, BatchKey, Opportunistic, Policy, Work, bounded_class, rows_of
 from provider.executor.base import BaseExecutor
 from shared.wire.header import Direction, Header, RequestClass
 
@@ -32,7 +32,7 @@ PROFILE_ROWS = 128
 INLINE_SECONDS = 1e-3  # of a product that the loop's thread multiplies itself
 
 
-class Done(NamedTuple):
+class Completion(NamedTuple):
     """An answer and where its time went.
 
     Attributes:
@@ -48,15 +48,15 @@ class Done(NamedTuple):
     reply_seconds: float
 
 
-Completed = Callable[["Done | Exception"], None]
+OnCompletion = Callable[["Completion | Exception"], None]
 
 
-class _Asked:
+class _Submission:
     """A request on its way, and who wants the answer."""
 
     __slots__ = ("answers", "completed", "done", "first", "left", "request", "under_way", "work")
 
-    def __init__(self, work: Work, request: Request, completed: Completed) -> None:
+    def __init__(self, work: Work, request: Request, completed: OnCompletion) -> None:
         self.work, self.request, self.completed = work, request, completed
         self.answers: dict[int, list[torch.Tensor]] = {}  # by their first row
         self.first = 0.0
@@ -72,7 +72,7 @@ class Engine:
         lanes: where products run; each group on the one that ``lane_of`` names.
         policy: decides.
         latency: how long products take, as far as is known.
-        weights: virtual tokens of rows.
+        row_costs: virtual tokens of rows.
         read_ahead: bring a group's weight nearer until told to stop; while there is nothing to do.
         on_batch: told rows, seconds and the multiplying thread's processor seconds of every product.
 
@@ -87,17 +87,17 @@ class Engine:
         latency: LatencyModel,
         *,
         lane_of: Callable[[int], int] = lambda group: 0,
-        weights: Weights | None = None,
+        row_costs: RowCosts | None = None,
         read_ahead: Callable[[int, Callable[[], bool]], None] = lambda group, stop: None,
         on_batch: Callable[[int, float, float], None] = lambda rows, seconds, processor: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.loop = Loop(self)
         self._lanes, self._policy, self._latency = list(lanes), policy, latency
-        self._lane_of, self._weights, self._clock = lane_of, weights or Weights(), clock
+        self._lane_of, self._row_costs, self._clock = lane_of, row_costs or RowCosts(), clock
         self._read_ahead, self._on_batch = read_ahead, on_batch
         self._all = sum(shape.size for shape in latency.shapes)
-        self._asked: dict[Work, _Asked] = {}
+        self._submissions: dict[Work, _Submission] = {}
         self._under_way = [0] * len(self._lanes)
         self._afterwards: deque[Callable[[], None]] = deque()
         self._next_group: int | None = None  # to read ahead
@@ -125,10 +125,10 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests without an answer."""
-        return len(self._asked)
+        return len(self._submissions)
 
     def submit(
-        self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: Completed
+        self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: OnCompletion
     ) -> None:
         """Have a request's product computed; in the loop's thread, which calls ``completed`` once.
 
@@ -139,17 +139,19 @@ class Engine:
             payload: its rows, or a seed; not changed.
         """
         work = self._work(tenant, session, header)
-        self._asked[work] = _Asked(work, Request(header, payload), completed)
+        self._submissions[work] = _Submission(work, Request(header, payload), completed)
         try:
             self._policy.add(work, work.arrived)
         except Exception as error:
             self._fail(error)
 
-    def ask(self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor) -> Future[Done]:
+    def submit_threadsafe(
+        self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor
+    ) -> Future[Completion]:
         """The same from any other thread."""
-        future: Future[Done] = Future()
+        future: Future[Completion] = Future()
 
-        def completed(done: Done | Exception) -> None:
+        def completed(done: Completion | Exception) -> None:
             if isinstance(done, Exception):
                 future.set_exception(done)
             else:
@@ -163,14 +165,14 @@ class Engine:
 
         What no lane has is not multiplied; all of it completes, also what is with a lane, when it is back.
         """
-        for asked in [
-            a for a in self._asked.values() if (a.work.tenant, a.work.session) == (tenant, session)
+        for submission in [
+            a for a in self._submissions.values() if (a.work.tenant, a.work.session) == (tenant, session)
         ]:
-            asked.left = True
-            self._policy.drop(asked.work)
-            if not asked.under_way:
-                del self._asked[asked.work]
-                self._complete(asked, ConnectionResetError("the session has ended"))
+            submission.left = True
+            self._policy.drop(submission.work)
+            if not submission.under_way:
+                del self._submissions[submission.work]
+                self._complete(submission, ConnectionResetError("the session has ended"))
         self._policy.left(tenant, session)
 
     def afterwards(self, what: Callable[[], None]) -> None:
@@ -188,22 +190,22 @@ class Engine:
             self._afterwards.popleft()()
 
     def _work(self, tenant: str, session: Hashable, header: Header) -> Work:
-        kind = Kind(header.group, header.direction, header.members, header.dtype)
+        key = BatchKey(header.group, header.direction, header.members, header.dtype)
         shape = self._latency.shapes[header.group]
         share = shape.size * self._latency.share(header.group, header.members) / self._all
-        cost = share * self._weights.of(header.operation, header.direction)
+        cost = share * self._row_costs.of(header.operation, header.direction)
         request_class = bounded_class(header.request_class, header.direction, header.rows)
         lane = self._lane_of(header.group)
-        return Work(tenant, kind, header.rows, request_class, cost, self._clock(), session, lane)
+        return Work(tenant, key, header.rows, request_class, cost, self._clock(), session, lane)
 
     # -- the loop's thread -----------------------------------------------------------------------
 
     def turn(self) -> float | None:
-        """See ``provider.engine.loop.Worker``: decide for every lane that has room, once."""
+        """See ``provider.engine.loop.LoopTask``: decide for every lane that has room, once."""
         wait: float | None = None
         try:
             for number, lane in enumerate(self._lanes):
-                if not self._asked or self._under_way[number] >= lane.depth:
+                if not self._submissions or self._under_way[number] >= lane.depth:
                     continue
                 now = self._clock()
                 decision = self._policy.next(now, number)
@@ -214,7 +216,7 @@ class Engine:
                     wait = 0.0  # what has arrived meanwhile is handled before the next
         except Exception as error:
             self._fail(error)
-        if wait is None and not self._asked and self._afterwards:
+        if wait is None and not self._submissions and self._afterwards:
             self._afterwards.popleft()()
             return 0.0
         while len(self._afterwards) > 256:  # there never is nothing to do
@@ -222,7 +224,7 @@ class Engine:
         return wait
 
     def rest(self, stop: Callable[[], bool]) -> None:
-        """See ``provider.engine.loop.Worker``: read the next group's weight ahead.
+        """See ``provider.engine.loop.LoopTask``: read the next group's weight ahead.
 
         A product of few rows takes as long as its weight takes to arrive from memory, and groups are called
         in the order of their ids. Meanwhile the tenant computes its attention.
@@ -232,15 +234,15 @@ class Engine:
             self._read_ahead(group, stop)
 
     def _start(self, number: int, lane: Lane, batch: Batch) -> None:
-        rows = [Rows(self._asked[work].request, start, stop) for work, start, stop in batch]
+        rows = [RowRange(self._submissions[work].request, start, stop) for work, start, stop in batch]
         for work, _, _ in batch:
-            self._asked[work].under_way += 1
+            self._submissions[work].under_way += 1
         started = self._clock()
-        kind, count = batch[0].work.kind, rows_of(batch)
-        forecast = self._latency.seconds(kind.group, kind.direction, kind.members, count)
-        # Rows are made of a payload as a whole, which the forecast for a part of them leaves out.
+        key, count = batch[0].work.key, rows_of(batch)
+        expected = self._latency.seconds(key.group, key.direction, key.members, count)
+        # Rows are made of a payload as a whole, which what is expected of a part of them leaves out.
         whole = all(r.request.blocks is not None or r.stop - r.start == r.request.header.rows for r in rows)
-        if lane.here and whole and forecast <= INLINE_SECONDS:
+        if lane.here and whole and expected <= INLINE_SECONDS:
             try:
                 multiplied = lane.multiply(rows)
             except Exception as error:
@@ -253,75 +255,75 @@ class Engine:
             lambda future: self.loop.call(partial(self._arrived, number, batch, started, future))
         )
 
-    def _arrived(self, number: int, batch: Batch, started: float, future: Future[Multiplied]) -> None:
+    def _arrived(self, number: int, batch: Batch, started: float, future: Future[BatchResult]) -> None:
         self._under_way[number] -= 1
         error = future.exception()
         self._finished(batch, _at_fault(error, batch) if error else future.result(), started)
 
-    def _finished(self, batch: Batch, multiplied: Multiplied, started: float) -> None:
+    def _finished(self, batch: Batch, multiplied: BatchResult, started: float) -> None:
         ended = self._clock()
         answers, processor = multiplied
-        complete: list[tuple[_Asked, Done | Exception]] = []
+        complete: list[tuple[_Submission, Completion | Exception]] = []
         for (work, start, stop), answer in zip(batch, answers, strict=True):
-            asked = self._asked.get(work)
-            if asked is None:
+            submission = self._submissions.get(work)
+            if submission is None:
                 continue  # an earlier piece of it failed
-            asked.under_way -= 1
-            if not asked.answers:
-                asked.first = started
-            if asked.left:
-                if not asked.under_way:
-                    complete.append((asked, ConnectionResetError("the session has ended")))
+            submission.under_way -= 1
+            if not submission.answers:
+                submission.first = started
+            if submission.left:
+                if not submission.under_way:
+                    complete.append((submission, ConnectionResetError("the session has ended")))
                 continue
             if isinstance(answer, Exception):
-                complete.append((asked, answer))
+                complete.append((submission, answer))
                 continue
-            asked.answers[start] = answer
-            asked.done += stop - start
-            if asked.done == work.rows:
-                blocks = _joined(asked.answers)
-                times = asked.first - work.arrived, ended - work.arrived
-                complete.append((asked, Done(blocks, work.request_class, *times)))
+            submission.answers[start] = answer
+            submission.done += stop - start
+            if submission.done == work.rows:
+                blocks = _joined(submission.answers)
+                times = submission.first - work.arrived, ended - work.arrived
+                complete.append((submission, Completion(blocks, work.request_class, *times)))
         fault: Exception | None = None
-        for asked, _ in complete:
-            del self._asked[asked.work]
+        for submission, _ in complete:
+            del self._submissions[submission.work]
         try:
-            for asked, done in complete:
+            for submission, done in complete:
                 if isinstance(done, Exception):
-                    self._policy.drop(asked.work)
+                    self._policy.drop(submission.work)
             if not any(isinstance(answer, Exception) for answer in answers):
                 self._policy.finished(batch, ended - started, ended)
         except Exception as error:
             fault = error
-        for asked, done in complete:
-            self._complete(asked, done)
+        for submission, done in complete:
+            self._complete(submission, done)
         if fault is not None:
             self._fail(fault)
         last = batch[-1].work
-        self._next_group = last.kind.group + 1 if last.rows <= READ_AHEAD_ROWS else None
+        self._next_group = last.key.group + 1 if last.rows <= READ_AHEAD_ROWS else None
         self.afterwards(lambda: self._on_batch(rows_of(batch), ended - started, processor))
 
     @staticmethod
-    def _complete(asked: _Asked, done: Done | Exception) -> None:
+    def _complete(submission: _Submission, done: Completion | Exception) -> None:
         try:
-            asked.completed(done)
+            submission.completed(done)
         except Exception:
-            log.exception("after a product of tenant %s", asked.work.tenant)
+            log.exception("after a product of tenant %s", submission.work.tenant)
 
     def _fail(self, error: Exception) -> None:
         """A fault of the policy: nobody waits for ever."""
         log.error("the scheduler failed", exc_info=error)
-        left, self._asked = list(self._asked.values()), {}
-        for asked in left:
+        left, self._submissions = list(self._submissions.values()), {}
+        for submission in left:
             with suppress(Exception):
-                self._policy.drop(asked.work)
-            self._complete(asked, RuntimeError(f"the scheduler failed: {error!r}"))
+                self._policy.drop(submission.work)
+            self._complete(submission, RuntimeError(f"the scheduler failed: {error!r}"))
 
 
-def _at_fault(error: BaseException, batch: Batch) -> Multiplied:
+def _at_fault(error: BaseException, batch: Batch) -> BatchResult:
     """Answers of a lane that has none."""
     log.error("a lane failed", exc_info=error)
-    return Multiplied([RuntimeError(f"a lane failed: {error!r}")] * len(batch))
+    return BatchResult([RuntimeError(f"a lane failed: {error!r}")] * len(batch))
 
 
 def _joined(answers: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from shared.wire.header import Direction, Operation
 
 
 @dataclass(frozen=True)
-class Weights:
+class RowCosts:
     """Virtual tokens of one row through all groups, by what it is."""
 
     forward: float = 1.0
@@ -21,7 +21,7 @@ class Weights:
     effect: float = 1.0
 
     def of(self, operation: int, direction: int) -> float:
-        """The weight of one request's rows."""
+        """What one row of such a request costs."""
         if operation != Operation.PRODUCT:
             return self.effect
         return self.forward if direction == Direction.FORWARD else self.backward

@@ -24,7 +24,7 @@ class Request:
     blocks: list[torch.Tensor] | None = None
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Rows [start, stop) of a request."""
 
     request: Request
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 Answer = list[torch.Tensor] | Exception  # blocks of the rows' answer, with memory of their own
 
 
-class Multiplied(NamedTuple):
+class BatchResult(NamedTuple):
     """An answer for each of a batch's rows, in order, and the processor time of the thread that made them."""
 
     answers: list[Answer]
@@ -53,14 +53,14 @@ class Lane(Protocol):
     depth: int
     here: bool
 
-    def start(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+    def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """Multiply rows of one group, direction and members.
 
         The future raises only if the lane itself is at fault.
         """
         ...
 
-    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+    def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
         """The same, in this thread."""
         ...
 
@@ -83,11 +83,11 @@ class ProcessLane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="products")
         self._thread.submit(int)  # now, while there are threads to be had
 
-    def start(self, batch: Sequence[Rows]) -> Future[Multiplied]:
+    def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """See Lane."""
         return self._thread.submit(self.multiply, batch)
 
-    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+    def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
         """See Lane."""
         began = time.thread_time()
         blocks, good, answers = [], [], list[Answer]()
@@ -100,9 +100,9 @@ class ProcessLane:
                 answers.append(error)
         products = iter(self._products(good, blocks))
         answers = [answer if isinstance(answer, Exception) else next(products) for answer in answers]
-        return Multiplied(answers, time.thread_time() - began)
+        return BatchResult(answers, time.thread_time() - began)
 
-    def _blocks(self, rows: Rows) -> list[torch.Tensor]:
+    def _blocks(self, rows: RowRange) -> list[torch.Tensor]:
         request = rows.request
         if request.blocks is None:
             request.blocks = self._executor.blocks(request.header, request.payload)
@@ -110,7 +110,7 @@ class ProcessLane:
             return request.blocks
         return [block[rows.start : rows.stop] for block in request.blocks]
 
-    def _products(self, batch: list[Rows], blocks: list[list[torch.Tensor]]) -> list[Answer]:
+    def _products(self, batch: list[RowRange], blocks: list[list[torch.Tensor]]) -> list[Answer]:
         """As few calls into torch as can be: each lets go of Python's lock, for which others may queue."""
         if not batch:
             return []

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
-class Worker(Protocol):
+class LoopTask(Protocol):
     """Has work besides what is registered."""
 
     def turn(self) -> float | None:
@@ -40,11 +40,11 @@ class Loop:
     Everything but ``call`` is for that thread alone.
 
     Args:
-        worker: asked after each round of callbacks.
+        task: asked after each round of callbacks.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, task: LoopTask) -> None:
+        self._task = task
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
@@ -86,9 +86,9 @@ class Loop:
             self._thread.join(10.0)
 
     @property
-    def ours(self) -> bool:
-        """Whether this is the loop's own thread."""
-        return threading.current_thread() is self._thread
+    def closed(self) -> bool:
+        """Whether it has ended: what it was called for and has not done it never does."""
+        return self._closed
 
     def watch(self, descriptor: int, handler: Callable[[int], None], what: int = READ) -> None:
         """Call this when a descriptor is ready, with what for, again and again until it is forgotten."""
@@ -120,7 +120,7 @@ class Loop:
 
     def _run(self) -> None:
         while not self._closed:
-            wait = self._guarded(self._worker.turn)
+            wait = self._guarded(self._task.turn)
             if self._calls:
                 wait = 0.0
             elif self._timers:
@@ -138,11 +138,11 @@ class Loop:
             each.close()
 
     def _poll(self, wait: float | None) -> list[tuple[int, int]]:
-        """Wait for whatever is watched; if there is nothing to do at once, the worker may rest meanwhile."""
+        """Wait for whatever is watched; if there is nothing to do at once, the task may rest meanwhile."""
         ready = self._epoll.poll(0)
         if ready or wait == 0.0:
             return ready
-        self._guarded(lambda: self._worker.rest(self._something_to_do))
+        self._guarded(lambda: self._task.rest(self._something_to_do))
         self._asleep = True
         try:
             # Whoever appended before it was true has sent nothing.

@@ -27,7 +27,7 @@ INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait 
 LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
 
 
-class Kind(NamedTuple):
+class BatchKey(NamedTuple):
     """What requests must have in common to share a product."""
 
     group: int
@@ -48,7 +48,7 @@ class Work:
     """
 
     tenant: str
-    kind: Kind
+    key: BatchKey
     rows: int
     request_class: RequestClass
     row_cost: float
@@ -81,7 +81,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-Batch = list[Piece]  # of one kind
+Batch = list[Piece]  # of one key
 
 
 def rows_of(batch: Batch) -> int:
@@ -122,7 +122,7 @@ class Policy(Protocol):
         ...
 
 
-class Alone:
+class Unbatched:
     """Every request by itself, in the order of arrival: what there is without batching."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Alone:
 
 
 class Lockstep:
-    """Wait until every active tenant asks, then multiply all that share the oldest request's kind.
+    """Wait until every active tenant asks, then multiply all that share the oldest request's key.
 
     What batching costs without opportunism (Symbiosis §4.5): the slowest tenant sets the pace.
 
@@ -178,9 +178,9 @@ class Lockstep:
         missing = self._active.latest_of_others({work.tenant for work in self._queue}, now)
         if missing is not None:
             return missing + self._active.seconds
-        kind = first.kind
-        batch = [work for work in self._queue if work.kind == kind]
-        self._queue = [work for work in self._queue if work.kind != kind]
+        key = first.key
+        batch = [work for work in self._queue if work.key == key]
+        self._queue = [work for work in self._queue if work.key != key]
         return [work.take(work.rows) for work in batch]
 
     def drop(self, work: Work) -> None:
@@ -197,7 +197,7 @@ class Lockstep:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the provider promises, and how long it lets requests wait for company.
+    """What the provider promises, and how long it lets requests wait for other requests.
 
     Attributes:
         decode_seconds: the executor's part of one token: waiting and products of all groups together.
@@ -233,7 +233,7 @@ class Opportunistic:
 
     def __init__(self, latency: LatencyModel, objective: Objective | None = None) -> None:
         self._latency, self._objective = latency, objective or Objective()
-        self.tokens = Tokens(self._objective.decode_seconds)
+        self.tokens = DecodedTokens(self._objective.decode_seconds)
         # A token passes all groups: each request has its part of the time.
         self._request_seconds = self._objective.decode_seconds / max(1, len(latency.shapes))
         self._queue: list[Work] = []
@@ -273,7 +273,7 @@ class Opportunistic:
         if not heads:
             return min(ripe.values())
         head = min(heads, key=self._precedence)
-        return self._batch(head, [work for work in fair if work.kind == head.kind], limit, now)
+        return self._batch(head, [work for work in fair if work.key == head.key], limit, now)
 
     def drop(self, work: Work) -> None:
         """See Policy."""
@@ -287,7 +287,7 @@ class Opportunistic:
 
     def finished(self, batch: Batch, seconds: float, now: float) -> None:
         """See Policy."""
-        group, direction, members, _ = batch[0].work.kind
+        group, direction, members, _ = batch[0].work.key
         self._latency.observe(group, direction, members, rows_of(batch), seconds)
         for work, _, stop in batch:
             self._waits(work, now)
@@ -299,7 +299,7 @@ class Opportunistic:
         self.tokens.left((tenant, session))
 
     def _precedence(self, work: Work) -> tuple[bool, int, float, int, float]:
-        group = work.kind.group if work.decodes else 0
+        group = work.key.group if work.decodes else 0
         served = self.counters.of(work.tenant)
         return (not work.decodes, group, served, work.request_class, work.arrived)
 
@@ -307,7 +307,7 @@ class Opportunistic:
         """When a request has waited long enough for others; one that has begun waits no more."""
         if work.taken:
             return work.arrived
-        group, direction, members, _ = work.kind
+        group, direction, members, _ = work.key
         wait = self._objective.wait_share * self._latency.seconds(group, direction, members, work.rows)
         wait = min(wait, self._objective.wait_seconds)
         return work.arrived + (wait if wait > LEAST_WAIT_SECONDS else 0.0)
@@ -321,7 +321,7 @@ class Opportunistic:
 
     def _window(self, work: Work, now: float) -> int:
         """Rows of a product that this request, no decode, may be part of."""
-        group, direction, members, _ = work.kind
+        group, direction, members, _ = work.key
         others = self._interactive.latest_of_others({work.tenant}, now)
         seconds = PIECE_SECONDS if others is None else SHORT_PIECE_SECONDS
         if now - self._last_decode <= QUIET_SECONDS:
@@ -335,7 +335,7 @@ class Opportunistic:
         return work.left if work.decodes else min(work.left, self._window(work, now))
 
     def _batch(self, head: Work, fair: list[Work], limit: float, now: float) -> Batch:
-        """The head, all decodes of its kind, and of the rest as many rows as there is room for."""
+        """The head, all decodes of its key, and of the rest as many rows as there is room for."""
         batch: Batch = []
         for work in sorted(fair, key=lambda work: (work is not head, *self._precedence(work))):
             rows = work.left if work.decodes else min(work.left, self._window(work, now) - rows_of(batch))
@@ -353,7 +353,7 @@ class Opportunistic:
         return piece
 
 
-class Tokens:
+class DecodedTokens:
     """Decoded tokens, told from requests by their groups, and whether they met the objective.
 
     A token's requests pass the groups in order, so a session's next token begins where the groups begin
@@ -430,5 +430,5 @@ POLICIES = ("opportunistic", "none", "lockstep")
 def make_policy(name: str, latency: LatencyModel, objective: Objective) -> Policy:
     """A policy by the name that ``--batching`` takes; one of POLICIES."""
     if name == "none":
-        return Alone()
+        return Unbatched()
     return Lockstep() if name == "lockstep" else Opportunistic(latency, objective)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from provider.engine.engine import Done
+from provider.engine.engine import Completion
 from shared.wire.header import Direction, Header, Operation, RequestClass
 
 _DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
@@ -136,7 +136,7 @@ class Metrics:
         """The values of a metric under all its labels together."""
         return sum(self.by_label(name, "").values())
 
-    def answered(self, tenant: str, header: Header, answer: Header, done: Done) -> None:
+    def answered(self, tenant: str, header: Header, answer: Header, done: Completion) -> None:
         """Count one answered product or effect."""
         rows, histogram = self._products[Operation(header.operation), Direction(header.direction)]
         rows.inc(header.rows)

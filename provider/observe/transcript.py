@@ -41,7 +41,7 @@ class Record(enum.IntEnum):
 ANSWER = struct.Struct("<Id")  # request id, seconds
 
 
-class Transcript:
+class TranscriptWriter:
     """Appends to a new file in a folder; from any thread.
 
     When the disk is full, recording ends with an error in the log and serving goes on.

@@ -24,23 +24,23 @@ import torch
 import zmq
 
 from provider.engine.loop import READ, Loop
+from provider.serve.connection import Connection, Connections
 from provider.serve.descriptors import explained, none_left
 from provider.serve.handshake import NO_ROOM
-from provider.serve.server import Sessions
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
 from shared.errors import ConfigurationError, WireError
 from shared.transport import SCHEME
 from shared.transport.colocated import (
     ANSWERS,
-    DOOR,
     END,
-    FRONT_BYTES,
+    LISTENER,
     MAX_IN_FLIGHT,
     MEMORY,
     MEMORY_BYTE,
     OPENED,
     PLACES,
+    PREAMBLE_BYTES,
     REFUSED,
     REQUESTS,
     Opened,
@@ -64,7 +64,7 @@ _RETRY_SECONDS = 5.0
 _ROWS = frozenset({Operation.PRODUCT, Operation.EFFECT})
 
 
-class Budget:
+class MemoryBudget:
     """Bytes of shared memory that all sessions together may have, and those of one tenant."""
 
     def __init__(self, limit: int, tenant_limit: int) -> None:
@@ -96,7 +96,7 @@ class SessionMemory:
         MemoryError: there is none left.
     """
 
-    def __init__(self, budget: Budget, tenant: str, most: int) -> None:
+    def __init__(self, budget: MemoryBudget, tenant: str, most: int) -> None:
         self._budget, self._tenant, self.most, self.size = budget, tenant, most, 0
         self.name = f"symbiosis-{secrets.token_hex(8)}"
         self.descriptor = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -132,22 +132,22 @@ class SessionMemory:
         self._budget.take(self._tenant, -self.size)
 
 
-class ColocatedConnection:
-    """One tenant's session, from the moment that its token was good."""
+class ColocatedConnection(Connection):
+    """See Connection. It exists from the moment that its tenant's token was good."""
 
     def __init__(
         self,
         directory: Path,
         tenant: str,
         service: Service,
-        budget: Budget,
+        budget: MemoryBudget,
     ) -> None:
-        self.tenant = tenant
+        super().__init__(tenant)
         self._copies = service.transcript is not None
         limits = service.executor.manifest.limits
-        self._window = limits.max_in_flight
+        self._max_in_flight = limits.max_in_flight
         self._places: dict[int, int] = {}  # of answers, by request id
-        self._greeted = self._reading = self._draining = self._ending = self._ended = False
+        self._greeted = self._reading = False
         self._name = f"session-{secrets.token_hex(8)}"
         self._path = directory / self._name
         with ExitStack() as made:
@@ -158,7 +158,7 @@ class ColocatedConnection:
             self._requests, self._answers = self._make_pipes(made)
             self._socket: zmq.Socket[bytes] = made.enter_context(zmq.Context.instance().socket(zmq.PAIR))
             self._socket.set(zmq.LINGER, LINGER_MILLISECONDS)
-            self._socket.set(zmq.MAXMSGSIZE, FRONT_BYTES + MAX_REQUEST_CONTROL_BYTES)
+            self._socket.set(zmq.MAXMSGSIZE, PREAMBLE_BYTES + MAX_REQUEST_CONTROL_BYTES)
             for queue in (zmq.SNDHWM, zmq.RCVHWM):
                 self._socket.set(queue, 2 * MAX_IN_FLIGHT)
             self._socket.bind(f"{SCHEME}{self._path}")
@@ -174,14 +174,14 @@ class ColocatedConnection:
         return Opened(self._name, os.getpid(), memory.descriptor, memory.name, memory.size, memory.most)
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
-        """Serve it in the loop, whose thread this is, until it has ended."""
-        self._loop, self._on_end = loop, ended
+        """See Connection."""
+        super().start(loop, ended)
         loop.watch(self._socket_fd, self._guard(self._read_socket))
         loop.later(FIRST_MESSAGE_MILLISECONDS / 1000, self._guard(self._look_for_greeting))
         self._guard(self._read_socket)(0)  # there may be a message that the descriptor does not tell of
 
     def drain(self) -> None:
-        """In the loop's thread: answer what has arrived, then close."""
+        """See Connection."""
         self._draining = True
         if self._greeted and self._reading:
             self._guard(self._read_requests)()
@@ -193,23 +193,8 @@ class ColocatedConnection:
         self._made.close()
 
     def _guard(self, handle: Callable[[], None]) -> Callable[..., None]:
-        """A handler that ends the session if the tenant left, died or broke the protocol."""
-
-        def guarded(_: int = 0) -> None:
-            try:
-                if not self._ended:
-                    handle()
-            except WireError as error:
-                log.warning("tenant %s broke the protocol: %s", self.tenant, error)
-                self._session.refuse(0, error)
-                self._say_end()
-            except (OSError, EOFError) as error:
-                self._broke(error)
-            except Exception:
-                log.exception("the session of tenant %s failed", self.tenant)
-                self._end()
-
-        return guarded
+        """The same as a handler of the loop's."""
+        return lambda *_: self._guarded(handle)
 
     def _look_for_greeting(self) -> None:
         if not self._greeted:
@@ -217,8 +202,8 @@ class ColocatedConnection:
 
     def _read_socket(self) -> None:
         """What comes over ZeroMQ, whose descriptor does not tell of every message."""
-        for _ in range(self._window):
-            if self._ended or self._ending or self._session.in_flight >= self._window:
+        for _ in range(self._max_in_flight):
+            if self._ended or self._ending or self._session.in_flight >= self._max_in_flight:
                 return  # whatever is answered has this looked at again
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -241,10 +226,10 @@ class ColocatedConnection:
         self._loop.call(self._guard(self._read_socket))  # others first
 
     def _read_requests(self) -> None:
-        """What comes through the pipe: the fronts of requests whose rows are in memory."""
-        for _ in range(self._window):
+        """What comes through the pipe: the preambles of requests whose rows are in memory."""
+        for _ in range(self._max_in_flight):
             try:
-                data = os.read(self._requests, FRONT_BYTES)
+                data = os.read(self._requests, PREAMBLE_BYTES)
             except BlockingIOError:
                 return
             if not data:
@@ -257,7 +242,7 @@ class ColocatedConnection:
             self._session.answer(self._incoming(data))
             if self._ended:
                 return
-            if self._session.in_flight >= self._window:
+            if self._session.in_flight >= self._max_in_flight:
                 self._reading = False
                 self._loop.change(self._requests, 0)
                 return
@@ -277,27 +262,22 @@ class ColocatedConnection:
             pass  # the peer may be gone
         self._loop.later(LINGER_MILLISECONDS / 1000, self._end)
 
-    def _broke(self, error: BaseException) -> None:
-        log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
-        self._end()
+    def _refused(self, error: WireError) -> None:
+        self._say_end()
 
-    def _end(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
+    def _release(self) -> None:
         for descriptor in (self._socket_fd, self._requests):
             self._loop.forget(descriptor)
         self._made.close()
-        self._on_end()
 
     def _incoming(self, data: bytes) -> Incoming:
-        if len(data) < FRONT_BYTES:
+        if len(data) < PREAMBLE_BYTES:
             raise WireError("header", f"message of {len(data)} bytes is shorter than its header", fatal=True)
         header: Header | None = None
         try:
             header = parse_header(data)
             rows = header.operation in _ROWS
-            if (0 if rows else header.payload_bytes) != len(data) - FRONT_BYTES:
+            if (0 if rows else header.payload_bytes) != len(data) - PREAMBLE_BYTES:
                 raise WireError("payload_length", "the message has not the bytes that its header says")
             self._session.accept(header)
             at, self._places[header.request_id] = PLACES.unpack_from(data, HEADER_BYTES)
@@ -306,7 +286,7 @@ class ColocatedConnection:
                 if self._copies:  # the tenant uses its memory again before they are written down
                     payload = payload.clone()
             else:
-                payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[FRONT_BYTES:]
+                payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)[PREAMBLE_BYTES:]
                 payload = payload.view(header.payload_shape)
         except WireError as error:
             if error.fatal:
@@ -345,7 +325,7 @@ class ColocatedConnection:
             return
         if self._draining:
             self._finish()
-        elif self._session.in_flight == self._window - 1:
+        elif self._session.in_flight == self._max_in_flight - 1:
             self._loop.call(self._guard(self._read_socket))
             if not self._reading and self._greeted:
                 self._reading = True
@@ -366,7 +346,7 @@ class ColocatedServer:
         service: of the executor.
         tokens: as for every tenant.
         directory: absolute; made if it is not there, with mode 700.
-        sessions: the server's own, so that all transports share one limit.
+        connections: the server's own, so that all transports share one limit.
         memory_bytes: of shared memory, for all sessions together.
         tenant_memory_bytes: for those of one tenant.
 
@@ -380,21 +360,24 @@ class ColocatedServer:
         *,
         tokens: TokenFile,
         directory: str | Path,
-        sessions: Sessions,
+        connections: Connections,
         memory_bytes: int = 2 << 30,
         tenant_memory_bytes: int = 512 << 20,
     ) -> None:
         self.url = f"{SCHEME}{directory}"
-        self._service, self._tokens, self._sessions = service, tokens, sessions
-        self._directory, self._budget = directory_of(self.url), Budget(memory_bytes, tenant_memory_bytes)
+        self._service, self._tokens, self._connections = service, tokens, connections
+        self._directory, self._budget = (
+            directory_of(self.url),
+            MemoryBudget(memory_bytes, tenant_memory_bytes),
+        )
         self._locked = _claim(self._directory)
-        self._door: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._door.set(zmq.LINGER, LINGER_MILLISECONDS)
-        self._door.set(zmq.MAXMSGSIZE, 4096)
+        self._listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._listener.set(zmq.LINGER, LINGER_MILLISECONDS)
+        self._listener.set(zmq.MAXMSGSIZE, 4096)
         try:
-            self._door.bind(f"{SCHEME}{self._directory / DOOR}")
+            self._listener.bind(f"{SCHEME}{self._directory / LISTENER}")
         except zmq.ZMQError as error:
-            self._door.close()
+            self._listener.close()
             os.close(self._locked)
             raise ConfigurationError(f"cannot listen in {directory}: {error.strerror}") from error
         self._wake, self._woken = socket.socketpair()
@@ -402,27 +385,27 @@ class ColocatedServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more; open sessions go on, until ``Sessions.drain``."""
+        """Let nobody in any more; open sessions go on, until ``Connections.drain``."""
         self._wake.close()
         self._thread.join(LINGER_MILLISECONDS / 1000 * 10)
 
     def _open_sessions(self) -> None:
         poll = zmq.Poller()
-        poll.register(self._door, zmq.POLLIN)
+        poll.register(self._listener, zmq.POLLIN)
         poll.register(self._woken.fileno(), zmq.POLLIN)
         while self._woken.fileno() not in dict(poll.poll()):
             try:
-                who, *parts = self._door.recv_multipart(zmq.NOBLOCK)
+                who, *parts = self._listener.recv_multipart(zmq.NOBLOCK)
                 try:
                     answer = self._answer(parts)
                 except Exception as error:
                     answer = self._failed(error)
-                self._door.send_multipart([who, *answer], zmq.NOBLOCK)
+                self._listener.send_multipart([who, *answer], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 log.info("a tenant of this machine left early: %s", error)
         self._woken.close()
-        self._door.close()
-        (self._directory / DOOR).unlink(missing_ok=True)
+        self._listener.close()
+        (self._directory / LISTENER).unlink(missing_ok=True)
         os.close(self._locked)
 
     def _answer(self, parts: list[bytes]) -> list[bytes]:
@@ -436,25 +419,25 @@ class ColocatedServer:
             return self._refuse(
                 "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
             )
-        if self._sessions.crowded(tenant):
+        if not self._connections.reserve_for(tenant):
             return self._refuse(
                 "overloaded", "this tenant has too many sessions", _RETRY_SECONDS, counted=True
             )
         try:
-            session = ColocatedConnection(self._directory, tenant, self._service, self._budget)
+            connection = ColocatedConnection(self._directory, tenant, self._service, self._budget)
         except Exception as error:
-            self._sessions.stayed_away(tenant)
+            self._connections.release_for(tenant)
             if isinstance(error, MemoryError):
                 return self._refuse("overloaded", "no shared memory for another session", _RETRY_SECONDS)
             raise
-        if not self._sessions.begin():
-            session.abandon()
-            self._sessions.stayed_away(tenant)
+        if not self._connections.reserve():
+            connection.abandon()
+            self._connections.release_for(tenant)
             return self._refuse(
                 "overloaded", "as many sessions as the executor allows", _RETRY_SECONDS, counted=True
             )
-        opened = session.opened()  # before it may end
-        self._sessions.loop.call(partial(self._sessions.start, session))
+        opened = connection.opened()  # before it may end
+        self._connections.loop.call(partial(self._connections.start, connection))
         return [OPENED, encode(opened)]
 
     def _refuse(

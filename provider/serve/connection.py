@@ -1,318 +1,153 @@
-"""One tenant's connection after its handshake: frames in, frames out, in the executor's loop."""
+"""Tenants' connections, whatever carries them: how one is served and ends, and how many there may be."""
 
 from __future__ import annotations
 
 import logging
-import select
-import socket
-import ssl
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
-import torch
-
-from provider.engine.loop import READ, WRITE, Loop
-from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Bearer, TurnedAway, linger
-from provider.session.tenant import Send, TenantSession
+from provider.engine.loop import Loop
+from provider.observe.metrics import Metrics
+from provider.session.tenant import TenantSession
 from shared.errors import WireError
-from shared.wire.header import Header
-from shared.wire.websocket import (
-    Control,
-    Incoming,
-    MessageReader,
-    Opcode,
-    encode_control,
-    encode_message,
-)
 
 log = logging.getLogger(__name__)
 
-STALL_SECONDS = 60.0  # without a byte in the middle of a message, or unable to write one
-RECORDS = 64  # of TLS that are thrown away before it is another's turn
-TURN_SECONDS = 2e-3  # for what one session has sent
-LOOKS = 4  # within that time, for sessions that stall
 
-OpenSession = Callable[["Bearer", "Send"], "TenantSession"]
+class Connection(ABC):
+    """One tenant's connection, after its handshake. All but the constructor is for the loop's thread.
 
-
-class _Out(NamedTuple):
-    """What is to be written, and who is told when it has been."""
-
-    pieces: Iterator[bytes | memoryview]
-    taken: Callable[[], None]
-
-
-class Connection:
-    """Serves one session.
-
-    Args:
-        sock: encrypted and authenticated; this closes it.
-        bearer: who it is.
-        open_session: makes its session of ``bearer`` and what sends an answer.
-        max_message_bytes: of a payload.
-        window: requests under way at most; no more are read until one is answered.
-
-    Raises:
-        TurnedAway, OSError: ``open_session`` did, or something is short; the tenant has been told.
+    Attributes:
+        tenant: who it is.
     """
 
-    def __init__(
-        self,
-        sock: ssl.SSLSocket,
-        bearer: Bearer,
-        open_session: OpenSession,
-        max_message_bytes: int,
-        window: int,
-    ) -> None:
-        self._sock, self._window = sock, window
-        self.tenant = bearer.tenant
-        try:
-            self._session = open_session(bearer, self._send)
-        except (TurnedAway, OSError) as error:
-            with sock:
-                sock.settimeout(1.0)
-                why = str(error) if isinstance(error, TurnedAway) else NO_ROOM
-                try:
-                    sock.sendall(_closing(1013, why))  # try again later
-                    sock.unwrap()
-                except (OSError, ValueError):
-                    pass  # the peer may be gone
-                linger(sock)
-            raise
-        except BaseException:
-            sock.close()
-            raise
-        self._reader = MessageReader(
-            self._session.accept,
-            masked=True,
-            max_message_bytes=max_message_bytes,
-            allocate=self._session.allocate,
-        )
-        self._descriptor = sock.fileno()
-        self._out: deque[_Out] = deque()
-        self._piece = memoryview(b"")  # of the first of them
-        self._events: deque[Incoming | Control] = deque()  # complete, and not yet handled
-        self._reading, self._writing = True, False  # what the loop waits for
-        self._draining = self._ending = self._said_goodbye = self._ended = False
-        self._written = 0
-        self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks no more
+    _session: TenantSession
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self._draining = self._ending = self._ended = False
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
-        """Serve it in the loop, whose thread this is, until it has ended."""
+        """Serve it in the loop until it has ended, and say so."""
         self._loop, self._on_end = loop, ended
-        self._sock.setblocking(False)
-        loop.watch(self._descriptor, self._ready)
-        loop.later(STALL_SECONDS / LOOKS, self._look_for_stall)
-        self._ready(READ)  # what came with the handshake is in TLS already
 
+    @abstractmethod
     def drain(self) -> None:
-        """In the loop's thread: answer what has arrived, then close."""
-        self._draining = True
-        self._go_on()
+        """Answer what has arrived, then close."""
 
-    # -- in ---------------------------------------------------------------------------------------
+    @abstractmethod
+    def _refused(self, error: WireError) -> None:
+        """The tenant broke the protocol, and was answered so: say that this ends, and wait for its end."""
 
-    def _ready(self, what: int) -> None:
+    @abstractmethod
+    def _release(self) -> None:
+        """Give everything back."""
+
+    def _guarded(self, handle: Callable[[], None]) -> None:
+        """Handle what is ready, and end if the tenant left, died or broke the protocol."""
         try:
-            if what & WRITE or self._out:
-                self._write()
-            if what & ~WRITE:
-                if self._ending:
-                    self._wait_for_end()
-                elif self._reading or what & (select.EPOLLERR | select.EPOLLHUP):
-                    self._read()
+            if not self._ended:
+                handle()
         except WireError as error:
             log.warning("tenant %s broke the protocol: %s", self.tenant, error)
             self._session.refuse(0, error)
-            self._close(1009 if error.code == "too_large" else 1002, error.code)
+            self._refused(error)
         except (OSError, EOFError) as error:
             self._broke(error)
         except Exception:
             log.exception("the connection of tenant %s failed", self.tenant)
             self._end()
 
-    def _read(self) -> None:
-        """Handle what has arrived, but no longer than is fair to others."""
-        until = time.monotonic() + TURN_SECONDS
-        more = True
-        while self._handle(until) and more:
-            try:
-                count = self._sock.recv_into(self._reader.get_buffer())
-            except ssl.SSLWantReadError:
-                self._finish()
-                return
-            if count == 0:
-                self._leave()
-                return
-            self._events += self._reader.received(count)
-            # What TLS has decrypted already is not told of; and who drains wants all that has arrived.
-            more = bool(self._sock.pending() or self._reader.mid_message or self._draining)
-
-    def _handle(self, until: float) -> bool:
-        """What is complete, one after the other; whether to go on reading."""
-        while self._events:
-            if self._full:
-                self._wait_for(reading=False)
-                return False
-            event = self._events.popleft()
-            if isinstance(event, Incoming):
-                self._session.answer(event)
-            elif event.opcode == Opcode.PING:
-                self._queue(iter((encode_control(Opcode.PONG, event.data),)))
-            elif event.opcode == Opcode.CLOSE:
-                self._leave()
-            if self._ended or self._ending:
-                return False
-            if time.monotonic() > until:
-                break
-        if time.monotonic() > until:  # fragments complete nothing, and take time as well
-            self._loop.call(self._go_on)
-            return False
-        return True
-
-    @property
-    def _full(self) -> bool:
-        """Whether as much is under way, or waits for the tenant to read it, as may be."""
-        return self._session.in_flight >= self._window or len(self._out) > self._window
-
-    def _read_again(self) -> None:
-        """If that was put off, and need not be any more."""
-        if not (self._reading or self._ending or self._full):
-            self._reading = True  # so that it is asked for once
-            self._loop.call(self._go_on)
-
-    def _go_on(self) -> None:
-        if not self._ended and not self._ending:
-            self._wait_for(reading=True)
-            self._ready(READ)
-
-    # -- out --------------------------------------------------------------------------------------
-
-    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
-        if self._ending:
-            taken()
-            return
-        self._queue(encode_message(header, blocks), taken)
-        self._read_again()
-        if self._draining:
-            self._loop.call(self._go_on)
-
-    def _queue(self, pieces: Iterator[bytes | memoryview], taken: Callable[[], None] = lambda: None) -> None:
-        if self._ended:
-            taken()
-            return
-        self._out.append(_Out(pieces, taken))
-        if len(self._out) == 1 and not self._writing:
-            try:
-                self._write()
-            except OSError as error:
-                self._broke(error)
-
-    def _write(self) -> None:
-        try:
-            while self._out:
-                if not len(self._piece):
-                    following = next(self._out[0].pieces, None)
-                    if following is None:
-                        self._out.popleft().taken()
-                        continue
-                    self._piece = memoryview(following)
-                count = self._sock.send(self._piece)
-                self._piece = self._piece[count:]
-                self._written += count
-        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            self._wait_for(writing=True)
-            return
-        if self._writing:
-            self._wait_for(writing=False)
-        self._read_again()
-        if self._ending and not self._said_goodbye:
-            self._say_goodbye()
-
-    # -- the end ----------------------------------------------------------------------------------
-
-    def _finish(self) -> None:
-        """Close, if this is to end and everything that has arrived is answered."""
-        if self._draining and not (self._ending or self._session.in_flight or self._reader.mid_message):
-            self._close(1001, "")
-
-    def _leave(self) -> None:
-        """The tenant has left, and wants no more answers."""
-        self._close(1000, "")
-
-    def _close(self, code: int, reason: str) -> None:
-        if self._ending or self._ended:
-            return
-        self._ending = True
-        self._events.clear()
-        self._wait_for(reading=True)  # for the tenant's end
-        self._queue(iter((_closing(code, reason),)))
-
-    def _say_goodbye(self) -> None:
-        """TLS's own end, so that the tenant sees an end and not a cut; then wait for its."""
-        self._said_goodbye = True
-        self._loop.later(LINGER_SECONDS, self._end)
-        try:
-            self._sock.unwrap()
-        except (OSError, ValueError):
-            pass  # said, and not yet heard; or the peer is gone
-        try:
-            self._sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            self._end()
-
-    def _wait_for_end(self) -> None:
-        """Closing a socket with unread bytes would destroy what was sent."""
-        try:
-            for _ in range(RECORDS):
-                if not self._sock.recv(1 << 16):
-                    self._end()
-                    return
-            self._loop.call(lambda: self._ready(READ))  # TLS may have decrypted more
-        except (BlockingIOError, ssl.SSLWantReadError):
-            pass
-
     def _broke(self, error: BaseException) -> None:
         log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
         self._end()
 
     def _end(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        self._loop.forget(self._descriptor)
-        self._out.clear()
-        self._events.clear()
-        self._piece = memoryview(b"")
-        self._reader.drop()
-        self._session.close()
-        self._sock.close()
-        self._on_end()
-
-    # -- waiting ----------------------------------------------------------------------------------
-
-    def _wait_for(self, *, reading: bool | None = None, writing: bool | None = None) -> None:
-        self._reading = self._reading if reading is None else reading
-        self._writing = self._writing if writing is None else writing
         if not self._ended:
-            what = (READ if self._reading or self._ending else 0) | (WRITE if self._writing else 0)
-            self._loop.change(self._descriptor, what)
-
-    def _look_for_stall(self) -> None:
-        if self._ended:
-            return
-        moved = (self._reader.progress, self._written)  # control frames and empty fragments are none
-        waits = (self._reading and self._reader.mid_message, bool(self._out))
-        for way in range(2):
-            self._stuck[way] = self._stuck[way] + 1 if waits[way] and moved[way] == self._seen[way] else 0
-        self._seen = moved
-        if max(self._stuck) >= LOOKS:
-            self._broke(TimeoutError())
-        else:
-            self._loop.later(STALL_SECONDS / LOOKS, self._look_for_stall)
+            self._ended = True
+            self._release()
+            self._on_end()
 
 
-def _closing(code: int, reason: str) -> bytes:
-    return encode_control(Opcode.CLOSE, code.to_bytes(2, "big") + reason.encode())
+class Connections:
+    """The connections of an executor, over all transports together: how many, and how they end.
+
+    Args:
+        metrics: counts them.
+        loop: in which they are served.
+        limit: how many, with those whose handshake is under way.
+        tenant_limit: of one tenant.
+    """
+
+    def __init__(self, metrics: Metrics, loop: Loop, limit: int, tenant_limit: int) -> None:
+        self.metrics, self.loop, self._limit, self._tenant_limit = metrics, loop, limit, tenant_limit
+        self._reserved = 0
+        self._reserved_for: Counter[str] = Counter()  # by tenant
+        self._open: set[Connection] = set()
+        self._changed = threading.Condition()
+        self.draining = False
+
+    def reserve(self) -> bool:
+        """Whether there is room for another, kept until ``start`` or ``release``; if not, that is counted."""
+        with self._changed:
+            if self._reserved + len(self._open) < self._limit:
+                self._reserved += 1
+                return True
+        self.metrics.handshake_failed("full")
+        return False
+
+    def release(self) -> None:
+        """The room is free: there will be no connection."""
+        with self._changed:
+            self._reserved -= 1
+            self._changed.notify_all()
+
+    def reserve_for(self, tenant: str) -> bool:
+        """Whether a tenant may have another; kept, or counted and logged, as by ``reserve``."""
+        with self._changed:
+            there = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
+            if there < self._tenant_limit:
+                self._reserved_for[tenant] += 1
+                return True
+        self.metrics.handshake_failed("tenant_full")
+        log.warning("tenant %s has %d connections already", tenant, self._tenant_limit)
+        return False
+
+    def release_for(self, tenant: str) -> None:
+        """The tenant's room is free: there will be no connection."""
+        with self._changed:
+            self._reserved_for[tenant] -= 1
+            self._reserved_for += Counter()  # forgets tenants without any
+
+    def start(self, connection: Connection) -> None:
+        """Serve it from now on, in the room that was kept for it; in the loop's thread."""
+        with self._changed:
+            self._reserved -= 1
+            self._open.add(connection)
+        self.release_for(connection.tenant)
+        self.metrics.connected(1)
+        connection.start(self.loop, partial(self._ended, connection))
+        if self.draining:
+            connection.drain()
+
+    def _ended(self, connection: Connection) -> None:
+        self.metrics.connected(-1)
+        with self._changed:
+            self._open.discard(connection)
+            self._changed.notify_all()
+
+    def drain(self, seconds: float) -> bool:
+        """Let every connection answer what has arrived; whether all ended in time."""
+        self.draining = True
+        self.loop.call(self._drain_open)
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._open or self._reserved), seconds)
+
+    def _drain_open(self) -> None:
+        with self._changed:
+            connections = list(self._open)
+        for connection in connections:
+            connection.drain()

@@ -52,16 +52,16 @@ def allow(wanted: int) -> int:
     return allowed
 
 
-class Spare:
-    """A descriptor kept for when there are no others: given up, it lets one more peer in, to be told so."""
+class ReserveDescriptor:
+    """A descriptor kept for when there are no others: released, it lets one more peer in, to be told."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
         self._lock = threading.Lock()
-        self.take()
+        self.acquire()
 
-    def take(self) -> bool:
-        """Have it, again if need be; whether there was one."""
+    def acquire(self) -> bool:
+        """Have it, again if need be; whether there is one."""
         with self._lock:
             if self._descriptor is None:
                 try:
@@ -70,8 +70,8 @@ class Spare:
                     return False
             return True
 
-    def give_up(self) -> bool:
-        """Whether there was one to give up."""
+    def release(self) -> bool:
+        """Whether there was one to release."""
         with self._lock:
             if self._descriptor is None:
                 return False

@@ -8,7 +8,7 @@ import math
 import socket
 import ssl
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
@@ -31,7 +31,7 @@ RETRY_SECONDS = 5.0  # after which there may be room
 NO_ROOM = "the executor has no room for another session; try again later"
 
 
-class Refused(Exception):
+class HandshakeRefused(Exception):
     """The handshake ended with an HTTP error; ``reason`` is a metric label."""
 
     def __init__(self, reason: str) -> None:
@@ -39,18 +39,11 @@ class Refused(Exception):
         self.reason = reason
 
 
-class TurnedAway(Exception):
-    """No session for whom the handshake let in: there are too many. The message is for the peer."""
+class TooManyConnections(Exception):
+    """No session for a tenant whose handshake succeeded. The message is for the peer."""
 
 
-class Bearer(NamedTuple):
-    """Whom the handshake let in."""
-
-    tenant: str
-    token: str  # which it showed
-
-
-class Accepted(ssl.SSLSocket):
+class ServerTlsSocket(ssl.SSLSocket):
     """The class of a server context's sockets."""
 
     def getpeername(self) -> Any:
@@ -62,14 +55,14 @@ class Accepted(ssl.SSLSocket):
             raise ConnectionResetError("the peer has gone") from error
 
 
-def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, Bearer]:
+def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, str]:
     """TLS, then the websocket opening handshake with its bearer token.
 
     Returns:
-        The encrypted socket and whose it is.
+        The encrypted socket and its tenant.
 
     Raises:
-        Refused, OSError: no session. The peer was told why as far as it may know.
+        HandshakeRefused, OSError: no session. The peer was told why as far as it may know.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     raw.settimeout(HANDSHAKE_SECONDS)
@@ -81,7 +74,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
         raise
 
 
-def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
+def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> str:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
     room = HANDSHAKE_BYTES
@@ -90,29 +83,29 @@ def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Bearer:
         received = sock.recv(4096)
         room -= len(received)
         if not received:
-            raise Refused("closed")
+            raise HandshakeRefused("closed")
         if room < 0:  # the library would hold a megabyte for anyone
-            raise Refused("http")
+            raise HandshakeRefused("http")
         data = io.BytesIO(received)
         for line in data:  # the library would take what follows the request's last line for frames
             protocol.receive_data(line)
             events = protocol.events_received()
             request = next((e for e in events if isinstance(e, Request)), None)
             if protocol.handshake_exc is not None:
-                raise Refused("http")
+                raise HandshakeRefused("http")
             if request is not None:
                 break
     early = bool(data.read()) or _readable(sock)
     _until(deadline, sock)
-    bearer, response, reason = _admit(protocol, request, tokens, early)
+    tenant, response, reason = _admit(protocol, request, tokens, early)
     protocol.send_response(response)
     for piece in protocol.data_to_send():
         if piece:
             sock.sendall(piece)
-    if bearer is None:
+    if tenant is None:
         linger(sock, deadline)
-        raise Refused(reason)
-    return bearer
+        raise HandshakeRefused(reason)
+    return tenant
 
 
 def _until(deadline: float, sock: ssl.SSLSocket) -> None:
@@ -147,7 +140,7 @@ def linger(sock: ssl.SSLSocket, deadline: float = math.inf) -> None:
 
 def _admit(
     protocol: ServerProtocol, request: Request, tokens: TokenFile, early: bool
-) -> tuple[Bearer | None, Response, str]:
+) -> tuple[str | None, Response, str]:
     def refuse(
         status: int, code: str, message: str, retry_after: float | None = None
     ) -> tuple[None, Response, str]:
@@ -177,7 +170,7 @@ def _admit(
     response = protocol.accept(request)
     if response.status_code != 101:
         return None, response, "http"
-    return Bearer(tenant, token), response, ""
+    return tenant, response, ""
 
 
-HANDSHAKE_ERRORS = (Refused, OSError, InvalidHandshake, InvalidMessage, EOFError)
+HANDSHAKE_ERRORS = (HandshakeRefused, OSError, InvalidHandshake, InvalidMessage, EOFError)

@@ -15,12 +15,12 @@ from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
 from provider.observe.status import Status
-from provider.observe.transcript import Transcript
+from provider.observe.transcript import TranscriptWriter
 from provider.serve.colocated import ColocatedServer
 from provider.serve.descriptors import allow, needed
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
-from provider.session.quota import Limit, Quotas
+from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
 from shared.wire.messages import Manifest
 
@@ -46,7 +46,7 @@ class Provider:
     """
 
     tenants: int
-    recording: Transcript | None
+    recording: TranscriptWriter | None
     server: Server
     admin_url: str
     local_url: str
@@ -78,7 +78,7 @@ class Provider:
         executor = self._load()
         self.recording = None
         if config.transcript is not None:
-            self.recording = Transcript(config.transcript, executor.manifest)
+            self.recording = TranscriptWriter(config.transcript, executor.manifest)
             opened.callback(self.recording.close)
         service, policy = self._service(executor)
         opened.callback(service.close)
@@ -97,7 +97,7 @@ class Provider:
                 service,
                 tokens=tokens,
                 directory=config.local_dir.absolute(),
-                sessions=self.server.sessions,
+                connections=self.server.connections,
                 memory_bytes=config.local_mib << 20,
                 tenant_memory_bytes=(config.tenant_mib or config.local_mib) << 20,
             )
@@ -122,13 +122,13 @@ class Provider:
         latency = profile(executor)
         policy = make_policy(config.batching, latency, objective)
         quotas = Quotas(
-            Limit(
+            Quota(
                 config.tenant_mib << 20,
                 config.tenant_rows,
                 config.tenant_requests,
                 config.tenant_mib_per_second * 2**20,
             ),
-            Limit(config.total_mib << 20),
+            Quota(config.total_mib << 20),
         )
         engine = Engine.of(executor, lambda _: policy, latency, on_batch=metrics.batch)
         return Service(executor, engine, metrics, quotas, self.recording), policy

@@ -15,7 +15,7 @@ RETRY_SECONDS = 0.05  # when room depends on answers that are under way
 
 
 @dataclass(frozen=True)
-class Limit:
+class Quota:
     """What somebody may use; 0 stands for no limit.
 
     Attributes:
@@ -55,24 +55,24 @@ class _Bucket:
 
 
 class _Account:
-    """What is used of one limit."""
+    """What is used of one quota."""
 
-    def __init__(self, limit: Limit, now: float) -> None:
-        self.limit = limit
+    def __init__(self, quota: Quota, now: float) -> None:
+        self.quota = quota
         self.bytes = self.rows = 0
         self.requests_bucket, self.bytes_bucket = (
-            _Bucket(limit.requests_per_second),
-            _Bucket(limit.bytes_per_second),
+            _Bucket(quota.requests_per_second),
+            _Bucket(quota.bytes_per_second),
         )
         self.requests_bucket.filled = self.bytes_bucket.filled = now
 
     def wait(self, rows: int, held: int, received: int, now: float) -> float:
         """Seconds until a request may come in; 0: now."""
-        limit = self.limit
+        quota = self.quota
         # Whoever has nothing in flight gets one request of any size: the manifest's limits allow it.
         full = self.bytes and (
-            (limit.bytes_in_flight and self.bytes + held > limit.bytes_in_flight)
-            or (limit.rows_in_flight and self.rows + rows > limit.rows_in_flight)
+            (quota.bytes_in_flight and self.bytes + held > quota.bytes_in_flight)
+            or (quota.rows_in_flight and self.rows + rows > quota.rows_in_flight)
         )
         rates = max(self.requests_bucket.wait(1, now), self.bytes_bucket.wait(received, now))
         return max(RETRY_SECONDS if full else 0.0, rates)
@@ -92,10 +92,10 @@ class Quotas:
         everyone: of all together.
     """
 
-    def __init__(self, tenant: Limit | None = None, everyone: Limit | None = None) -> None:
-        self._limit = tenant or Limit()
+    def __init__(self, tenant: Quota | None = None, everyone: Quota | None = None) -> None:
+        self._quota = tenant or Quota()
         self._lock = threading.Lock()
-        self._all = _Account(everyone or Limit(), 0.0)
+        self._all = _Account(everyone or Quota(), 0.0)
         self._tenants: dict[str, _Account] = {}
 
     def admit(self, tenant: str, rows: int, held: int, received: int, now: float) -> None:
@@ -113,7 +113,7 @@ class Quotas:
         with self._lock:
             own = self._tenants.get(tenant)
             if own is None:
-                own = self._tenants[tenant] = _Account(self._limit, now)
+                own = self._tenants[tenant] = _Account(self._quota, now)
             for account, whose in ((own, "your requests"), (self._all, "all requests together")):
                 seconds = account.wait(rows, held, received, now)
                 if seconds:

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from provider.engine.engine import Done, Engine
+from provider.engine.engine import Completion, Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
-from provider.observe.transcript import Transcript
+from provider.observe.transcript import TranscriptWriter
 from provider.session.quota import Quotas
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import PRODUCTS, Header, Operation
@@ -36,14 +36,14 @@ class Service:
     engine: Engine
     metrics: Metrics
     quotas: Quotas = field(default_factory=Quotas)
-    transcript: Transcript | None = None
+    transcript: TranscriptWriter | None = None
     # Parameters and files are read here: the loop's thread waits for no disk.
     reader: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="reader")
     )
 
     @classmethod
-    def of(cls, executor: BaseExecutor, transcript: Transcript | None = None) -> Service:
+    def of(cls, executor: BaseExecutor, transcript: TranscriptWriter | None = None) -> Service:
         """An executor with opportunistic batching, without quotas; what products take, it learns."""
         metrics = Metrics()
         return cls(executor, Engine.of(executor, on_batch=metrics.batch), metrics, transcript=transcript)
@@ -162,7 +162,7 @@ class TenantSession:
         self._under_way.add(id(header))
         service.engine.submit(self._tenant, id(self), header, payload, partial(self._multiplied, header))
 
-    def _multiplied(self, header: Header, done: Done | Exception) -> None:
+    def _multiplied(self, header: Header, done: Completion | Exception) -> None:
         if isinstance(done, Exception) or self._closed:
             self._back(header, None, [], done if isinstance(done, Exception) else None)
             return

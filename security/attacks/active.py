@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from provider.engine.engine import Completed, Done, Engine
+from provider.engine.engine import Completion, Engine, OnCompletion
 from provider.executor.base import BaseExecutor
 from security.executors import AuditError
 from security.public_model import PublicModel
@@ -40,12 +40,12 @@ class LyingProvider(Engine):
         self.told = 0
 
     def submit(
-        self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: Completed
+        self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: OnCompletion
     ) -> None:
         """See Engine."""
 
-        def altered(done: Done | Exception) -> None:
-            if header.operation == self.operation and isinstance(done, Done):
+        def altered(done: Completion | Exception) -> None:
+            if header.operation == self.operation and isinstance(done, Completion):
                 lie = self.lie(header, torch.cat([block.view(-1) for block in done.blocks]))
                 if lie is not None:
                     self.told += 1
@@ -233,7 +233,7 @@ class CanaryRows:
                 asked += 1
                 engine.submit(f"tenant {number}", number, header, canary, answered)
 
-            def answered(done: Done | Exception) -> None:
+            def answered(done: Completion | Exception) -> None:
                 if isinstance(done, Exception):
                     failed.append(done)
                 elif b"".join([block.numpy().tobytes() for block in done.blocks]) != expected:

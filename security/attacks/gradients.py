@@ -9,11 +9,11 @@ import torch
 
 from security.attacks.base import unit
 from security.public_model import PublicModel
-from security.views import Seen, View
+from security.views import ObservedRequest, View
 from shared.wire.header import Direction
 
 
-def _unscaled(seen: Seen, public: PublicModel) -> torch.Tensor:
+def _unscaled(seen: ObservedRequest, public: PublicModel) -> torch.Tensor:
     """Gradients; on the ring they were multiplied by the scales of the layers."""
     if seen.raw.dtype != torch.int32:
         return seen.rows
@@ -71,7 +71,9 @@ class SpanCheck:
         """
         table = unit(view.public.first_inputs)
         ranked: list[list[torch.Tensor]] = []
-        last: dict[int, Seen] = {}  # by rows: making fingerprints may come between the two directions
+        last: dict[
+            int, ObservedRequest
+        ] = {}  # by rows: making fingerprints may come between the two directions
         for seen in view.requests:
             if seen.group != 0:
                 continue

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import tenant_sdk
-from security.attacks.streams import SpeculationWatch, from_told
+from security.attacks.streams import SpeculationWatch, guess_from_labelled
 from shared.errors import SymbiosisError
 from tenant_sdk.session import Session
 
@@ -97,7 +97,7 @@ class Filler:
             view: rows of each prompt, and which of the first ones name the word.
         """
         rows, told = view
-        return from_told([float(each) for each in rows], [""] * len(rows), told)
+        return guess_from_labelled([float(each) for each in rows], [""] * len(rows), told)
 
 
 class ServedSpeculation(SpeculationWatch):
@@ -116,7 +116,7 @@ class ServedSpeculation(SpeculationWatch):
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadOutcome:
     """How loading ended: an error's name or nothing, whether it is one of the SDK's, and MiB that it took."""
 
     error: str
@@ -148,7 +148,7 @@ class MemoryBomb:
             "many layers": {"config.json": json.dumps(config | {"num_hidden_layers": 10**9}).encode()},
         }
 
-    def attack(self, view: list[Load], rng: np.random.Generator) -> list[bool]:
+    def attack(self, view: list[LoadOutcome], rng: np.random.Generator) -> list[bool]:
         """Which of the loads did what the provider wants."""
         return [load.grown_mib > self.TOO_MUCH_MIB or not load.typed for load in view]
 
@@ -168,7 +168,7 @@ def load_as_transformers(url: str, token: str, ca: Path, folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
 
 
-def measured(load: Callable[..., None], *given: Any) -> Load:
+def measured(load: Callable[..., None], *given: Any) -> LoadOutcome:
     """Run a load with little memory left; for a process of its own, whose address space it bounds."""
     logging.disable()  # what a session says here it says to nobody
     gc.collect()
@@ -186,7 +186,7 @@ def measured(load: Callable[..., None], *given: Any) -> Load:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     grown = (_memory("VmHWM") - before) / 2**20
     typed = error is None or isinstance(error, SymbiosisError)
-    return Load("" if error is None else type(error).__name__, typed, grown)
+    return LoadOutcome("" if error is None else type(error).__name__, typed, grown)
 
 
 def _memory(name: str) -> int:

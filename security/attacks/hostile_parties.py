@@ -24,7 +24,7 @@ from security.attacks.base import TokenGuess
 from security.attacks.tokens import VocabularyMatching
 from security.executors import AuditError
 from security.public_model import PublicModel
-from security.transcript import Request
+from security.transcript import RecordedRequest
 from security.views import collusion_view
 from shared import forks
 
@@ -112,7 +112,9 @@ class SubstitutedSource:
     def __init__(self, public: PublicModel) -> None:
         self.public = public
 
-    def attack(self, view: tuple[list[Request], list[Request]], rng: np.random.Generator) -> TokenGuess:
+    def attack(
+        self, view: tuple[list[RecordedRequest], list[RecordedRequest]], rng: np.random.Generator
+    ) -> TokenGuess:
         """What each row stands for that was sent to the first group.
 
         Args:

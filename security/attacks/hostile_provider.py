@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from security.attacks.active import LyingProvider
 from security.attacks.base import nearest
 from security.attacks.gradients import LabelRecovery
-from security.attacks.streams import from_told
+from security.attacks.streams import guess_from_labelled
 from security.attacks.traffic import FINGERPRINT_ROWS
 from security.executors import AuditError
 from security.public_model import PublicModel
@@ -52,7 +52,6 @@ class AbortOracle:
         self.provider, self.group, self.tolerance = provider, group, tolerance
         info = public.manifest.groups[group]
         assert info.bounds is not None
-        self._outputs = sum(member.outputs for member in info.members)
         self.rows = torch.full((2, info.inputs), 3.0)
         self.rows[1] *= 100
         self.rows[1, 0] = 0.0  # of which a fingerprint that is wrong there says nothing
@@ -109,7 +108,9 @@ class AbortOracle:
             view: for each lie its kind and what followed; and the secrets of the first of them.
         """
         observed, told = view
-        return from_told([float(after) for _, after in observed], [kind for kind, _ in observed], told)
+        return guess_from_labelled(
+            [float(after) for _, after in observed], [kind for kind, _ in observed], told
+        )
 
 
 def craft(public: PublicModel, folder: Path, into: Path, rng: np.random.Generator) -> torch.Tensor:

@@ -18,7 +18,7 @@ class Stream:
 
 
 # Streams, and of the first of them which of two kinds of text they were for.
-ToldStreams = tuple[list[Stream], list[int]]
+LabelledStreams = tuple[list[Stream], list[int]]
 
 
 class SpeculationWatch:
@@ -34,7 +34,7 @@ class SpeculationWatch:
     metric: ClassVar[str] = "prompts told apart by numbers of rows"
     source: ClassVar[str] = "Wei et al., When speculation spills secrets, arXiv 2411.01076"
 
-    def attack(self, view: ToldStreams, rng: np.random.Generator) -> torch.Tensor:
+    def attack(self, view: LabelledStreams, rng: np.random.Generator) -> torch.Tensor:
         """Guesses for the prompts of which it was not told, by what tells the others apart best."""
         streams, told = view
         numbers = np.array(
@@ -44,10 +44,10 @@ class SpeculationWatch:
 
         def again(column: np.ndarray) -> int:
             values = [*column[: len(told)], *column[: len(told)]]
-            return int((from_told(values, [""] * len(values), told) == known).sum())
+            return int((guess_from_labelled(values, [""] * len(values), told) == known).sum())
 
         best = max(numbers.T, key=again)
-        return from_told(list(best), [""] * len(best), told)
+        return guess_from_labelled(list(best), [""] * len(best), told)
 
 
 class TopicFromTraffic:
@@ -59,7 +59,7 @@ class TopicFromTraffic:
     metric: ClassVar[str] = "topics right"
     source: ClassVar[str] = "McDonald and Bar Or, Whisper Leak, arXiv 2511.03675"
 
-    def attack(self, view: ToldStreams, rng: np.random.Generator) -> torch.Tensor:
+    def attack(self, view: LabelledStreams, rng: np.random.Generator) -> torch.Tensor:
         """See Attack; guesses for the prompts of which it was not told."""
         streams, told = view
         features = np.array([_features(stream) for stream in streams])
@@ -80,7 +80,7 @@ def _features(stream: Stream) -> list[float]:
     return [float(np.log(number)) for number in numbers]
 
 
-def from_told(values: list[float], kinds: list[str], told: list[int]) -> torch.Tensor:
+def guess_from_labelled(values: list[float], kinds: list[str], told: list[int]) -> torch.Tensor:
     """Which of two secrets each value goes with, learned for each kind from the first, ``told`` ones.
 
     The secret whose mean is nearer; the first one where both are equally near. bool [values - told]

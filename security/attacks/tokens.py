@@ -13,7 +13,7 @@ import torch
 
 from security.attacks.base import TokenGuess, everything, nearest, unit
 from security.public_model import PublicModel
-from security.views import Seen, View
+from security.views import ObservedRequest, View
 from shared.ring.fixed_point import capacity, exponents, quantize_rows
 from shared.wire.header import Direction
 
@@ -241,7 +241,7 @@ class Averaging:
         return TokenGuess(torch.cat(rows), nearest(mean, view.public.first_inputs), mean)
 
 
-def _runs(requests: list[Seen], least: int = 4) -> list[list[int]]:
+def _runs(requests: list[ObservedRequest], least: int = 4) -> list[list[int]]:
     """Requests of several rows that follow each other with the same number of rows."""
     runs: list[list[int]] = []
     for i, seen in enumerate(requests):
@@ -313,7 +313,7 @@ class DeepMatching:
 
     def attack(self, view: View, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Guesses and the tokens that they are for: two [M]."""
-        requests: list[Seen] = view.of(self.group)
+        requests: list[ObservedRequest] = view.of(self.group)
         guesses: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)]
         wanted: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)]
         same: dict[tuple[int, ...], list[int]] = {}

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from security.transcript import Request
+from security.transcript import RecordedRequest
 from shared.wire.header import HEADER_BYTES, Direction, Operation
 
 FRAME_BYTES = 14  # of a masked websocket frame's header, 65,536 bytes and more; TLS adds 22 a record
@@ -26,14 +26,14 @@ class NetworkView:
     sees = "network observer"
 
 
-def network_view(requests: list[Request]) -> NetworkView:
+def network_view(requests: list[RecordedRequest]) -> NetworkView:
     """Times and sizes of a transcript's messages, which TLS does not hide."""
     sizes = [request.header.payload_bytes + HEADER_BYTES + FRAME_BYTES for request in requests]
     return NetworkView(np.array([r.arrived for r in requests]), np.array(sizes))
 
 
 @dataclass(frozen=True)
-class Inferred:
+class InferredTraffic:
     """What the traffic of a session says.
 
     ``prompts`` and ``generated``: for each prompt its rows and how many tokens followed it; ``training``
@@ -56,7 +56,7 @@ class TrafficAnalysis:
     metric: ClassVar[str] = "prompts whose length is read exactly"
     source: ClassVar[str] = "Weiss et al., arXiv 2403.09751, for token lengths"
 
-    def attack(self, view: list[Request], rng: np.random.Generator) -> Inferred:
+    def attack(self, view: list[RecordedRequest], rng: np.random.Generator) -> InferredTraffic:
         """See Attack; rows of the first group tell forward passes apart."""
         first = [
             request.header.rows
@@ -80,7 +80,7 @@ class TrafficAnalysis:
             and request.header.operation == Operation.PRODUCT
             and request.header.rows not in FINGERPRINT_ROWS
         ]
-        return Inferred(prompts, generated, bool(backward), min(backward, default=None))
+        return InferredTraffic(prompts, generated, bool(backward), min(backward, default=None))
 
 
 class TrafficAnalysisOutside:

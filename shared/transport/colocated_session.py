@@ -21,7 +21,7 @@ from shared.errors import (
 from shared.transport import SCHEME
 from shared.transport.colocated import (
     ANSWERS,
-    DOOR,
+    LISTENER,
     OPENED,
     REQUESTS,
     Opened,
@@ -103,7 +103,7 @@ def open_link(url: str, token: str, timeout: float) -> Link:
     if doubt:
         raise ConnectError(f"{url} is not trusted: {doubt}; the executor must run as the same user")
     try:
-        opened = _knock(directory, url, token, timeout)
+        opened = _request_session(directory, url, token, timeout)
         opened.check()
         descriptor = _open_memory(opened)
     except (WireError, OSError) as error:
@@ -132,27 +132,27 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
     return sock
 
 
-def _knock(directory: Path, url: str, token: str, timeout: float) -> Opened:
-    """Show the token at the door."""
-    door = _socket(zmq.DEALER)
-    events = door.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED)
+def _request_session(directory: Path, url: str, token: str, timeout: float) -> Opened:
+    """Show the token to the executor's listening socket."""
+    sock = _socket(zmq.DEALER)
+    events = sock.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED)
     try:
-        door.set(zmq.LINGER, 0)  # nobody else shall get it
-        door.connect(f"{SCHEME}{directory / DOOR}")
-        door.send_multipart([SUBPROTOCOL.encode(), token.encode()])
+        sock.set(zmq.LINGER, 0)  # nobody else shall get it
+        sock.connect(f"{SCHEME}{directory / LISTENER}")
+        sock.send_multipart([SUBPROTOCOL.encode(), token.encode()])
         poll = zmq.Poller()
-        poll.register(door, zmq.POLLIN)
+        poll.register(sock, zmq.POLLIN)
         poll.register(events, zmq.POLLIN)
         ready = dict(poll.poll(round(timeout * 1000)))
         if not ready:
             raise ConnectError(f"{url} did not answer within {timeout:.0f} s")
-        if door not in ready:
+        if sock not in ready:
             raise ConnectError(f"cannot connect to {url}: nobody listens; is the executor running?")
-        kind, body = [*door.recv_multipart(), b""][:2]
+        kind, body = [*sock.recv_multipart(), b""][:2]
     finally:
-        door.disable_monitor()
+        sock.disable_monitor()
         events.close()
-        door.close()
+        sock.close()
     if kind == OPENED:
         return decode(body, Opened)
     info = decode(body, ErrorInfo)

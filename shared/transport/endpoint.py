@@ -11,21 +11,21 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-Answer = Callable[[bytes, torch.Tensor], None]  # a header's 32 bytes, and the payload, which is the taker's
+OnAnswer = Callable[[bytes, torch.Tensor], None]  # a header's 32 bytes, and the payload, which is the taker's
 
 
 class EndpointSession(Protocol):
     """One open session; one thread at a time."""
 
     def request(self, header: bytes, payload: torch.Tensor) -> None:
-        """Answer a request, by a call of what ``open`` was given.
+        """Answer a request, by a call of the ``on_answer`` that ``open`` was given.
 
         Args:
             header: 32 bytes.
             payload: contiguous, with as many bytes as the header says, of whatever shape; not changed.
 
         Raises:
-            OSError: the session has ended.
+            OSError: the session or the executor has ended.
         """
         ...
 
@@ -44,7 +44,7 @@ class Endpoint(Protocol):
 
     url: str
 
-    def open(self, token: str, answer: Answer) -> EndpointSession:
+    def open(self, token: str, on_answer: OnAnswer) -> EndpointSession:
         """A session for the tenant that holds this token.
 
         Raises:

@@ -20,7 +20,7 @@ def open_channel(
     token: str,
     context: ssl.SSLContext,
     timeout: float,
-    meet: Callable[[ssl.SSLSocket | None], None],
+    on_connect: Callable[[ssl.SSLSocket | None], None],
 ) -> Channel:
     """Connect to an executor.
 
@@ -29,21 +29,21 @@ def open_channel(
         token: as the provider printed it.
         context: for TLS.
         timeout: seconds without progress.
-        meet: told who is there, the socket after TLS or None for this machine; raises to go no further.
+        on_connect: told who is there, the socket after TLS or None for this machine; raises to go no further.
 
     Raises:
         ConfigurationError, ConnectError: no session, with the reason.
     """
     if not isinstance(where, str):
-        meet(None)
+        on_connect(None)
         return InprocessChannel(where, token)
     if not over_tls(where):
         check_token(token)
-        meet(None)
+        on_connect(None)
         return open_colocated(where, token, timeout)
     sock = open_connection(where, token, context, timeout)
     try:
-        meet(sock)
+        on_connect(sock)
         return WebsocketChannel(sock, where, timeout=timeout, entropy=os.urandom)
     except BaseException:
         sock.close()

@@ -35,7 +35,13 @@ from tenant_sdk.products.verification import (
     multiply_challenge,
 )
 from tenant_sdk.storage import disk_errors
-from tenant_sdk.trust.attestation import Trusted, linear_layers, names_of_tensors, prefix_of, skeleton
+from tenant_sdk.trust.attestation import (
+    CheckpointContents,
+    linear_layers,
+    names_of_tensors,
+    prefix_of,
+    skeleton,
+)
 
 _FORMAT = "symbiosis-fingerprints-2"
 
@@ -74,7 +80,7 @@ class StoredFingerprints:
                 "`symbiosis-tenant fingerprint` from the checkpoint"
             )
         self._path = path
-        self._trusted = msgspec.json.decode(_metadata(data)["trusted"], type=Trusted)
+        self._trusted = msgspec.json.decode(_metadata(data)["trusted"], type=CheckpointContents)
         self._groups: tuple[GroupInfo, ...] = ()
         self._made: dict[Kind, Fingerprint] = {}
 
@@ -178,7 +184,7 @@ def write_fingerprints(
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
         _add(tensors, name, checkpoint.member_weight(Member(name, 0, tensor, is_transposed)))
-    trusted = msgspec.json.encode(Trusted.of(checkpoint)).decode()
+    trusted = msgspec.json.encode(CheckpointContents.of(checkpoint)).decode()
     data = cipher.encrypt(save(tensors, {"format": _FORMAT, "trusted": trusted}))
     temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
     try:

@@ -34,7 +34,7 @@ ATTESTED = (
 )
 
 
-class Trusted(msgspec.Struct, frozen=True):
+class CheckpointContents(msgspec.Struct, frozen=True):
     """What a checkpoint holds besides the weights of linear layers.
 
     ``files``: SHA-256 by name. ``tensors``: of each tensor of the model that the checkpoint stores, SHA-256
@@ -47,7 +47,7 @@ class Trusted(msgspec.Struct, frozen=True):
     tensors: tuple[dict[str, str], ...]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Trusted:
+    def of(cls, checkpoint: Checkpoint) -> CheckpointContents:
         """Of a checkpoint, which is read whole.
 
         Raises:
@@ -129,7 +129,7 @@ def trusted_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
         CheckpointError, ModelMismatch: as ``open_checkpoint``; other parameters or files.
     """
     checkpoint = open_checkpoint(folder, manifest)
-    Trusted.of(checkpoint).check(manifest, f"the checkpoint {folder}")
+    CheckpointContents.of(checkpoint).check(manifest, f"the checkpoint {folder}")
     return checkpoint
 
 

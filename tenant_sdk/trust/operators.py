@@ -58,7 +58,7 @@ class Operators:
         self._lock = threading.Lock()
         self.same = ""  # what was found, in words
 
-    def meet(self, url: str, sock: ssl.SSLSocket | None, party: Hashable = None) -> None:
+    def check_distinct(self, url: str, sock: ssl.SSLSocket | None, party: Hashable = None) -> None:
         """Compare a new connection with those of other parties; at every connection, also a later one.
 
         Args:

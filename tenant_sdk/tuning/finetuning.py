@@ -22,14 +22,20 @@ from transformers import (
 )
 
 from shared.errors import ConfigurationError, StorageError, SymbiosisError
-from tenant_sdk.storage import Checkpoints, check_new_folder, disk_errors, free_megabytes, whole_folder
+from tenant_sdk.storage import (
+    TrainingCheckpoints,
+    check_new_folder,
+    disk_errors,
+    free_megabytes,
+    whole_folder,
+)
 from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method
 
 Blocks = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingOptions:
     """Options of a training; see the help of `symbiosis-tenant finetune`.
 
     ``steps`` None: ``epochs`` passes over the data. ``learning_rate`` None: the method's own.
@@ -53,7 +59,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Report:
+class TrainingReport:
     """Result: losses in nats per token of the batches of a step, perplexities of the held-out text."""
 
     steps: int
@@ -148,14 +154,14 @@ class _Progress(TrainerCallback):
 
 
 def finetune(
-    training: Training,
+    training: TrainingOptions,
     model: Any,
     tokenizer: Any,
     digest: str,
     *,
     show: Callable[[int, int, float | None], None],
     say: Callable[[str], None],
-) -> Report:
+) -> TrainingReport:
     """Train an adapter on a text file and save it as a standard PEFT folder.
 
     Args:
@@ -206,7 +212,7 @@ def finetune(
     for name in ("output", "held_out", "resume", "epochs", "save_steps"):
         del settings[name]
     settings["targets"] = list(training.targets)
-    checkpoints = Checkpoints(output, settings)
+    checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
 
     before = None
@@ -226,10 +232,10 @@ def finetune(
         # False: do not compare the vocabulary with a model of the same name on the Hugging Face Hub.
         model.save_pretrained(str(folder), save_embedding_layers=False)
     checkpoints.remove()
-    return Report(steps, seconds, trained, losses[0], losses[-1], before, after)
+    return TrainingReport(steps, seconds, trained, losses[0], losses[-1], before, after)
 
 
-def _sequence_length(training: Training, model: Any, virtual_tokens: int) -> int:
+def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int) -> int:
     limit = getattr(model.config, "max_position_embeddings", None) or training.sequence_length
     length = min(training.sequence_length, limit - virtual_tokens)
     if length < 2 or training.batch_size < 1 or training.rank < 1:
@@ -252,12 +258,12 @@ def _check_space(output: Path, parameters: int) -> None:
 
 
 def _train(
-    training: Training,
+    training: TrainingOptions,
     model: Any,
     blocks: Blocks,
     steps: int,
     learning_rate: float,
-    checkpoints: Checkpoints,
+    checkpoints: TrainingCheckpoints,
     resume_from: Path | None,
     show: Callable[[int, int, float | None], None],
 ) -> list[float]:

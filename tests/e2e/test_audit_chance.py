@@ -18,7 +18,7 @@ from security.claims import CLAIMS
 from security.findings import Finding
 from security.judges import IMPRINTS, LEARNING_ATTACKS, STATISTICAL, against_one_time
 from security.passive import PassiveAttacks
-from security.plan import PROVIDER, Result
+from security.plan import PROVIDER, AuditResult
 from security.public_model import PublicModel
 from security.statistics import Estimate, missing, rate
 from security.views import provider_view
@@ -149,7 +149,7 @@ def test_both_sides_of_chance_refute(identity: str, attack: str, value: float) -
     claim = next(claim for claim in CLAIMS if claim.identity == identity)
     for success, holds in ((0.0, True), (value, False), (-value, False)):
         estimate = Estimate(success, success - 0.01, success + 0.01, 99)
-        verdict = claim.verdict(Result([Finding(attack, ONE_TIME, PROVIDER, "", estimate, 0.0)]))
+        verdict = claim.verdict(AuditResult([Finding(attack, ONE_TIME, PROVIDER, "", estimate, 0.0)]))
         assert verdict.holds == holds
 
 
@@ -169,7 +169,7 @@ def test_too_few_right_guesses_refute_too(hits: int, holds: bool) -> None:
     every = [
         Finding(attack, ONE_TIME, PROVIDER, "", rate(hits, 5000, 0.999), 0.005) for attack in LEARNING_ATTACKS
     ]
-    assert claim.verdict(Result(every)).holds == holds
+    assert claim.verdict(AuditResult(every)).holds == holds
 
 
 def test_where_too_few_are_expected_nothing_is_missing() -> None:

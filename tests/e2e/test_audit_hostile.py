@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from audits import PLAN, Short, lines
 
-from security.attacks.streams import SpeculationWatch, Stream, TopicFromTraffic, from_told
+from security.attacks.streams import SpeculationWatch, Stream, TopicFromTraffic, guess_from_labelled
 from security.claims import CLAIMS
-from security.findings import Hostile
+from security.findings import HostileFinding
 from security.hostile import HostileProvider
-from security.plan import Result
+from security.plan import AuditResult
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.products import masks, verification
 
@@ -31,10 +31,10 @@ def provider(folder: Path) -> Iterator[HostileProvider]:
         yield HostileProvider(parties, folder, SMALL, lines(), RNG, audit.confidence)
 
 
-def judged(hostile: list[Hostile]) -> dict[str, bool]:
+def judged(hostile: list[HostileFinding]) -> dict[str, bool]:
     """Claims about hostile providers, and controls, that say something of these attacks."""
     findings = [each for h in hostile for each in (h.defended, h.control)]
-    result = Result(findings, hostile)
+    result = AuditResult(findings, hostile)
     names = {h.attack for h in hostile}
     verdicts = {c.identity: c.verdict(result) for c in CLAIMS if names & set(c.attack.split(", "))}
     return {name: verdict.holds for name, verdict in verdicts.items()}
@@ -95,7 +95,7 @@ def test_what_was_not_tried_does_not_hold() -> None:
     claims = ("abort-oracle", "imprinted-parameters", "no-speculation", "control-abort-oracle")
     claims += ("control-imprinted", "control-speculation")
     for claim in (claim for claim in CLAIMS if claim.identity in claims):
-        verdict = claim.verdict(Result())
+        verdict = claim.verdict(AuditResult())
         assert not verdict.holds
         assert verdict.figure.startswith("not measured")
 
@@ -117,4 +117,4 @@ def test_topics_of_different_lengths() -> None:
 def test_streams_that_are_all_the_same_give_one_guess() -> None:
     same = [Stream((24, 1, 1), (0.0, 1.0, 2.0))] * 8
     assert not SpeculationWatch().attack((same, [0, 1] * 2), RNG).any()
-    assert from_told([1.0, 5.0, 2.0, 4.0], ["a"] * 4, [0, 1]).tolist() == [False, True]
+    assert guess_from_labelled([1.0, 5.0, 2.0, 4.0], ["a"] * 4, [0, 1]).tolist() == [False, True]

@@ -17,21 +17,21 @@ import torch
 from audits import MODEL, Short, structure
 
 from provider.executor.base import BaseExecutor
-from provider.observe.transcript import Transcript
+from provider.observe.transcript import TranscriptWriter
 from security import capture
 from security.attacks.masking import Uniformity
 from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import KnownMaskSubtraction
 from security.capture import ONE_TIME, RING_BANK
 from security.claims import CLAIMS
-from security.executors import AuditError, Executor
+from security.executors import AuditError, ExecutorProcess
 from security.findings import Finding
 from security.judges import LEARNING_ATTACKS, STATISTICAL, TOKEN_ATTACKS
-from security.plan import BOTH, PROVIDER, SOURCE, Result
+from security.plan import BOTH, PROVIDER, SOURCE, AuditResult
 from security.statistics import Estimate, rate
 from security.transcript import TranscriptError
-from security.views import MaskSourceView, Seen, View, check_aligned, provider_view
-from security.workload import Sent, Truth
+from security.views import MaskSourceView, ObservedRequest, View, check_aligned, provider_view
+from security.workload import GroundTruth, SentRequest
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Direction
 from tenant_sdk.products import masks, ring_products
@@ -174,7 +174,7 @@ def test_an_object_that_prints_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_search_that_finds_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture.LogBook, "emit", lambda *_: None)
+    monkeypatch.setattr(capture.LogCapture, "emit", lambda *_: None)
     assert structure(tmp_path)[2] == {"control-planted"}
 
 
@@ -201,8 +201,8 @@ def test_an_attack_that_crashes_is_a_failed_audit(tmp_path: Path, monkeypatch: p
         Short().passive(tmp_path).attack()
 
 
-def seen(raw: torch.Tensor, group: int = 0, direction: int = FORWARD) -> Seen:
-    return Seen(group, direction, 1, 1, 0.0, raw)
+def seen(raw: torch.Tensor, group: int = 0, direction: int = FORWARD) -> ObservedRequest:
+    return ObservedRequest(group, direction, 1, 1, 0.0, raw)
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -245,7 +245,7 @@ SEEDS = [RNG.bytes(32) for _ in range(400)]
     ],
 )
 def test_seeds(seeds: list[bytes], good: bool) -> None:
-    result = Result(about={"confidence_of_one_interval": 1 - 1e-4 / STATISTICAL})
+    result = AuditResult(about={"confidence_of_one_interval": 1 - 1e-4 / STATISTICAL})
     result.seeds = SeedPrediction().attack(MaskSourceView(seeds), RNG)
     claim = next(claim for claim in CLAIMS if claim.identity == "one-time-mask-source")
     assert claim.verdict(result).holds == good
@@ -265,7 +265,7 @@ def test_seeds(seeds: list[bytes], good: bool) -> None:
     ],
 )
 def test_separation(provider: dict[str, int], source: dict[str, int], good: bool) -> None:
-    result = Result(figures={"operations": {PROVIDER: provider, SOURCE: source}})
+    result = AuditResult(figures={"operations": {PROVIDER: provider, SOURCE: source}})
     claim = next(claim for claim in CLAIMS if claim.identity == "one-time-separation")
     assert claim.verdict(result).holds == good
 
@@ -277,14 +277,14 @@ def test_an_attack_that_was_not_scored_refutes(identity: str) -> None:
         Finding(attack, ONE_TIME, PROVIDER, "", rate(1, 1000), 0.001)
         for attack in (*TOKEN_ATTACKS, *LEARNING_ATTACKS)
     ]
-    assert claim.verdict(Result(findings=every)).holds
+    assert claim.verdict(AuditResult(findings=every)).holds
     for i, finding in enumerate(every):
         if finding.attack not in claim.attack:
             continue
         without = every[:i] + every[i + 1 :]
-        assert claim.verdict(Result(findings=without)).figure == f"not measured: {finding.attack}"
+        assert claim.verdict(AuditResult(findings=without)).figure == f"not measured: {finding.attack}"
         empty = Finding(finding.attack, ONE_TIME, PROVIDER, "", Estimate(0.0, 0.0, 0.0, 0), 0.0)
-        assert not claim.verdict(Result(findings=[*without, empty])).holds
+        assert not claim.verdict(AuditResult(findings=[*without, empty])).holds
 
 
 def test_rows_and_truth_must_agree_request_by_request() -> None:
@@ -292,12 +292,12 @@ def test_rows_and_truth_must_agree_request_by_request() -> None:
         requests = [seen(torch.zeros(count, 4)) for count in rows] + [seen(torch.zeros(7, 4), 3, BACKWARD)]
         return View(None, requests)  # type: ignore[arg-type]
 
-    truth = Truth([Sent(0, FORWARD, 2), Sent(3, BACKWARD, 7), Sent(0, FORWARD, 3)])
+    truth = GroundTruth([SentRequest(0, FORWARD, 2), SentRequest(3, BACKWARD, 7), SentRequest(0, FORWARD, 3)])
     check_aligned(view(2, 3), truth, "a test")
     for wrong in (view(3, 2), view(5), view(2, 3, 1), view()):
         with pytest.raises(AuditError, match=r"a test .* group 0"):
             check_aligned(wrong, truth, "a test")
-    truth.sent.append(Sent(5, FORWARD, 1))
+    truth.sent.append(SentRequest(5, FORWARD, 1))
     with pytest.raises(AuditError, match="group 5"):
         check_aligned(view(2, 3), truth, "a test")
 
@@ -358,14 +358,16 @@ def found(sees: str, attack: str, value: float, width: float = 0.0) -> Finding:
 )
 def test_controls(identity: str, good: dict[str, Any], bad: list[dict[str, Any]]) -> None:
     claim = next(claim for claim in CLAIMS if claim.identity == identity)
-    assert claim.verdict(Result(**good)).holds
+    assert claim.verdict(AuditResult(**good)).holds
     for each in bad:
-        assert not claim.verdict(Result(**each)).holds
+        assert not claim.verdict(AuditResult(**each)).holds
 
 
 def test_only_a_crash_may_cut_a_transcript(tmp_path: Path) -> None:
-    executor = Executor(tmp_path / "executor", MODEL, "ring")
-    recording = Transcript(executor.folder / "transcripts", BaseExecutor(MODEL, numerics="ring").manifest)
+    executor = ExecutorProcess(tmp_path / "executor", MODEL, "ring")
+    recording = TranscriptWriter(
+        executor.folder / "transcripts", BaseExecutor(MODEL, numerics="ring").manifest
+    )
     with pytest.raises(TranscriptError, match="cut"):
         executor.transcripts()
     executor._crashed.add(recording.path.name)

@@ -19,13 +19,13 @@ import transformers
 from audits import PLAN, Short, lines
 
 from security.attacks import hostile_files
-from security.attacks.hostile_files import Load, MemoryBomb
+from security.attacks.hostile_files import LoadOutcome, MemoryBomb
 from security.attacks.hostile_parties import MaskServedTwice, in_copy
 from security.claims import CLAIMS
 from security.executors import AuditError
-from security.findings import Hostile
+from security.findings import HostileFinding
 from security.hostile import HostileProvider
-from security.plan import Result
+from security.plan import AuditResult
 from security.supplies import Supplies
 from shared import forks
 from tenant_sdk import composition, config
@@ -52,9 +52,9 @@ def supplies(folder: Path) -> Iterator[Supplies]:
         yield Supplies(HostileProvider(parties, folder, SMALL, lines(), RNG, audit.confidence))
 
 
-def judged(hostile: list[Hostile]) -> dict[str, bool]:
+def judged(hostile: list[HostileFinding]) -> dict[str, bool]:
     """The claims about these attacks, and their controls."""
-    result, names = Result(hostile=hostile), {h.attack for h in hostile}
+    result, names = AuditResult(hostile=hostile), {h.attack for h in hostile}
     return {c.identity: c.verdict(result).holds for c in CLAIMS if c.attack in names}
 
 
@@ -150,7 +150,7 @@ def test_what_was_not_tried_does_not_hold() -> None:
     found = [claim for claim in CLAIMS if claim.identity in claims]
     assert len(found) == 2 * len(CLAIMED)
     for claim in found:
-        verdict = claim.verdict(Result())
+        verdict = claim.verdict(AuditResult())
         assert not verdict.holds
         assert verdict.figure == "not measured"
 
@@ -161,13 +161,13 @@ def test_what_was_not_tried_does_not_hold() -> None:
 @pytest.mark.parametrize(
     ("load", "succeeds"),
     [
-        (Load("ModelMismatch", typed=True, grown_mib=1.0), False),
-        (Load("ModelMismatch", typed=True, grown_mib=65.0), True),
-        (Load("", typed=True, grown_mib=1.0), False),
-        (Load("MemoryError", typed=False, grown_mib=1.0), True),
+        (LoadOutcome("ModelMismatch", typed=True, grown_mib=1.0), False),
+        (LoadOutcome("ModelMismatch", typed=True, grown_mib=65.0), True),
+        (LoadOutcome("", typed=True, grown_mib=1.0), False),
+        (LoadOutcome("MemoryError", typed=False, grown_mib=1.0), True),
     ],
 )
-def test_which_loads_count(load: Load, succeeds: bool) -> None:
+def test_which_loads_count(load: LoadOutcome, succeeds: bool) -> None:
     assert MemoryBomb().attack([load], RNG) == [succeeds]
 
 

@@ -60,7 +60,7 @@ def test_doctor_finds_nothing(examined: dict[str, tuple[int, str, str]]) -> None
 
 
 @pytest.mark.parametrize(
-    ("situation", "step", "wrong", "cure"),
+    ("situation", "step", "wrong", "remedy"),
     [
         ("port", "tcp", "Connection refused", "compare --provider with the URL that `serve` printed"),
         ("authority", "tls", "authority is not trusted", "ask the provider for the ca.pem"),
@@ -70,7 +70,7 @@ def test_doctor_finds_nothing(examined: dict[str, tuple[int, str, str]]) -> None
     ],
 )
 def test_doctor_says_what_is_wrong_and_what_to_do(
-    examined: dict[str, tuple[int, str, str]], situation: str, step: str, wrong: str, cure: str
+    examined: dict[str, tuple[int, str, str]], situation: str, step: str, wrong: str, remedy: str
 ) -> None:
     status, out, err = examined[situation]
     assert status == 1, out + err
@@ -79,7 +79,7 @@ def test_doctor_says_what_is_wrong_and_what_to_do(
     assert finding.startswith(f"✗ {step}")
     assert wrong in finding
     assert arrow.strip().startswith("→")
-    assert cure in arrow
+    assert remedy in arrow
     assert out.count("✗") == 1
 
 

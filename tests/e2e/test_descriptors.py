@@ -103,7 +103,7 @@ def test_a_session_that_cannot_be_opened_is_closed_with_a_reason(
     """And the reason arrives, though the tenant has said more by then than was read."""
 
     with monkeypatch.context() as patch:
-        patch.setattr(descriptors.Spare, "take", lambda _: False)
+        patch.setattr(descriptors.ReserveDescriptor, "acquire", lambda _: False)
         with counted(llama, "symbiosis_handshakes_failed_total", reason="full"):
             assert come(llama) == "close 1013"
     assert "out of file descriptors" in caplog.text
@@ -217,11 +217,11 @@ def test_a_token_file_that_cannot_be_used_is_nobodys_wrong_token(
     assert str(tmp_path) not in info["message"]
 
 
-def test_the_spare_one() -> None:
+def test_the_reserve() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    spare = descriptors.Spare()
-    spare.take()
+    reserve = descriptors.ReserveDescriptor()
+    reserve.acquire()
     assert len(set(os.listdir("/proc/self/fd")) - before) == 1
-    assert spare.give_up()
-    assert not spare.give_up()
+    assert reserve.release()
+    assert not reserve.release()
     eventually(lambda: set(os.listdir("/proc/self/fd")) == before, SECONDS)

@@ -68,7 +68,7 @@ def test_a_thread_that_cannot_be_had_costs_one_connection(
     start, refused = threading.Thread.start, []
 
     def refuse_once(thread: threading.Thread) -> None:
-        if not refused and "Entrance._let_in" in repr(getattr(thread, "_target", "")):
+        if not refused and "Acceptor._let_in" in repr(getattr(thread, "_target", "")):
             refused.append(thread)
             raise RuntimeError("can't start new thread")
         start(thread)

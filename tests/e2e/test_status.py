@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from provider.engine.engine import Done
+from provider.engine.engine import Completion
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
 from provider.observe.status import PAGE, Status
@@ -34,7 +34,7 @@ def work(metrics: Metrics) -> None:
     for tenant, rows in (("alice", 30), ("bob", 10)):
         request = Header(Operation.PRODUCT, Direction.FORWARD, 1, 0, 1, rows, 64, 1)
         answer = request._replace(operation=Operation.REPLY)
-        metrics.answered(tenant, request, answer, Done([], RequestClass.DECODE, 0.001, 0.002))
+        metrics.answered(tenant, request, answer, Completion([], RequestClass.DECODE, 0.001, 0.002))
 
 
 @contextmanager

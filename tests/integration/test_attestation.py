@@ -22,7 +22,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError, ModelMismatch, WireError
 from shared.wire.messages import Manifest
 from tenant_sdk.products.fingerprints import write_fingerprints
-from tenant_sdk.trust.attestation import Trusted, check_agreement
+from tenant_sdk.trust.attestation import CheckpointContents, check_agreement
 
 pytest_plugins = ("ring_fixtures", "hostile_fixtures")
 
@@ -153,9 +153,9 @@ def test_a_checkpoint_attests_what_an_honest_executor_lists(
     for serve_head in (False, True):
         with serve(folder, serve_head=serve_head).connect() as session:
             manifest = session.manifest
-        trusted = Trusted.of(Checkpoint(folder))
+        trusted = CheckpointContents.of(Checkpoint(folder))
         trusted.check(manifest, "it")
-        again = msgspec.json.decode(msgspec.json.encode(trusted), type=Trusted)
+        again = msgspec.json.decode(msgspec.json.encode(trusted), type=CheckpointContents)
         again.check(manifest, "it")  # as from a file of fingerprints
         without = msgspec.structs.replace(manifest, parameters=manifest.parameters[1:])
         with pytest.raises(ModelMismatch, match="leaves out the parameter"):

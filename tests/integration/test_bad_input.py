@@ -32,7 +32,7 @@ from raw_peers import (
     product,
 )
 
-import provider.serve.connection
+import provider.serve.websocket_connection
 import tenant_sdk
 from shared.errors import NonFiniteError
 
@@ -311,7 +311,7 @@ def test_a_tenant_that_leaves_in_the_middle_of_a_request(raw: Peer, answered: bo
 
 
 def test_a_tenant_that_stalls(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provider.serve.connection, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(provider.serve.websocket_connection, "STALL_SECONDS", 0.2)
     with open_raw(llama) as peer:
         peer.hello()
         peer.send(frame(GOOD, mask=os.urandom(4))[:-1])
@@ -322,7 +322,7 @@ def test_a_session_may_be_idle_for_longer(
     llama: Executor, monkeypatch: pytest.MonkeyPatch, raw: Peer
 ) -> None:
     """The time without a byte counts inside a message only."""
-    monkeypatch.setattr(provider.serve.connection, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(provider.serve.websocket_connection, "STALL_SECONDS", 0.05)
     with open_raw(llama) as peer:
         peer.hello()
         peer.sock.settimeout(0.2)

@@ -1,4 +1,4 @@
-"""Executor and tenant on one machine: doors, deaths, and the tenant's side."""
+"""Executor and tenant on one machine: opening, deaths, and the tenant's side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 import zmq
 from channels import error_of
 from conftest import Executor
-from raw_colocated import RawTenant, knock, memories
+from raw_colocated import RawTenant, memories, request_session
 from raw_colocated import ones_product as product
 from raw_peers import (
     PRODUCT,
@@ -35,7 +35,7 @@ from transports import Everywhere, Start
 
 import tenant_sdk
 from provider.serve.colocated import ColocatedServer
-from provider.serve.server import Sessions
+from provider.serve.connection import Connections
 from provider.serve.tokens import TokenFile
 from shared.errors import (
     ConfigurationError,
@@ -54,7 +54,7 @@ pytest_plugins = ("transport_fixtures", "wire_fixtures")
 ROW = 64 * 4  # bytes
 
 
-# -- the door --------------------------------------------------------------------------------------
+# -- opening a session -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ ROW = 64 * 4  # bytes
 )
 def test_who_is_not_let_in(one: Everywhere, all_well: None, frames: tuple[bytes, ...], code: str) -> None:
     failed = one.metric("symbiosis_handshakes_failed_total", reason=code)
-    kind, info = knock(one.directory, *(frames or (b"",)))
+    kind, info = request_session(one.directory, *(frames or (b"",)))
     assert (kind, info["code"]) == (b"refused", code)
     assert one.metric("symbiosis_handshakes_failed_total", reason=code) == failed + 1
 
@@ -98,7 +98,7 @@ def test_directories_that_are_not_private(one: Everywhere, directory: Path) -> N
                 one.service,
                 tokens=TokenFile(tmp_path / "tokens"),
                 directory=directory,
-                sessions=Sessions(one.service.metrics, one.service.engine.loop, 1, 1),
+                connections=Connections(one.service.metrics, one.service.engine.loop, 1, 1),
             )
 
     refused(one.directory, "another executor is at work")
@@ -134,19 +134,19 @@ def short_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def scripted_door(*answer: bytes) -> Iterator[str]:
-    """An executor that answers one knock, and says nothing more."""
+def scripted_listener(*answer: bytes) -> Iterator[str]:
+    """An executor that answers one request, and says nothing more."""
     stop, listening = threading.Event(), threading.Event()
 
     def run(directory: Path) -> None:
-        with zmq.Context.instance().socket(zmq.ROUTER) as door:  # of this thread alone: ZeroMQ insists
-            door.linger = 1000
-            door.bind(f"ipc://{directory}/door")
+        with zmq.Context.instance().socket(zmq.ROUTER) as listener:  # of this thread alone: ZeroMQ insists
+            listener.linger = 1000
+            listener.bind(f"ipc://{directory}/door")
             listening.set()
             while not stop.is_set():
-                if door.poll(20):
-                    who, *_ = door.recv_multipart()
-                    door.send_multipart([who, *answer])
+                if listener.poll(20):
+                    who, *_ = listener.recv_multipart()
+                    listener.send_multipart([who, *answer])
 
     with short_directory() as directory:
         thread = threading.Thread(target=run, args=(directory,))
@@ -187,7 +187,7 @@ GOOD = {
 def test_an_executor_that_offers_no_memory(change: dict[str, Any], match: str) -> None:
     body = json.dumps(GOOD | change).encode()
     with (
-        scripted_door(b"opened", body) as url,
+        scripted_listener(b"opened", body) as url,
         pytest.raises(ConnectError, match=match),
     ):
         open_colocated(url, "token", SECONDS)
@@ -207,7 +207,7 @@ def test_memory_that_could_be_cut_off_or_is_others(sealed: bool, mode: int, size
     body = json.dumps(GOOD | {"descriptor": descriptor}).encode()
     try:
         with (
-            scripted_door(b"opened", body) as url,
+            scripted_listener(b"opened", body) as url,
             pytest.raises(ConnectError, match="something else"),
         ):
             open_colocated(url, "token", SECONDS)
@@ -218,7 +218,7 @@ def test_memory_that_could_be_cut_off_or_is_others(sealed: bool, mode: int, size
 def test_another_version() -> None:
     body = b'{"code":"protocol_version","message":"I speak symbiosis.v9"}'
     with (
-        scripted_door(b"refused", body) as url,
+        scripted_listener(b"refused", body) as url,
         pytest.raises(ProtocolVersionError, match="v9"),
     ):
         open_colocated(url, "token", SECONDS)
@@ -251,7 +251,7 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         expected = product(session)
         product(impatient)
         # It dies between a handshake and the session's first message, too.
-        knock(directory, b"symbiosis.v2", first.token.encode())
+        request_session(directory, b"symbiosis.v2", first.token.encode())
         first.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, first.process.pid, os.WSTOPPED)
         with pytest.raises(RequestTimeout, match="no progress"):
@@ -363,7 +363,7 @@ def test_the_doctor(one: Everywhere, monkeypatch: pytest.MonkeyPatch, directory:
     assert list(examine(Target(one.local.url, token_env="TOKEN")))[-1].step == "token"
     last = list(examine(Target(f"ipc://{directory}", token_env="TOKEN")))[-1]
     assert (last.step, last.ok) == ("directory", False)
-    assert "--local-dir" in last.cure
+    assert "--local-dir" in last.remedy
     assert list(examine(Target("ipc://relative")))[-1].step == "url"
 
 

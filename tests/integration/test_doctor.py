@@ -1,4 +1,4 @@
-"""Doctor's findings, in this process: what can be wrong, in the order in which it is looked for."""
+"""Doctor's results, in this process: what can be wrong, in the order in which it is looked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from provider.config import ServeConfig
 from provider.serve.certificates import write_certificates
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
-from tenant_sdk.doctor import Finding, Target, examine
+from tenant_sdk.doctor import CheckResult, Target, examine
 
 TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]
 ALL = [*TLS, "token", "protocol", "manifest", "digest"]
@@ -28,16 +28,16 @@ def token(monkeypatch: pytest.MonkeyPatch, token_file: tuple[Path, str]) -> None
     monkeypatch.setenv("TENANT_TOKEN", token_file[1])
 
 
-def look(executor: Executor, url: str | None = None, **options: object) -> dict[str, Finding]:
+def look(executor: Executor, url: str | None = None, **options: object) -> dict[str, CheckResult]:
     given = {"ca": executor.ca, "token_env": "TENANT_TOKEN"} | options
-    findings = list(examine(Target(url or executor.url, **given)))  # type: ignore[arg-type]
-    assert all(finding.ok is not False for finding in findings[:-1])
-    assert all(finding.cure for finding in findings if not finding.ok)
-    assert len({finding.step for finding in findings}) == len(findings)
-    return {finding.step: finding for finding in findings}
+    results = list(examine(Target(url or executor.url, **given)))  # type: ignore[arg-type]
+    assert all(result.ok is not False for result in results[:-1])
+    assert all(result.remedy for result in results if not result.ok)
+    assert len({result.step for result in results}) == len(results)
+    return {result.step: result for result in results}
 
 
-def failure(executor: Executor, url: str | None = None, **options: object) -> Finding:
+def failure(executor: Executor, url: str | None = None, **options: object) -> CheckResult:
     last = list(look(executor, url, **options).values())[-1]
     assert last.ok is False
     return last
@@ -46,7 +46,7 @@ def failure(executor: Executor, url: str | None = None, **options: object) -> Fi
 def test_all_is_well(llama: Executor) -> None:
     found = look(llama)
     assert list(found) == [*ALL, *SPEED]
-    assert all(finding.ok for step, finding in found.items() if step != "key exchange")
+    assert all(result.ok for step, result in found.items() if step != "key exchange")
     assert "for localhost, 127.0.0.1, ::1, by CN=Symbiosis development CA" in found["certificate"].detail
     assert "LlamaForCausalLM" in found["manifest"].detail
     assert "tokens/s" in found["round trip"].detail
@@ -72,7 +72,7 @@ def test_without_a_token_it_checks_what_it_can(llama: Executor) -> None:
     assert list(found) == [*TLS, "protocol", "token"]
     assert found["protocol"].ok
     assert found["token"].ok is None
-    assert "--token-env" in found["token"].cure
+    assert "--token-env" in found["token"].remedy
 
 
 def test_small_limits_are_kept(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> None:
@@ -81,7 +81,7 @@ def test_small_limits_are_kept(serve: Callable[..., Executor], checkpoint: Calla
 
 
 @pytest.mark.parametrize(
-    ("options", "step", "wrong", "cure"),
+    ("options", "step", "wrong", "remedy"),
     [
         ({"url": "ws://localhost:1"}, "url", "in the clear", "--provider"),
         ({"url": "wss://localhost:x"}, "url", "Port could not be cast", "--provider"),
@@ -92,12 +92,12 @@ def test_small_limits_are_kept(serve: Callable[..., Executor], checkpoint: Calla
     ],
 )
 def test_what_can_be_wrong(
-    llama: Executor, options: dict[str, object], step: str, wrong: str, cure: str
+    llama: Executor, options: dict[str, object], step: str, wrong: str, remedy: str
 ) -> None:
     found = failure(llama, **options)  # type: ignore[arg-type]
     assert found.step == step
     assert wrong in found.detail
-    assert cure in found.cure
+    assert remedy in found.remedy
 
 
 def test_a_token_with_white_space(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_another_protocol_version(llama: Executor, monkeypatch: pytest.MonkeyPat
     for options in ({}, {"token_env": None}):
         found = failure(llama, **options)  # type: ignore[arg-type]
         assert found.step == "protocol"
-        assert "install the version" in found.cure
+        assert "install the version" in found.remedy
 
 
 @pytest.fixture

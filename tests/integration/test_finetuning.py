@@ -17,7 +17,14 @@ from safetensors.torch import load_file
 
 import tenant_sdk
 from shared.errors import ConfigurationError, StorageError
-from tenant_sdk.tuning.finetuning import Report, Training, finetune, pack, perplexity, read_tokens
+from tenant_sdk.tuning.finetuning import (
+    TrainingOptions,
+    TrainingReport,
+    finetune,
+    pack,
+    perplexity,
+    read_tokens,
+)
 
 
 class Letters:
@@ -43,17 +50,17 @@ def text(tmp_path: Path) -> Path:
 
 
 def train(
-    session: tenant_sdk.Session, training: Training, show: Callable[..., None] = lambda *_: None
-) -> tuple[Report, list[str]]:
+    session: tenant_sdk.Session, training: TrainingOptions, show: Callable[..., None] = lambda *_: None
+) -> tuple[TrainingReport, list[str]]:
     said: list[str] = []
     model = session.load_model(progress=False)
     report = finetune(training, model, Letters(), session.manifest.digest, show=show, say=said.append)
     return report, said
 
 
-def options(text: Path, name: str, **more: Any) -> Training:
+def options(text: Path, name: str, **more: Any) -> TrainingOptions:
     small: dict[str, Any] = {"steps": 4, "batch_size": 2, "sequence_length": 16, "save_steps": 2, "rank": 2}
-    return Training(text, text.parent / name, **(small | more))
+    return TrainingOptions(text, text.parent / name, **(small | more))
 
 
 def test_packing() -> None:

@@ -21,18 +21,18 @@ from safetensors.torch import load_file, save_file
 from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
-from provider.session.quota import Limit, Quotas
+from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service, TenantSession
 from shared.checkpoint import Checkpoint
 from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, WireError
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Fetch, encode
 from shared.wire.websocket import Incoming
-from tenant_sdk.doctor import Finding
+from tenant_sdk.doctor import CheckResult
 from tenant_sdk.model.configuration import model_configuration
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.products.fingerprints import write_fingerprints
-from tenant_sdk.trust.attestation import Trusted, check_agreement
+from tenant_sdk.trust.attestation import CheckpointContents, check_agreement
 from tenant_sdk.trust.operators import own_authorities
 
 pytest_plugins = ("hostile_fixtures",)
@@ -44,7 +44,7 @@ def test_the_same_bytes_of_another_type_are_another_parameter(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Otherwise a provider calls bfloat16 float16, or gives a matrix another shape, under the same hash."""
-    trusted = Trusted.of(Checkpoint(checkpoint("llama")))
+    trusted = CheckpointContents.of(Checkpoint(checkpoint("llama")))
     manifest = BaseExecutor(checkpoint("llama")).manifest
     make_model("llama").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -217,7 +217,7 @@ def test_no_message_holds_control_characters(llama: Executor) -> None:
     # Nor a second line, which a log would take for an entry of its own.
     assert str(SymbiosisError("one\ntwo")) == "one two"
     assert str(RequestRefused("x\ny\x1b", "z\r\n")) == "[x?y?] z? "
-    assert Finding("tls", False, f"CN={ESCAPE}").detail == "CN=?[2J?[H?31mowned?"
+    assert CheckResult("tls", False, f"CN={ESCAPE}").detail == "CN=?[2J?[H?31mowned?"
 
 
 # -- what a tenant may have in flight --------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
     """A reply that nobody reads is held, and who asks for many takes turns."""
     base = BaseExecutor(checkpoint("llama"))
     size = base.manifest.files[0].size
-    quotas = Quotas(Limit(bytes_in_flight=size + 1))
+    quotas = Quotas(Quota(bytes_in_flight=size + 1))
 
     service = Service(base, Engine.of(base), Metrics(), quotas)
     sent: queue.Queue[Header] = queue.Queue()
@@ -266,7 +266,7 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
 
 def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) -> None:
     """At once what nobody works on, the rest when it is back: memory is held until then."""
-    base, quotas = BaseExecutor(checkpoint("llama")), Quotas(Limit(bytes_in_flight=1 << 30))
+    base, quotas = BaseExecutor(checkpoint("llama")), Quotas(Quota(bytes_in_flight=1 << 30))
     service, lane = service_on(base, HeldLane, quotas=quotas)
     width, size = base.manifest.groups[0].inputs, base.manifest.files[0].size
     gone = TenantSession(service, "alice", lambda *_: None)

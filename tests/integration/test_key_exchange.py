@@ -25,7 +25,7 @@ from shared.errors import ConfigurationError, TlsError
 from tenant_sdk import Stats
 from tenant_sdk.connection.handshake import client_context, open_tcp, start_tls
 from tenant_sdk.connection.key_exchange import UNKNOWN, agreed, group_of, hybrid, prefer
-from tenant_sdk.doctor import Finding, Target, _key_exchange, examine
+from tenant_sdk.doctor import CheckResult, Target, _key_exchange, examine
 
 pytest_plugins = ("ring_fixtures", "transport_fixtures")
 
@@ -164,13 +164,13 @@ def test_doctor_says_it(llama: Executor) -> None:
 
 
 def test_what_doctor_says_of_it() -> None:
-    well: Finding = _key_exchange("X25519MLKEM768")
-    assert (well.ok, well.cure) == (True, "")
+    well: CheckResult = _key_exchange("X25519MLKEM768")
+    assert (well.ok, well.remedy) == (True, "")
     for group in ("X25519", UNKNOWN):
         found = _key_exchange(group)
         assert found.ok is None
         assert "quantum" in found.detail
-        assert "3.5" in found.cure
+        assert "3.5" in found.remedy
 
 
 def test_a_session_says_it_of_every_executor(trio: Callable[[str], Trio]) -> None:
@@ -206,7 +206,7 @@ def test_a_log_of_the_keys_is_refused(
             attempt()
     last = list(examine(Target(llama.url, llama.ca)))[-1]
     assert (last.step, last.ok) == ("environment", False)
-    assert "unset SSLKEYLOGFILE" in last.cure
+    assert "unset SSLKEYLOGFILE" in last.remedy
     assert not log.exists()
     monkeypatch.setenv("SSLKEYLOGFILE", "")  # Python logs nothing then
     llama.connect().close()

@@ -62,7 +62,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 
 def meet(operators: Operators, url: str, address: str, certificate: bytes, party: Any = None) -> None:
-    operators.meet(url, Socket(address, certificate), party)  # type: ignore[arg-type]
+    operators.check_distinct(url, Socket(address, certificate), party)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

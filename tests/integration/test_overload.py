@@ -27,7 +27,7 @@ from provider.executor.products import GroupExecutor
 from provider.observe.metrics import Metrics
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
-from provider.session.quota import Limit, Quotas
+from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
 from shared.errors import ConnectionLost, RequestRefused, SymbiosisError
 from shared.ring.mask_stream import MaskStream
@@ -49,7 +49,7 @@ class Shop:
         folder: Path,
         tls_dir: Path,
         work: Path,
-        *limits: Limit,
+        *limits: Quota,
         objective: Objective | None = None,
         **options: Any,
     ) -> None:
@@ -87,10 +87,10 @@ class Shop:
 
 @pytest.fixture
 def shop(checkpoint: Callable[[str], Path], tls_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
-    """Open one with quotas: ``shop(Limit(...), Limit(...), lane=...)``."""
+    """Open one with quotas: ``shop(Quota(...), Quota(...), lane=...)``."""
     made: list[Shop] = []
 
-    def open_shop(*limits: Limit, **options: Any) -> Shop:
+    def open_shop(*limits: Quota, **options: Any) -> Shop:
         made.append(Shop(checkpoint("llama"), tls_dir, tmp_path, *limits, **options))
         return made[-1]
 
@@ -150,7 +150,7 @@ def others_go_on(shop: Shop) -> Iterator[Session]:
 
 def test_ten_thousand_requests_and_no_answer_is_read(shop: Callable[..., Shop]) -> None:
     """The executor stops reading from such a tenant, and holds one of its requests."""
-    here = shop(Limit(bytes_in_flight=1 << 20))
+    here = shop(Quota(bytes_in_flight=1 << 20))
     rude = here.executor("rude")
     message = product(200, WIDTH, dtype=6, request_id=1)
     with others_go_on(here), open_raw(rude) as peer:
@@ -169,7 +169,7 @@ def test_ten_thousand_requests_and_no_answer_is_read(shop: Callable[..., Shop]) 
 
 def test_a_frame_that_stops_in_the_middle(shop: Callable[..., Shop]) -> None:
     """What was admitted for it is given back when the tenant is gone."""
-    here = shop(Limit(), Limit(bytes_in_flight=1 << 20))
+    here = shop(Quota(), Quota(bytes_in_flight=1 << 20))
     with others_go_on(here):
         with open_raw(here.executor("slow")) as peer:
             peer.hello()
@@ -182,7 +182,7 @@ def test_a_frame_that_stops_in_the_middle(shop: Callable[..., Shop]) -> None:
 
 def test_one_row_at_a_time_as_fast_as_it_can(shop: Callable[..., Shop]) -> None:
     """Many connections of one tenant get no more than a tenant with one, when both always wait."""
-    here = shop(Limit(), Limit())
+    here = shop(Quota(), Quota())
     flood = here.executor("flood")
     stop = threading.Event()
 
@@ -222,7 +222,7 @@ def test_over_the_quota_the_tenant_waits_and_goes_on(
     shop: Callable[..., Shop], caplog: pytest.LogCaptureFixture
 ) -> None:
     """And says so: in the log, and in its statistics."""
-    here = shop(Limit(requests_per_second=20))
+    here = shop(Quota(requests_per_second=20))
     with here.executor("busy").connect() as session, caplog.at_level(logging.WARNING, "tenant_sdk"):
         for seed in range(50):
             assert torch.equal(ask(session, integers(seed)), reference(here.base, integers(seed)))
@@ -236,7 +236,7 @@ def test_over_the_quota_the_tenant_waits_and_goes_on(
 
 
 def test_an_executor_that_stays_overloaded_is_an_error_in_time(shop: Callable[..., Shop]) -> None:
-    here = shop(Limit(requests_per_second=0.001))
+    here = shop(Quota(requests_per_second=0.001))
     executor = here.executor("busy")
     with executor.connect(timeout=5.0) as session:
         ask(session, integers(1))
@@ -356,8 +356,8 @@ def test_tenants_that_connect_ask_cancel_die_and_come_back(
         return lanes[-1]
 
     here = shop(
-        Limit(bytes_in_flight=1 << 20, requests_per_second=500),
-        Limit(bytes_in_flight=2 << 20),
+        Quota(bytes_in_flight=1 << 20, requests_per_second=500),
+        Quota(bytes_in_flight=2 << 20),
         objective=Objective(decode_seconds=1e-4),  # so little that larger requests are multiplied in parts
         lane=lane,
     )

@@ -21,7 +21,7 @@ from test_tampering import put
 from transports import TRANSPORTS, Start
 
 from provider.executor.base import BaseExecutor
-from provider.session.quota import Limit, Quotas
+from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
 from shared.errors import ConnectionLost, NonFiniteError, VerificationError
 from shared.ring.mask_stream import MaskStream
@@ -275,7 +275,7 @@ def test_pieces_over_the_quota_are_sent_again_as_they_were(
     lanes: list[HeldLane] = []
 
     def narrow(base: BaseExecutor) -> Service:
-        service, lane = service_on(base, HeldLane, quotas=Quotas(Limit(rows_in_flight=1)))
+        service, lane = service_on(base, HeldLane, quotas=Quotas(Quota(rows_in_flight=1)))
         lanes.append(lane)
         return service
 

@@ -103,14 +103,14 @@ def test_a_tenant_that_pings_and_does_not_listen(another: Callable[..., Executor
     executor, pings = another(), 40_000
     with open_raw(executor) as peer, executor.connect() as other:
         peer.hello()
-        sessions: Any = executor.server.sessions  # type: ignore[union-attr]
-        for session in sessions._open:  # a network that holds little
+        connections: Any = executor.server.connections  # type: ignore[union-attr]
+        for session in connections._open:  # a network that holds little
             session._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         piece = peer.frame(b"", 9) * 1000
         with ThreadPoolExecutor(1) as threads:
             sent = threads.submit(lambda: [peer.send(piece) for _ in range(pings // 1000)])
-            eventually(lambda: not all(session._reading for session in sessions._open))
+            eventually(lambda: not all(session._reading for session in connections._open))
             ask(other)  # nobody else waits for it
             for _ in range(pings):
                 assert peer.receive_frame() == (10, b"")
@@ -128,7 +128,7 @@ def test_further_connections_are_closed_at_once(another: Callable[..., Executor]
             assert metric(executor, "symbiosis_handshakes_failed_total", reason="full") == 1
             ask(first)
         eventually(lambda: metric(executor, "symbiosis_connections") == 1)
-        eventually(lambda: len(executor.server.sessions._open) == 1)  # type: ignore[union-attr]
+        eventually(lambda: len(executor.server.connections._open) == 1)  # type: ignore[union-attr]
         with executor.connect() as third:
             ask(third)
             ask(first)

@@ -18,7 +18,7 @@ from parity import fixed_result, token_ids
 import tenant_sdk
 from provider.config import ServeConfig
 from provider.executor.base import BaseExecutor
-from provider.observe.transcript import MAGIC, Transcript
+from provider.observe.transcript import MAGIC, TranscriptWriter
 from provider.serve.provider import Provider
 from security.transcript import TranscriptError, read_transcript
 from shared.errors import ConfigurationError, RequestRefused
@@ -198,4 +198,4 @@ def test_a_folder_that_cannot_be_written(checkpoint: Callable[[str], Path], tmp_
     (tmp_path / "file").write_text("")
     manifest = BaseExecutor(checkpoint("llama")).manifest
     with pytest.raises(ConfigurationError, match="cannot record into"):
-        Transcript(tmp_path / "file" / "folder", manifest)
+        TranscriptWriter(tmp_path / "file" / "folder", manifest)

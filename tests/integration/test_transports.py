@@ -24,7 +24,7 @@ from provider.executor.base import BaseExecutor
 from provider.session.tenant import Service
 from shared.checkpoint import Checkpoint
 from shared.errors import AuthenticationError, ConfigurationError, ConnectionLost, RequestRefused
-from shared.wire.header import Direction, Header, Operation
+from shared.wire.header import Direction, Header, Operation, RequestClass
 from shared.wire.messages import Limits
 from shared.wire.protocol import GroupShape, TenantProtocol
 from tenant_sdk.connection.channel import Channel
@@ -206,8 +206,9 @@ def held(everywhere: Start, folder: Path) -> tuple[Everywhere, HeldLane]:
 
 def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
-        session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)])
-        channel.wait(next(iter(channel._pending.values())))
+        session.executor._submit(
+            channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)], RequestClass.UNDECLARED
+        )()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -216,7 +217,7 @@ def test_draining_answers_what_has_arrived(
 ) -> None:
     one, lane = held(everywhere, checkpoint("llama"))
     with one.connect(transport) as session:
-        channel = session.executor.channel  # later it would open a new one
+        channel = session.executor.channel  # the session itself would open a new one
         under_way = threads.submit(product, session, torch.ones(1, 64))
         assert lane.busy.wait(SECONDS)
         drained = threads.submit(one.end)
@@ -226,6 +227,24 @@ def test_draining_answers_what_has_arrived(
         with pytest.raises(ConnectionLost, match=r"shutting down|broke"):
             ask_for_ever(session, channel)
         assert drained.result(timeout=SECONDS)
+
+
+def test_an_engine_that_was_closed_answers_nobody_of_this_process(
+    checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
+) -> None:
+    service, lane = service_on(BaseExecutor(checkpoint("llama")), HeldLane)
+    executor = provider.inprocess.InprocessExecutor(service)
+    with (
+        tenant_sdk.connect(executor, privacy="plain") as waits,
+        tenant_sdk.connect(executor, privacy="plain") as late,
+    ):
+        under_way = threads.submit(product, waits, torch.ones(1, 64))
+        assert lane.busy.wait(SECONDS)
+        service.close()
+        for future in (under_way, threads.submit(product, late, torch.ones(1, 64))):
+            with pytest.raises(ConnectionLost, match="broke"):
+                future.result(timeout=SECONDS)
+        lane.go.set()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -22,7 +22,7 @@ from security.attacks.tokens import (
     VocabularyMatching,
 )
 from security.public_model import PublicModel
-from security.views import Seen, View
+from security.views import ObservedRequest, View
 from shared.ring.fixed_point import capacity, exponents, quantize_rows
 from shared.wire.header import Direction
 
@@ -34,8 +34,8 @@ PUBLIC: Any = SimpleNamespace(first_inputs=TABLE, scales=lambda group: torch.one
 TOKENS = torch.from_numpy(RNG.integers(0, VOCABULARY, 512))
 
 
-def seen(raw: torch.Tensor, group: int = 0, direction: int = FORWARD) -> Seen:
-    return Seen(group, direction, 1, 1, 0.0, raw)
+def seen(raw: torch.Tensor, group: int = 0, direction: int = FORWARD) -> ObservedRequest:
+    return ObservedRequest(group, direction, 1, 1, 0.0, raw)
 
 
 def normal(*shape: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from security import statistics, surroundings
+from security import environment, statistics
 from security.attacks.extraction import StolenAdapter
 from security.attacks.logs import LogScan, Secrets
 from security.attacks.masking import DistinguishingGame
@@ -16,7 +16,7 @@ from security.findings import Finding, advantage, of_adapters, of_spans, of_toke
 from security.judges import STATISTICAL
 from security.plan import FULL_PLAN
 from security.statistics import POWER, Estimate, blind_hits, detectable, power_at, rate, visible
-from security.workload import Sent, Truth
+from security.workload import GroundTruth, SentRequest
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction
 
@@ -72,7 +72,7 @@ def test_a_token_that_was_never_guessed_is_not_impossible() -> None:
 
 def test_the_chance_of_a_part_is_that_of_other_rows() -> None:
     """Guesses that put one part's tokens first, among blind ones that put all in any order."""
-    truth = Truth([Sent(0, Direction.BACKWARD, 4, tokens=torch.tensor([3, 1, 4, 1]))])
+    truth = GroundTruth([SentRequest(0, Direction.BACKWARD, 4, tokens=torch.tensor([3, 1, 4, 1]))])
     ranked = [[torch.tensor([1, 3, 4, 0, 2, 5, 6, 7])]]
     blind = [torch.from_numpy(RNG.permutation(8)) for _ in range(4000)]
     success, chance = of_spans(ranked, truth, 32, blind, 0.99)
@@ -132,19 +132,19 @@ def test_figures_as_text(attack: str, measured: str) -> None:
 
 
 def test_a_model_card(tmp_path: Path) -> None:
-    assert surroundings.card(tmp_path) == ""
+    assert environment.card(tmp_path) == ""
     (tmp_path / "README.md").write_text(
         "---\nlicense: x\n---\n\n# Title\n\nA model,\ntrained here.\n\nMore.\n"
     )
-    assert surroundings.card(tmp_path) == "A model, trained here."
+    assert environment.card(tmp_path) == "A model, trained here."
     (tmp_path / "README.md").write_text("word " * 200)
-    assert len(surroundings.card(tmp_path)) <= surroundings.CARD_LETTERS + 2
+    assert len(environment.card(tmp_path)) <= environment.CARD_LETTERS + 2
 
 
 def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path: Path) -> None:
-    assert surroundings._commit(tmp_path) == ""
+    assert environment._commit(tmp_path) == ""
     (tmp_path / ".git").mkdir()
-    assert surroundings._commit(tmp_path) == ""
+    assert environment._commit(tmp_path) == ""
 
 
 def low_rank(rank: int) -> torch.Tensor:

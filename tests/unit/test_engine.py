@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from provider.engine.engine import Done, Engine, profile, shapes_of
-from provider.engine.lanes import Multiplied, ProcessLane, Rows
+from provider.engine.engine import Completion, Engine, profile, shapes_of
+from provider.engine.lanes import BatchResult, ProcessLane, RowRange
 from provider.engine.latency import LatencyModel
 from provider.engine.scheduler import Batch, Objective, Opportunistic, Policy, make_policy
 from provider.executor.base import BaseExecutor
@@ -84,7 +84,7 @@ def engines() -> Iterator[Callable[..., Engine]]:
 Engines = Callable[..., Engine]
 
 
-def joined(done: Done) -> torch.Tensor:
+def joined(done: Completion) -> torch.Tensor:
     return torch.cat([block.reshape(-1) for block in done.blocks])
 
 
@@ -103,7 +103,7 @@ def test_everybody_gets_their_own_answer(
         for _ in range(5):
             asked = [request(base, draw) for _ in range(4)]  # together, and answered in any order
             before = [payload.clone() for _, payload in asked]
-            futures = [engine.ask(f"tenant {number % 5}", number, *each) for each in asked]
+            futures = [engine.submit_threadsafe(f"tenant {number % 5}", number, *each) for each in asked]
             for (header, payload), original, future in zip(asked, before, futures, strict=True):
                 done = future.result(60)
                 got, expected = joined(done), alone(base, header, original)
@@ -149,7 +149,7 @@ class CountedLane(ProcessLane):
 
         executor.compute = compute  # type: ignore[method-assign]
 
-    def multiply(self, batch: Sequence[Rows]) -> Multiplied:
+    def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
         self.entered.set()
         assert self.go.wait(60)
         return super().multiply(batch)
@@ -179,10 +179,10 @@ def waiting(engine: Engine, count: int) -> None:
 
 def test_what_arrives_during_a_product_shares_the_next(counted: Counted) -> None:
     engine, lane, base = counted
-    first = engine.ask("first", 0, *rows_of_group_0(base, 1))
+    first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
     assert lane.entered.wait(60)
     asked = [rows_of_group_0(base, 1 + i, i) for i in range(6)]
-    later = [engine.ask(f"tenant {i}", i, *each) for i, each in enumerate(asked)]
+    later = [engine.submit_threadsafe(f"tenant {i}", i, *each) for i, each in enumerate(asked)]
     waiting(engine, 7)
     lane.go.set()
     first.result(60)
@@ -196,10 +196,13 @@ def test_a_session_has_many_requests_under_way_and_an_early_answer(counted: Coun
     """A row behind a large request of the same session does not wait for all of it."""
     engine, lane, base = counted
     order: list[str] = []
-    first = engine.ask("a", 1, *rows_of_group_0(base, 1))
+    first = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 1))
     assert lane.entered.wait(60)
     large, small = rows_of_group_0(base, 4000), rows_of_group_0(base, 1, 7)
-    futures = {"large": engine.ask("a", 1, *large), "small": engine.ask("a", 1, *small)}
+    futures = {
+        "large": engine.submit_threadsafe("a", 1, *large),
+        "small": engine.submit_threadsafe("a", 1, *small),
+    }
     for name, future in futures.items():
         future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
     waiting(engine, 3)
@@ -214,10 +217,12 @@ def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Coun
     """Not those who shared it."""
     engine, lane, base = counted
     lane.most = 10
-    first = engine.ask("first", 0, *rows_of_group_0(base, 1))
+    first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
     assert lane.entered.wait(60)
     asked = [rows_of_group_0(base, rows, rows) for rows in (3, 16, 4)]
-    later = [engine.ask(f"tenant {header.rows}", 0, header, payload) for header, payload in asked]
+    later = [
+        engine.submit_threadsafe(f"tenant {header.rows}", 0, header, payload) for header, payload in asked
+    ]
     waiting(engine, 4)
     lane.go.set()
     first.result(60)
@@ -229,7 +234,7 @@ def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Coun
     assert engine.waiting == 0
     header, payload = rows_of_group_0(base, 5)
     assert torch.equal(
-        joined(engine.ask("next", 0, header, payload).result(60)), alone(base, header, payload)
+        joined(engine.submit_threadsafe("next", 0, header, payload).result(60)), alone(base, header, payload)
     )
 
 
@@ -240,7 +245,10 @@ def test_rows_that_are_no_numbers_fail_alone(checkpoint: Callable[[str], Path], 
     width = base.manifest.groups[0].inputs
     header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.float32], 0, 1, 2, width, 1)
     good, bad = torch.ones(2, width), torch.full((2, width), torch.nan)
-    asked = [engine.ask(f"tenant {i}", 0, header, rows) for i, rows in enumerate((good, good, bad, good))]
+    asked = [
+        engine.submit_threadsafe(f"tenant {i}", 0, header, rows)
+        for i, rows in enumerate((good, good, bad, good))
+    ]
     waiting(engine, 4)
     lane.go.set()
     with pytest.raises(WireError, match="NaN"):
@@ -256,7 +264,7 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
     base = BaseExecutor(checkpoint("llama"), numerics="ring")
     engine = engines(base, lambda _: policy(base))
     chat, large = rows_of_group_0(base, 1), rows_of_group_0(base, 100)
-    engine.ask("chat", 0, *chat).result(60)  # somebody decodes: windows are small
+    engine.submit_threadsafe("chat", 0, *chat).result(60)  # somebody decodes: windows are small
     honest = base.compute
 
     def once(*_: object) -> list[torch.Tensor]:
@@ -270,10 +278,10 @@ def test_a_divided_request_that_fails_leaves_nothing_behind(
 
     base.compute = second_fails  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        engine.ask("large", 0, *large).result(60)
+        engine.submit_threadsafe("large", 0, *large).result(60)
     base.compute = honest  # type: ignore[method-assign]
     assert engine.waiting == 0
-    assert len(joined(engine.ask("large", 0, *large).result(60)))
+    assert len(joined(engine.submit_threadsafe("large", 0, *large).result(60)))
 
 
 def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines: Engines) -> None:
@@ -288,11 +296,11 @@ def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines
     broken = Broken(LatencyModel(shapes_of(ring)))
     engine = engines(ring, lambda _: broken)
     asked = rows_of_group_0(ring, 2)
-    for each in [engine.ask(f"tenant {i}", i, *asked) for i in range(4)]:
+    for each in [engine.submit_threadsafe(f"tenant {i}", i, *asked) for i in range(4)]:
         with pytest.raises(RuntimeError, match="the scheduler failed"):
             each.result(60)
     broken.fails = False
-    assert len(engine.ask("next", 0, *asked).result(60).blocks) == 1
+    assert len(engine.submit_threadsafe("next", 0, *asked).result(60).blocks) == 1
 
 
 def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
@@ -303,7 +311,7 @@ def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
             raise ZeroDivisionError
 
     engine = engines(ring, lambda _: Broken(LatencyModel(shapes_of(ring))))
-    asked = [engine.ask(f"tenant {i}", i, *rows_of_group_0(ring, 2)) for i in range(4)]
+    asked = [engine.submit_threadsafe(f"tenant {i}", i, *rows_of_group_0(ring, 2)) for i in range(4)]
     errors = [each.exception(60) for each in asked]
     assert None in errors
     assert all(error is None or "the scheduler failed" in str(error) for error in errors)
@@ -312,10 +320,10 @@ def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
 def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     """What a lane has comes back to it all the same, and is nobody's answer."""
     engine, lane, base = counted
-    with_lane = engine.ask("a", 1, *rows_of_group_0(base, 1))
+    with_lane = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 1))
     assert lane.entered.wait(60)
-    waits = engine.ask("a", 1, *rows_of_group_0(base, 5))
-    others = engine.ask("b", 2, *rows_of_group_0(base, 3))
+    waits = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 5))
+    others = engine.submit_threadsafe("b", 2, *rows_of_group_0(base, 3))
     waiting(engine, 3)
     engine.loop.call(lambda: engine.left("a", 1))
     with pytest.raises(ConnectionResetError):
@@ -332,9 +340,9 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
 def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
     """A tenant that does not read its answer keeps that one alone in memory."""
     engine, lane, base = counted
-    first = engine.ask("first", 0, *rows_of_group_0(base, 1))
+    first = engine.submit_threadsafe("first", 0, *rows_of_group_0(base, 1))
     assert lane.entered.wait(60)
-    later = [engine.ask(f"tenant {rows}", 0, *rows_of_group_0(base, rows)) for rows in (1, 200)]
+    later = [engine.submit_threadsafe(f"tenant {rows}", 0, *rows_of_group_0(base, rows)) for rows in (1, 200)]
     waiting(engine, 3)
     lane.go.set()
     first.result(60)
@@ -347,12 +355,14 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
     lanes = [CountedLane(ring), ProcessLane(ring)]
     latency = LatencyModel(shapes_of(ring))
     engine = Engine(lanes, Opportunistic(latency), latency, lane_of=lambda group: group % 2)
-    held = engine.ask("a", 0, *rows_of_group_0(ring, 1))
+    held = engine.submit_threadsafe("a", 0, *rows_of_group_0(ring, 1))
     assert lanes[0].entered.wait(60)  # type: ignore[attr-defined]
     width = ring.manifest.groups[1].inputs
     header = Header(Operation.PRODUCT, Direction.FORWARD, DTYPE_CODES[torch.int32], 1, 1, 3, width, 1)
     rows = MaskStream(bytes(32)).draw(3, width)
-    assert torch.equal(joined(engine.ask("a", 0, header, rows).result(60)), alone(ring, header, rows))
+    assert torch.equal(
+        joined(engine.submit_threadsafe("a", 0, header, rows).result(60)), alone(ring, header, rows)
+    )
     assert not held.done()
     lanes[0].go.set()  # type: ignore[attr-defined]
     held.result(60)
@@ -374,7 +384,7 @@ def test_every_product_is_counted_before_the_end(base: BaseExecutor, engines: En
     engine = engines(base, on_batch=lambda rows, seconds, processor: counted.append(rows))
     header, payload = request(base, random.Random(3))
 
-    def answered(done: Done | Exception) -> None:
+    def answered(done: Completion | Exception) -> None:
         engine.close()
         ended.set()
 

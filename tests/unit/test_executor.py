@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from provider.catalog.discovery import discover
-from provider.engine.lanes import ProcessLane, Request, Rows
+from provider.engine.lanes import ProcessLane, Request, RowRange
 from provider.executor.base import BaseExecutor
 from provider.executor.loading import NUMERICS, LoadedGroup
 from provider.executor.products import GroupExecutor
@@ -56,7 +56,7 @@ def test_a_share_of_the_groups_gives_the_answers_of_the_whole(
     lanes = [ProcessLane(executor) for executor in (whole, share_of(checkpoint("llama"), numerics))]
     for group in SHARE:
         request = request_of(numerics, group, whole.manifest.groups[group].inputs)
-        answers = [lane.multiply([Rows(Request(*request), 0, 5)]).answers[0] for lane in lanes]
+        answers = [lane.multiply([RowRange(Request(*request), 0, 5)]).answers[0] for lane in lanes]
         assert isinstance(answers[1], list), answers[1]
         torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=0)
     for lane in lanes:

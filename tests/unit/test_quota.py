@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provider.session.quota import Limit, Quotas
+from provider.session.quota import Quota, Quotas
 from shared.errors import WireError
 
 
@@ -30,7 +30,7 @@ def test_nothing_is_limited_unless_told() -> None:
 
 
 def test_bytes_in_flight_of_one_tenant_are_not_another_s() -> None:
-    quotas = Quotas(Limit(bytes_in_flight=250))
+    quotas = Quotas(Quota(bytes_in_flight=250))
     assert refused(quotas, "a") is None
     assert refused(quotas, "a") is None
     assert refused(quotas, "a") is not None
@@ -40,7 +40,7 @@ def test_bytes_in_flight_of_one_tenant_are_not_another_s() -> None:
 
 
 def test_bytes_in_flight_of_all() -> None:
-    quotas = Quotas(everyone=Limit(bytes_in_flight=250))
+    quotas = Quotas(everyone=Quota(bytes_in_flight=250))
     assert [refused(quotas, tenant) is None for tenant in "abc"] == [True, True, False]
     quotas.release("a", 1, 100)
     assert refused(quotas, "c") is None
@@ -48,7 +48,7 @@ def test_bytes_in_flight_of_all() -> None:
 
 def test_a_refused_request_uses_nothing_up() -> None:
     """Neither of the tenant's account nor of the common one, whichever was full."""
-    quotas = Quotas(Limit(bytes_in_flight=150), Limit(bytes_in_flight=250))
+    quotas = Quotas(Quota(bytes_in_flight=150), Quota(bytes_in_flight=250))
     for tenant in ("a", "a", "b", "c", "c"):
         refused(quotas, tenant)
     assert quotas.in_flight() == (2, 200)
@@ -58,7 +58,7 @@ def test_a_refused_request_uses_nothing_up() -> None:
 
 
 def test_rows_in_flight() -> None:
-    quotas = Quotas(Limit(rows_in_flight=10))
+    quotas = Quotas(Quota(rows_in_flight=10))
     assert refused(quotas, "a", rows=8) is None
     assert refused(quotas, "a", rows=3) is not None
     assert refused(quotas, "a", rows=2) is None
@@ -66,13 +66,13 @@ def test_rows_in_flight() -> None:
 
 def test_one_request_alone_may_have_any_size() -> None:
     """The manifest's limits allow it; else it could never be sent."""
-    quotas = Quotas(Limit(bytes_in_flight=10, rows_in_flight=1), Limit(bytes_in_flight=10))
+    quotas = Quotas(Quota(bytes_in_flight=10, rows_in_flight=1), Quota(bytes_in_flight=10))
     assert refused(quotas, "a", rows=5) is None
     assert refused(quotas, "a") is not None
 
 
 def test_requests_in_a_second() -> None:
-    quotas = Quotas(Limit(requests_per_second=10))
+    quotas = Quotas(Quota(requests_per_second=10))
     assert [refused(quotas, "a") is None for _ in range(21)] == [True] * 20 + [False]  # two seconds' worth
     wait = refused(quotas, "a")
     assert wait == pytest.approx(0.1, abs=0.001)
@@ -82,7 +82,7 @@ def test_requests_in_a_second() -> None:
 
 
 def test_bytes_in_a_second() -> None:
-    quotas = Quotas(Limit(bytes_per_second=1000))
+    quotas = Quotas(Quota(bytes_per_second=1000))
     assert refused(quotas, "a", size=2000) is None
     assert refused(quotas, "a", size=500) == pytest.approx(0.5)
     assert refused(quotas, "a", 0.5, size=500) is None
@@ -100,8 +100,8 @@ STEPS = st.lists(
 def test_what_is_in_flight_never_exceeds_its_limit_and_returns_to_nothing(
     steps: list[tuple[str, int, int, float]], data: st.DataObject
 ) -> None:
-    limit = Limit(bytes_in_flight=2000, rows_in_flight=80, requests_per_second=20, bytes_per_second=5000)
-    quotas = Quotas(limit, Limit(bytes_in_flight=4000))
+    limit = Quota(bytes_in_flight=2000, rows_in_flight=80, requests_per_second=20, bytes_per_second=5000)
+    quotas = Quotas(limit, Quota(bytes_in_flight=4000))
     under_way: list[tuple[str, int, int]] = []
     now = 0.0
     for tenant, rows, size, pause in steps:

@@ -31,14 +31,14 @@ from provider.engine.scheduler import (
     PIECE_SECONDS,
     QUIET_SECONDS,
     SHORT_PIECE_SECONDS,
-    Alone,
     Batch,
-    Kind,
+    BatchKey,
+    DecodedTokens,
     Lockstep,
     Objective,
     Opportunistic,
     Policy,
-    Tokens,
+    Unbatched,
     Work,
     bounded_class,
     make_policy,
@@ -63,13 +63,13 @@ def test_requests_of_one_kind_share_a_product() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [Kind(0, 2, 3, 1), Kind(0, 1, 2, 1), Kind(0, 1, 3, 2), Kind(1, 1, 3, 1)], ids=str
+    "other", [BatchKey(0, 2, 3, 1), BatchKey(0, 1, 2, 1), BatchKey(0, 1, 3, 2), BatchKey(1, 1, 3, 1)], ids=str
 )
-def test_other_kinds_do_not(other: Kind) -> None:
+def test_other_keys_do_not(other: BatchKey) -> None:
     policy = Opportunistic(model())
     policy.add(work("a"), 0.0)
     request = work("b")
-    request.kind = other
+    request.key = other
     policy.add(request, 0.0)
     assert [len(batch) for batch in (policy.next(9.0), policy.next(9.0)) if isinstance(batch, list)] == [1, 1]
 
@@ -123,7 +123,7 @@ def test_a_large_request_is_divided_and_comes_back_whole() -> None:
 
 
 def next_batch(policy: Policy, now: float) -> Batch:
-    """Of requests that have waited for company."""
+    """Of requests that have waited for other requests."""
     batch = policy.next(now + 0.01)
     assert isinstance(batch, list)
     return batch
@@ -186,7 +186,7 @@ def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
     chat_began = 0.01
     for at, batch in batches:
         if at > chat_began and any(piece.work.tenant == "tune" for piece in batch):
-            assert FIXED + PER_ROW * rows_of(batch) <= Tokens.MOST_ROOM * 0.005 - FIXED
+            assert FIXED + PER_ROW * rows_of(batch) <= DecodedTokens.MOST_ROOM * 0.005 - FIXED
 
 
 def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() -> None:
@@ -207,7 +207,7 @@ def test_decodes_meet_their_objective_beside_fine_tuning_which_keeps_the_rest() 
 
 
 def test_room_follows_what_tokens_take() -> None:
-    made = Tokens(0.1)
+    made = DecodedTokens(0.1)
     for group in [0, 1, 2, 3] * 20:  # twice as long as they may
         made.answered("a", group, 0.05)
     assert (made.met, made.late) == (0, 19)
@@ -216,7 +216,7 @@ def test_room_follows_what_tokens_take() -> None:
         made.answered("b", group, 0.01)
         assert made.room < 1 or made.met > 100
     assert (made.met, made.late) == (999, 19)
-    assert made.room == Tokens.MOST_ROOM
+    assert made.room == DecodedTokens.MOST_ROOM
 
 
 def test_sessions_of_one_tenant_have_tokens_of_their_own() -> None:
@@ -312,8 +312,8 @@ def test_whoever_always_asks_for_the_first_group_does_not_starve_who_passes_thro
     class Stubborn(Tenant):
         def next(self, now: float) -> Work:
             self.group += 1
-            kind = Kind(0, Direction.FORWARD, 0b11, self.group % 7)
-            return Work(self.name, kind, self.rows, DECODE, 1 / GROUPS, now)
+            key = BatchKey(0, Direction.FORWARD, 0b11, self.group % 7)
+            return Work(self.name, key, self.rows, DECODE, 1 / GROUPS, now)
 
     person = Tenant("person", 1, DECODE, think=0.0005)
     simulate(Opportunistic(model()), [person], 10.0)
@@ -357,7 +357,7 @@ def test_who_does_not_fit_is_passed_over() -> None:
 
 
 def test_alone_is_first_come_first_served() -> None:
-    policy = Alone()
+    policy = Unbatched()
     asked = [work(f"tenant {i}", rows=i + 1) for i in range(5)]
     for request in asked:
         policy.add(request, 0.0)
@@ -426,7 +426,7 @@ def test_every_row_is_served_once_and_the_queue_ends_empty(
                 now = decision
                 yield
                 continue
-            assert len({piece.work.kind for piece in decision}) == 1
+            assert len({piece.work.key for piece in decision}) == 1
             for request, start, stop in decision:
                 assert rows[request] == start < stop <= request.rows
                 rows[request] = stop

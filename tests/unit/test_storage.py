@@ -11,7 +11,13 @@ import pytest
 from safetensors import SafetensorError
 
 from shared.errors import ConfigurationError, StorageError
-from tenant_sdk.storage import Checkpoints, check_new_folder, disk_errors, free_megabytes, whole_folder
+from tenant_sdk.storage import (
+    TrainingCheckpoints,
+    check_new_folder,
+    disk_errors,
+    free_megabytes,
+    whole_folder,
+)
 
 
 def fail(error: BaseException, path: Path) -> StorageError:
@@ -95,8 +101,8 @@ def test_free_space_of_a_folder_to_be() -> None:
 def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
     output, settings = tmp_path / "adapter", {"rank": 8}
     with pytest.raises(ConfigurationError, match="nothing to resume"):
-        Checkpoints(output, settings).begin(resume=True)
-    checkpoints = Checkpoints(output, settings)
+        TrainingCheckpoints(output, settings).begin(resume=True)
+    checkpoints = TrainingCheckpoints(output, settings)
     assert checkpoints.begin(resume=False) is None
     assert checkpoints.begin(resume=True) is None
     assert checkpoints.begin(resume=False) is None  # there is nothing in it to lose
@@ -105,7 +111,7 @@ def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="interrupted training; go on with --resume"):
         checkpoints.begin(resume=False)
     with pytest.raises(ConfigurationError, match="rank was 8, now 4"):
-        Checkpoints(output, {"rank": 4}).begin(resume=True)
+        TrainingCheckpoints(output, {"rank": 4}).begin(resume=True)
     for step, state in ((9, "{}"), (10, "{}"), (11, '{"global_st'), (12, None)):
         folder = checkpoints.folder / f"checkpoint-{step}"
         folder.mkdir()

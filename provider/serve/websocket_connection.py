@@ -1,0 +1,305 @@
+"""A tenant's connection by TLS websocket: frames in, frames out, in the executor's loop."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from provider.engine.loop import READ, WRITE, Loop
+from provider.serve.connection import Connection
+from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, TooManyConnections, linger
+from provider.session.tenant import Send, TenantSession
+from shared.errors import WireError
+from shared.wire.header import Header
+from shared.wire.websocket import (
+    Control,
+    Incoming,
+    MessageReader,
+    Opcode,
+    encode_control,
+    encode_message,
+)
+
+STALL_SECONDS = 60.0  # without a byte in the middle of a message, or unable to write one
+RECORDS = 64  # of TLS that are thrown away before it is another's turn
+TURN_SECONDS = 2e-3  # for what one session has sent
+LOOKS = 4  # within that time, for sessions that stall
+
+OpenSession = Callable[[str, "Send"], "TenantSession"]
+
+
+class _Out(NamedTuple):
+    """What is to be written, and who is told when it has been."""
+
+    pieces: Iterator[bytes | memoryview]
+    taken: Callable[[], None]
+
+
+class WebsocketConnection(Connection):
+    """See Connection.
+
+    Args:
+        sock: encrypted and authenticated; this closes it.
+        tenant: who it is.
+        open_session: makes its session of ``tenant`` and what sends an answer.
+        max_message_bytes: of a payload.
+        max_in_flight: requests under way at most; no more are read until one is answered.
+
+    Raises:
+        TooManyConnections, OSError: ``open_session`` did, or something is short; the tenant has been told.
+    """
+
+    def __init__(
+        self,
+        sock: ssl.SSLSocket,
+        tenant: str,
+        open_session: OpenSession,
+        max_message_bytes: int,
+        max_in_flight: int,
+    ) -> None:
+        super().__init__(tenant)
+        self._sock, self._max_in_flight = sock, max_in_flight
+        try:
+            self._session = open_session(tenant, self._send)
+        except (TooManyConnections, OSError) as error:
+            with sock:
+                sock.settimeout(1.0)
+                why = str(error) if isinstance(error, TooManyConnections) else NO_ROOM
+                try:
+                    sock.sendall(_closing(1013, why))  # try again later
+                    sock.unwrap()
+                except (OSError, ValueError):
+                    pass  # the peer may be gone
+                linger(sock)
+            raise
+        except BaseException:
+            sock.close()
+            raise
+        self._reader = MessageReader(
+            self._session.accept,
+            masked=True,
+            max_message_bytes=max_message_bytes,
+            allocate=self._session.allocate,
+        )
+        self._descriptor = sock.fileno()
+        self._out: deque[_Out] = deque()
+        self._piece = memoryview(b"")  # of the first of them
+        self._events: deque[Incoming | Control] = deque()  # complete, and not yet handled
+        self._reading, self._writing = True, False  # what the loop waits for
+        self._said_goodbye = False
+        self._written = 0
+        self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks no more
+
+    def start(self, loop: Loop, ended: Callable[[], None]) -> None:
+        """See Connection."""
+        super().start(loop, ended)
+        self._sock.setblocking(False)
+        loop.watch(self._descriptor, self._ready)
+        loop.later(STALL_SECONDS / LOOKS, self._look_for_stall)
+        self._ready(READ)  # what came with the handshake is in TLS already
+
+    def drain(self) -> None:
+        """See Connection."""
+        self._draining = True
+        self._go_on()
+
+    # -- in ---------------------------------------------------------------------------------------
+
+    def _ready(self, what: int) -> None:
+        self._guarded(partial(self._move, what))
+
+    def _move(self, what: int) -> None:
+        if what & WRITE or self._out:
+            self._write()
+        if what & ~WRITE:
+            if self._ending:
+                self._wait_for_end()
+            elif self._reading or what & (select.EPOLLERR | select.EPOLLHUP):
+                self._read()
+
+    def _read(self) -> None:
+        """Handle what has arrived, but no longer than is fair to others."""
+        until = time.monotonic() + TURN_SECONDS
+        more = True
+        while self._handle(until) and more:
+            try:
+                count = self._sock.recv_into(self._reader.get_buffer())
+            except ssl.SSLWantReadError:
+                self._finish()
+                return
+            if count == 0:
+                self._leave()
+                return
+            self._events += self._reader.received(count)
+            # What TLS has decrypted already is not told of; and who drains wants all that has arrived.
+            more = bool(self._sock.pending() or self._reader.mid_message or self._draining)
+
+    def _handle(self, until: float) -> bool:
+        """What is complete, one after the other; whether to go on reading."""
+        while self._events:
+            if self._full:
+                self._wait_for(reading=False)
+                return False
+            event = self._events.popleft()
+            if isinstance(event, Incoming):
+                self._session.answer(event)
+            elif event.opcode == Opcode.PING:
+                self._queue(iter((encode_control(Opcode.PONG, event.data),)))
+            elif event.opcode == Opcode.CLOSE:
+                self._leave()
+            if self._ended or self._ending:
+                return False
+            if time.monotonic() > until:
+                break
+        if time.monotonic() > until:  # fragments complete nothing, and take time as well
+            self._loop.call(self._go_on)
+            return False
+        return True
+
+    @property
+    def _full(self) -> bool:
+        """Whether as much is under way, or waits for the tenant to read it, as may be."""
+        return self._session.in_flight >= self._max_in_flight or len(self._out) > self._max_in_flight
+
+    def _read_again(self) -> None:
+        """If that was put off, and need not be any more."""
+        if not (self._reading or self._ending or self._full):
+            self._reading = True  # so that it is asked for once
+            self._loop.call(self._go_on)
+
+    def _go_on(self) -> None:
+        if not self._ended and not self._ending:
+            self._wait_for(reading=True)
+            self._ready(READ)
+
+    # -- out --------------------------------------------------------------------------------------
+
+    def _send(self, header: Header, blocks: list[torch.Tensor] | bytes, taken: Callable[[], None]) -> None:
+        if self._ending:
+            taken()
+            return
+        self._queue(encode_message(header, blocks), taken)
+        self._read_again()
+        if self._draining:
+            self._loop.call(self._go_on)
+
+    def _queue(self, pieces: Iterator[bytes | memoryview], taken: Callable[[], None] = lambda: None) -> None:
+        if self._ended:
+            taken()
+            return
+        self._out.append(_Out(pieces, taken))
+        if len(self._out) == 1 and not self._writing:
+            try:
+                self._write()
+            except OSError as error:
+                self._broke(error)
+
+    def _write(self) -> None:
+        try:
+            while self._out:
+                if not len(self._piece):
+                    following = next(self._out[0].pieces, None)
+                    if following is None:
+                        self._out.popleft().taken()
+                        continue
+                    self._piece = memoryview(following)
+                count = self._sock.send(self._piece)
+                self._piece = self._piece[count:]
+                self._written += count
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            self._wait_for(writing=True)
+            return
+        if self._writing:
+            self._wait_for(writing=False)
+        self._read_again()
+        if self._ending and not self._said_goodbye:
+            self._say_goodbye()
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Close, if this is to end and everything that has arrived is answered."""
+        if self._draining and not (self._ending or self._session.in_flight or self._reader.mid_message):
+            self._close(1001, "")
+
+    def _leave(self) -> None:
+        """The tenant has left, and wants no more answers."""
+        self._close(1000, "")
+
+    def _refused(self, error: WireError) -> None:
+        self._close(1009 if error.code == "too_large" else 1002, error.code)
+
+    def _close(self, code: int, reason: str) -> None:
+        if self._ending or self._ended:
+            return
+        self._ending = True
+        self._events.clear()
+        self._wait_for(reading=True)  # for the tenant's end
+        self._queue(iter((_closing(code, reason),)))
+
+    def _say_goodbye(self) -> None:
+        """TLS's own end, so that the tenant sees an end and not a cut; then wait for its."""
+        self._said_goodbye = True
+        self._loop.later(LINGER_SECONDS, self._end)
+        try:
+            self._sock.unwrap()
+        except (OSError, ValueError):
+            pass  # said, and not yet heard; or the peer is gone
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._end()
+
+    def _wait_for_end(self) -> None:
+        """Closing a socket with unread bytes would destroy what was sent."""
+        try:
+            for _ in range(RECORDS):
+                if not self._sock.recv(1 << 16):
+                    self._end()
+                    return
+            self._loop.call(lambda: self._ready(READ))  # TLS may have decrypted more
+        except (BlockingIOError, ssl.SSLWantReadError):
+            pass
+
+    def _release(self) -> None:
+        self._loop.forget(self._descriptor)
+        self._out.clear()
+        self._events.clear()
+        self._piece = memoryview(b"")
+        self._reader.drop()
+        self._session.close()
+        self._sock.close()
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _wait_for(self, *, reading: bool | None = None, writing: bool | None = None) -> None:
+        self._reading = self._reading if reading is None else reading
+        self._writing = self._writing if writing is None else writing
+        if not self._ended:
+            what = (READ if self._reading or self._ending else 0) | (WRITE if self._writing else 0)
+            self._loop.change(self._descriptor, what)
+
+    def _look_for_stall(self) -> None:
+        if self._ended:
+            return
+        moved = (self._reader.progress, self._written)  # control frames and empty fragments are none
+        waits = (self._reading and self._reader.mid_message, bool(self._out))
+        for way in range(2):
+            self._stuck[way] = self._stuck[way] + 1 if waits[way] and moved[way] == self._seen[way] else 0
+        self._seen = moved
+        if max(self._stuck) >= LOOKS:
+            self._broke(TimeoutError())
+        else:
+            self._loop.later(STALL_SECONDS / LOOKS, self._look_for_stall)
+
+
+def _closing(code: int, reason: str) -> bytes:
+    return encode_control(Opcode.CLOSE, code.to_bytes(2, "big") + reason.encode())
