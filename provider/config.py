@@ -117,6 +117,10 @@ class ServeConfig:
         float,
         Option(_SCHEDULING, "What the executor may take of one decoded token's time.", least=1),
     ] = 100.0
+    decode_rows: Annotated[
+        int,
+        Option(_SCHEDULING, "Sequences that one tenant may decode at once; more wait like prompts.", least=1),
+    ] = 256
     batch_wait_ms: Annotated[
         float,
         Option(_SCHEDULING, "The most that a request waits for others to join it.", least=0),

@@ -118,7 +118,9 @@ class Provider:
 
     def _service(self, executor: BaseExecutor) -> tuple[Service, Policy]:
         config, metrics = self.config, Metrics()
-        objective = Objective(config.decode_objective_ms / 1000, wait_seconds=config.batch_wait_ms / 1000)
+        objective = Objective(
+            config.decode_objective_ms / 1000, config.decode_rows, wait_seconds=config.batch_wait_ms / 1000
+        )
         latency = profile(executor)
         policy = make_policy(config.batching, latency, objective)
         quotas = Quotas(
