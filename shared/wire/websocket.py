@@ -153,8 +153,12 @@ def encode_message(
     start = frame_header(Opcode.BINARY, total, mask)
     if total <= RECORD_BYTES:  # one write, one TLS record
         body = b"".join((head, blocks) if isinstance(blocks, bytes) else (head, *map(_copy, blocks)))
+        if len(body) != total:
+            raise ValueError("the blocks are not as large as the header says")
         return iter((start + (apply_mask(body, mask) if mask else body),))
     views = [memoryview(blocks)] if isinstance(blocks, bytes) else [tensor_bytes(b) for b in blocks]
+    if sum(map(len, views)) != header.payload_bytes:
+        raise ValueError("the blocks are not as large as the header says")
     if not mask:
         return iter((start + head, *views))
     return _masked_pieces(start + apply_mask(head, mask), views, mask)

@@ -103,8 +103,12 @@ class Channel(abc.ABC):
             if self._broken is not None:
                 raise again(self._broken)
             header = header_of(self._protocol)
+            try:
+                self._outbox.append(self._message(header, blocks))
+            except BaseException:
+                self._protocol.answered(header.request_id)
+                raise
             self._pending[header.request_id] = pending
-            self._outbox.append(self._message(header, blocks))
             if self._leading:  # it may be asleep until something arrives
                 self._wake_leader()
         return pending
@@ -114,13 +118,13 @@ class Channel(abc.ABC):
 
         What breaks the channel here is raised to those who wait.
         """
-        with self._lock:
-            if self._leading or self._broken is not None:
-                return
-            self._leading = True
+        self._home.check()
         pusher = Pending()  # nobody waits for it
-        pusher.leads = True
         try:
+            with self._lock:
+                if self._leading or self._broken is not None:
+                    return
+                self._leading = pusher.leads = True
             self._guarded(self._send)
         finally:
             self._hand_over(pusher)
@@ -149,9 +153,13 @@ class Channel(abc.ABC):
             # Also when interrupted while another leads: leadership left to a thread that is gone
             # would leave all others waiting for ever.
             self._hand_over(pending)
-        if pending.error is not None:
-            raise pending.error
-        return pending.answer or _NO_ANSWER
+        error, pending.error = pending.error, None
+        if error is None:
+            return pending.answer or _NO_ANSWER
+        try:
+            raise error
+        finally:
+            del error  # whose traceback holds this frame: no cycle that keeps rows in memory
 
     @property
     def broken(self) -> bool:
@@ -292,7 +300,7 @@ class Channel(abc.ABC):
         """Fail everything under way and everything to come."""
         with self._lock:
             if self._broken is None:
-                self._broken = error
+                self._broken = again(error)  # without the frames of whoever met it
             waiting = [*self._pending.values(), *self._pongs]
             self._pending.clear()
             self._pongs.clear()

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -87,8 +87,9 @@ class Stats:
 class PendingProduct:
     """A product under way.
 
-    Like a future, but nothing happens in the background: whoever asks for the result sends, receives and
-    takes masks off for everybody who waits on the same connection. For one thread at a time.
+    Like a future, but without a thread in the background: whoever asks for the result receives, and sends
+    what is left to send, for all who wait on the same connection; then it takes the mask off its own answer.
+    For one thread at a time.
     """
 
     __slots__ = ("_error", "_finish", "_result")
@@ -100,7 +101,11 @@ class PendingProduct:
         self._error: SymbiosisError | None = None
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the product; again, and it is the same, or the same failure."""
+        """Wait for the product; again, and it is the same tensors, or the same failure.
+
+        Raises:
+            SymbiosisError: the connection, the executor, a mask source, or a wrong answer.
+        """
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
@@ -212,10 +217,12 @@ class RemoteExecutor:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
+        channel: Channel | None = None,
     ) -> PendingProduct:
         """Ask the executor for a product; nothing is masked here.
 
-        Large ones are cut into pieces, so that the executor multiplies one while others travel.
+        What the connection takes is sent at once. Large products are cut into pieces, so that the executor
+        multiplies one while others travel.
 
         Args:
             operation: PRODUCT, or EFFECT for the product of a mask.
@@ -225,17 +232,23 @@ class RemoteExecutor:
             blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
+            channel: one that ``channel`` was; with a new one a product that is lost in part is lost.
 
         Returns:
             Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
             each member forward, one [T, D] backward.
+
+        Raises:
+            ValueError: blocks of other shapes, or without rows.
         """
         started = time.perf_counter()
         plan = self.shapes[group].plan(direction, members)
-        rows, dtype, channel = blocks[0].shape[0], blocks[0].dtype, self.channel
+        check_shapes(blocks, plan.request_widths)
+        rows, dtype, channel = blocks[0].shape[0], blocks[0].dtype, channel or self.channel
         cut = self.pieces(group, direction, members, rows)
         if len(cut) == 1:
             answers = [self._submit(channel, operation, group, direction, members, blocks, request_class)]
+            channel.push()
         else:
             answers = []
             for piece in cut:
@@ -263,10 +276,6 @@ class RemoteExecutor:
             return results
 
         return PendingProduct(finish)
-
-    def push(self) -> None:
-        """Send what can be sent at once of what was asked for; see ``Channel.push``."""
-        self._channel.push()
 
     def _count(self, operation: Operation, requests: int, rows: int, plan: Plan, seconds: float) -> None:
         stats, itemsize = self.stats, self.wire_dtype.itemsize
@@ -464,6 +473,20 @@ def _hello(channel: Channel) -> Manifest:
     manifest = decode(control_payload(answer), Manifest)
     validate_manifest(manifest)
     return manifest
+
+
+def check_shapes(blocks: Sequence[torch.Tensor], widths: Sequence[int]) -> None:
+    """Refuse blocks that are not [T, width] for each width with one T, at least 1.
+
+    Raises:
+        ValueError: they are not.
+    """
+    rows = blocks[0].shape[0] if blocks else 0
+    if not rows or [block.shape for block in blocks] != [(rows, width) for width in widths]:
+        raise ValueError(
+            f"rows of widths {list(widths)} are wanted, as many of each and at least one, not blocks of "
+            f"shapes {[tuple(block.shape) for block in blocks]}"
+        )
 
 
 def _payload(answer: Incoming) -> torch.Tensor:

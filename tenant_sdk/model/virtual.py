@@ -200,8 +200,9 @@ class _GroupProduct(torch.autograd.Function):
 
 def _waited_for(x: torch.Tensor) -> RequestClass:
     """What an input [..., T, D] that nothing is learned from is for: the next tokens, or a prompt."""
-    # Without an axis of tokens there is one of each sequence, or whatever an expert was given.
-    tokens = x.shape[-2] if x.dim() > 2 else 1
+    if torch.is_grad_enabled():  # nothing is generated with gradients; below the first adapter x has none
+        return RequestClass.FINETUNING
+    tokens = x.shape[-2] if x.dim() > 1 else 1
     return RequestClass.DECODE if tokens <= DRAFT_TOKENS else RequestClass.PREFILL
 
 

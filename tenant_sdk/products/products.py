@@ -23,6 +23,9 @@ class Products(Protocol):
     ) -> PendingProduct:
         """Ask for a product of some members of a group; several may be under way at once.
 
+        Returns when the request is on its way, or waits for the connection to take it. The first request of
+        a kind also waits for what checking needs.
+
         Args:
             group: id in the manifest.
             direction: forward, ``x W_m^T`` for each member; backward, ``sum_m g_m W_m``.
@@ -36,6 +39,7 @@ class Products(Protocol):
             one [T, D] backward.
 
         Raises:
+            ValueError: rows of other shapes, or none.
             NonFiniteError: rows that the ring cannot hold; nothing was sent.
             SymbiosisError: also from ``result``: the connection, the executor, a mask source, or a wrong
                 answer.

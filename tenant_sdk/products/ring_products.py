@@ -15,10 +15,10 @@ from shared.ring.rows import below, hide, reveal
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import GroupInfo
 from tenant_sdk.connection.channel import again
-from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor, check_shapes
 from tenant_sdk.products.forecast import Kind
 from tenant_sdk.products.masks import Mask, Masks
-from tenant_sdk.products.verification import Fingerprint, Verifier
+from tenant_sdk.products.verification import Fingerprint, Verifier, transposed
 
 
 class RingGroup:
@@ -109,7 +109,8 @@ class RingProducts:
         if self._failed is not None:
             raise again(self._failed)
         kind = Kind(group, direction, members)
-        print_ = self._fingerprint(kind)
+        check_shapes(rows, self._widths(transposed(kind)))
+        print_, channel = self._fingerprint(kind), self._remote.channel
         count, spent = rows[0].shape[0], 0.0
         cut = self._remote.pieces(*kind, count)
         if len(cut) > 1 and not all(below(block, self._group(group).ordinary) for block in rows):
@@ -122,10 +123,9 @@ class RingProducts:
             part = rows if len(cut) == 1 else [block[piece] for block in rows]
             exponents, expected = self._hide(kind, part, request, print_)
             spent += time.perf_counter() - started
-            pending = self._remote.submit(Operation.PRODUCT, *kind, [request], request_class)
+            # It travels while the next one is hidden.
+            pending = self._remote.submit(Operation.PRODUCT, *kind, [request], request_class, channel)
             pieces.append(_Piece(piece, mask, exponents, expected, pending))
-            if len(cut) > 1:
-                self._remote.push()  # while the next one is hidden
         self._masks.asked(kind, count)
         return PendingProduct(lambda: self._finish(kind, pieces, print_, spent))
 
@@ -156,7 +156,10 @@ class RingProducts:
         count = pieces[-1].rows.stop
         results = [torch.empty((count, width)) for width in self._widths(kind)]
         waiting = 0.0
-        for piece in pieces:
+        while pieces:
+            if self._failed is not None:  # another product of this session
+                raise again(self._failed)
+            piece = pieces.pop(0)
             (answer,) = piece.pending.result()
             effects, first = piece.mask.effects(), piece.rows.start
             while True:

@@ -25,7 +25,7 @@ from ring_sessions import WAYS, Trio, one_time, products, seeds, session_in, tak
 from test_noise_bank import FORWARD, MemoryExecutor, blocks_for, make_bank
 
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import Operation
+from shared.wire.header import Operation, RequestClass
 from tenant_sdk import ConnectionLost, NoiseBankOptions
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.products.masks import BankMasks, Masks, NoMasks, OneTimeMasks
@@ -84,7 +84,9 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         before = [bytes_sent(channel._sock) for channel in channels]
         linear = model.model.layers[0].self_attn.q_proj
         layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session.executor
-        unsent = remote.submit(Operation.PRODUCT, 0, FORWARD, 1, [rows])
+        unsent = remote._submit(
+            remote.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows], RequestClass.UNDECLARED
+        )
 
         def child() -> None:
             refused(
@@ -93,7 +95,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
                 lambda: session.products.submit(layer.identity, FORWARD, 1, [rows]).result(),
                 lambda: remote.scales(0),
                 lambda: session.load_model(progress=False),
-                unsent.result,
+                unsent,
                 *(lambda c=channel: submit(c) for channel in channels),  # type: ignore[misc]
                 *(channel.ping for channel in channels),
             )
@@ -109,7 +111,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
             in_child(child)
         assert [bytes_sent(channel._sock) for channel in channels] == before
         assert session.stats.requests == requests
-        assert unsent.result()[0].any()
+        assert unsent().payload.any()
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
         assert session.stats.requests > requests
     if way in ("one source", "two sources", "local"):
