@@ -127,19 +127,17 @@ def test_a_child_of_a_channel_that_broke_does_not_connect_again(llama: Executor)
         in_child(lambda: refused(lambda: remote.channel, lambda: session.load_tokenizer()))
 
 
-def all_masks() -> dict[str, Masks]:
-    bank = NoiseBankOptions(masks=4)
-    return {
-        "one-time": OneTimeMasks(SHAPES, [MemorySource()], budget_bytes=1 << 20, entropy=Entropy()),
-        "bank": BankMasks(SHAPES, MemoryBank(), bank, Entropy()),
-        "none": NoMasks(SHAPES),
-    }
+MASKS: dict[str, Callable[[], Masks]] = {
+    "one-time": lambda: OneTimeMasks(SHAPES, [MemorySource()], budget_bytes=1 << 20, entropy=Entropy()),
+    "bank": lambda: BankMasks(SHAPES, MemoryBank(), NoiseBankOptions(masks=4), Entropy()),
+    "none": lambda: NoMasks(SHAPES),
+}
 
 
-@pytest.mark.parametrize("kind", ["one-time", "bank", "none"])
+@pytest.mark.parametrize("kind", MASKS)
 def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
     """Neither from the store nor a mask, or a key stream, that it has in its hands."""
-    masks: Any = all_masks()[kind]
+    masks: Any = MASKS[kind]()
     for _ in range(2):
         masks.take(KINDS[2], 3)
     mask, stream = masks.take(KINDS[2], 3), MaskStream(bytes(32))
@@ -168,7 +166,7 @@ def test_a_child_gets_no_masks_and_uses_none_of_its_parents(kind: str) -> None:
 
 def test_a_child_that_nobody_told_of() -> None:
     """Forked by native code, it has another process id and nothing more to know itself by."""
-    masks: Any = all_masks()["one-time"]
+    masks: Any = MASKS["one-time"]()
     mask = masks.take(KINDS[0], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 0)
