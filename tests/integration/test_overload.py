@@ -282,7 +282,7 @@ class Windows:
         asked = list(threads.map(self._submit, kinds))
         self._draw.shuffle(asked)
         if leave is not None:
-            self._session.executor.push()
+            self._session.executor.channel.push()
             for _ in range(min(len(asked), self._draw.randrange(4))):
                 self._take(asked.pop())
         taken = [threads.submit(self._take, each) for each in asked]
