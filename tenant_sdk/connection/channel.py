@@ -70,9 +70,7 @@ class Channel(abc.ABC):
     """
 
     key_exchange = ""  # the group that TLS agreed on; empty without TLS
-    piece_bytes = (
-        0  # requests and answers larger than this are cut, since travelling takes time; 0: it does not
-    )
+    piece_bytes = 0  # larger requests and answers are cut, because travelling takes time; 0: it takes none
 
     def __init__(self, peer: str, timeout: float) -> None:
         self.peer = peer

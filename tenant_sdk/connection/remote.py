@@ -26,13 +26,7 @@ from shared.errors import (
 from shared.forks import Home
 from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation, RequestClass
 from shared.wire.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
-from shared.wire.protocol import (
-    RING,
-    GroupShape,
-    Plan,
-    TenantProtocol,
-    validate_manifest,
-)
+from shared.wire.protocol import RING, GroupShape, Plan, TenantProtocol, validate_manifest
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, Pending, again, control_payload
