@@ -77,7 +77,8 @@ def executor(
     provider("certs", str(tls), "--host", host)
     token = provider("token", "add", "bench", "--token-file", str(tokens))
     command = [*prefix, sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls)]
-    command += ["--token-file", str(tokens), "--port", "0", "--ready-file", str(ready), *options]
+    command += ["--token-file", str(tokens), "--port", "0", "--ready-file", str(ready)]
+    command += ["--numerics", "float32", *options]
     with (work / "executor.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:

@@ -141,7 +141,7 @@ def main() -> int:
         ]
         manifest = tenants[0].session.manifest
         checkpoint = Checkpoint(MODEL)
-        planes = [group_planes(checkpoint, info)[0].int() for info in manifest.groups[:GROUPS]]
+        planes = [group_planes(checkpoint, info, 1)[0].int() for info in manifest.groups[:GROUPS]]
         began = time.monotonic()
         for tenant in tenants:
             tenant.planes = planes

@@ -1,9 +1,10 @@
 """The ring's own figures: products, verification, bytes, and one private layer against encryption.
 
     make bench                       # or: python benchmarks/ring.py --rounds 5
+    python benchmarks/ring.py --products --instructions avx2
 
-Products of one layer in ring numerics (two planes) against float32 and bfloat16 of the same shape,
-in turn, weights changing so that they come from memory; what verification adds to an iteration of
+Products of one layer as executors compute them in each numerics, against float32's (oneDNN), in turn, weights
+changing so that they come from memory; with AVX2 alone for all of them, if that is asked for; what verification adds to an iteration of
 benchmarks/split_execution.py; bytes on the wire against what the format needs; and one private layer
 of 768 -> 3072, one row, through the whole protocol, against the encrypted product of
 concrete-ml-extensions, if that is installed (``pip install -e '.[encrypted-baseline]'``).
@@ -13,6 +14,7 @@ Writes ring.json and ring.png into --output.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -37,12 +39,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import tenant_sdk
 from shared.memory import keep_freed_memory
-from shared.ring.product import PlaneProducts
+from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
+from shared.ring import product
+from shared.ring.fixed_point import quantize_weight
 from shared.ring.rows import hide, reveal
-from shared.wire.header import Direction
+from shared.wire.header import RINGS, Direction
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+NUMERICS = ("float32", "bfloat16", *RINGS)
 ROWS = (1, 8, 64, 1024)
 SHAPES = ((768, 768), (768, 3072), (3072, 768), (4096, 4096), (4096, 8192))  # inputs, outputs
 # Inputs and outputs of the groups of the model in common.py, a layer.
@@ -62,33 +67,29 @@ def seconds_of(function: Callable[[], object], repeats: int) -> float:
 
 
 def measure_products(rounds: int) -> list[dict[str, Any]]:
-    """Seconds of each product, by shape and rows, forward."""
+    """Seconds of each product, by shape, rows and direction."""
     generator = torch.Generator().manual_seed(0)
     results = []
     for inputs, outputs in SHAPES:
         count = max(2, COLD_BYTES // (2 * inputs * outputs))
-        floats = [torch.randn(outputs, inputs) for _ in range(max(2, count // 2))]
-        halves = [weight.bfloat16() for weight in floats]
-        planes = [
-            torch.randint(-128, 128, (2, outputs, inputs), generator=generator, dtype=torch.int8)
-            for _ in range(min(count, 64))
-        ]
-        rings = [PlaneProducts(each, [outputs]) for each in planes]
-        for rows in ROWS:
-            x = torch.randn(rows, inputs, generator=generator)
-            half = x.bfloat16()
-            integers = torch.randint(-(2**31), 2**31, (rows, inputs), generator=generator, dtype=torch.int32)
-            out = torch.empty((rows, 2 * outputs), dtype=torch.int32)
-            at = [0]
-
-            def following(weights: list[Any], at: list[int] = at) -> Any:
-                at[0] += 1
-                return weights[at[0] % len(weights)]
-
+        some = [torch.randn(outputs, inputs) for _ in range(min(64, max(2, count // 2)))]
+        weights: dict[str, list[GroupWeight]] = {
+            "float32": [FloatWeight(weight, [outputs]) for weight in some],
+            "bfloat16": [FloatWeight(weight.bfloat16(), [outputs]) for weight in some],
+        }
+        for name, planes in RINGS.items():
+            weights[name] = [RingWeight(quantize_weight(weight, planes).planes, [outputs]) for weight in some]
+        for rows, direction in itertools.product(ROWS, (Direction.FORWARD, Direction.BACKWARD)):
+            columns = inputs if direction == Direction.FORWARD else outputs
+            x = torch.randn(rows, columns, generator=generator)
+            integers = torch.randint(-(2**31), 2**31, (rows, columns), generator=generator, dtype=torch.int32)
+            given = {"float32": x, "bfloat16": x.bfloat16()} | dict.fromkeys(RINGS, integers)
+            turns = {name: itertools.cycle(each) for name, each in weights.items()}
             ways: dict[str, Callable[[], object]] = {
-                "float32": lambda x=x, w=floats: x @ following(w).T,
-                "bfloat16": lambda x=half, w=halves: x @ following(w).T,
-                "ring": lambda x=integers, w=rings, out=out: following(w).matmul(1, 1, x, out),
+                name: lambda turn=turns[name], rows=given[name], direction=direction: next(turn).apply(
+                    direction, 1, [rows]
+                )
+                for name in weights
             }
             times: dict[str, list[float]] = {name: [] for name in ways}
             for number in range(rounds + 1):
@@ -97,8 +98,9 @@ def measure_products(rounds: int) -> list[dict[str, Any]]:
                     repeats = max(3, min(50, int(0.1 / max(estimate, 1e-6))))
                     if number:
                         times[name].append(seconds_of(way, repeats))
-            results.append({"inputs": inputs, "outputs": outputs, "rows": rows, **times})
-            console.print(f"product {inputs} -> {outputs}, {rows} rows", highlight=False)
+            name = direction.name.lower()
+            results.append({"inputs": inputs, "outputs": outputs, "rows": rows, "direction": name, **times})
+            console.print(f"product {inputs} -> {outputs}, {rows} rows, {name}", highlight=False)
     return results
 
 
@@ -114,11 +116,11 @@ def measure_verification(rounds: int) -> dict[str, list[float]]:
                 x = torch.randn(rows, columns, generator=generator)
                 scales = torch.rand(columns if scaled else results, generator=generator)
                 request = torch.zeros((rows, columns), dtype=torch.int32)
-                answer = torch.zeros((rows, 2 * results), dtype=torch.int32)
+                answer = torch.zeros((rows, results), dtype=torch.int32)
                 effect = torch.zeros_like(answer)
                 out = torch.empty(rows, results)
                 factor = torch.randint(-(2**50), 2**50, (columns,), generator=generator)
-                challenge = torch.randint(-(2**31), 2**31, (2 * results,), generator=generator)
+                challenge = torch.randint(-(2**31), 2**31, (results,), generator=generator)
                 challenge = challenge.to(torch.int32)
                 for name in times:
                     check = name == "with"
@@ -192,27 +194,32 @@ def measure_private_layer(work: Path, rounds: int) -> dict[str, Any]:
                                 "up": up,
                                 "down": down,
                                 "least up": 4 * 768,
-                                "least down": 8 * 3072,
+                                "least down": 4 * 3072,
                             }
                         )
     return result
 
 
-def show(products: list[dict[str, Any]], verification: dict[str, list[float]], layer: dict[str, Any]) -> None:
-    """Print the tables."""
-    table = Table(title="One layer forward, ms: median (range), and the ratio of the ring to each")
-    for column in ("shape", "rows", "float32", "bfloat16", "ring", "to float32", "to bfloat16"):
+def show_products(products: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    table = Table(title="One layer, ms: median (range); ratios to float32")
+    for column in ("layer", "rows", "", *NUMERICS, "ring / float32", "fine / float32"):
         table.add_column(column)
     for each in products:
-        middle = {name: statistics.median(each[name]) for name in ("float32", "bfloat16", "ring")}
+        middle = {name: statistics.median(each[name]) for name in NUMERICS}
         table.add_row(
             f"{each['inputs']} -> {each['outputs']}",
             str(each["rows"]),
-            *(spread(each[name], 1e3) for name in middle),
-            f"{middle['ring'] / middle['float32']:.2f}",
-            f"{middle['ring'] / middle['bfloat16']:.2f}",
+            each["direction"],
+            *(spread(each[name], 1e3) for name in NUMERICS),
+            *(f"{middle[name] / middle['float32']:.2f}" for name in RINGS),
         )
     console.print(table)
+
+
+def show(products: list[dict[str, Any]], verification: dict[str, list[float]], layer: dict[str, Any]) -> None:
+    """Print the tables."""
+    show_products(products)
     extra = statistics.median(verification["with"]) - statistics.median(verification["without"])
     console.print(
         f"verification: hiding and revealing the rows of an iteration takes "
@@ -256,7 +263,11 @@ def plot(products: list[dict[str, Any]], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for inputs, outputs in SHAPES:
-        some = [each for each in products if (each["inputs"], each["outputs"]) == (inputs, outputs)]
+        some = [
+            each
+            for each in products
+            if (each["inputs"], each["outputs"], each["direction"]) == (inputs, outputs, "forward")
+        ]
         ratios = [statistics.median(e["ring"]) / statistics.median(e["float32"]) for e in some]
         axis.plot([e["rows"] for e in some], ratios, marker="o", label=f"{inputs} → {outputs}")
     axis.axhline(1, color="#888888", linewidth=0.8)
@@ -264,10 +275,20 @@ def plot(products: list[dict[str, Any]], path: Path) -> None:
     axis.set_xticks(ROWS, [str(rows) for rows in ROWS])
     axis.set_ylim(bottom=0)
     axis.set_xlabel("rows in a product")
-    axis.set_ylabel("time of two planes / time of float32")
+    axis.set_ylabel("time in the ring / time in float32")
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
+
+
+def use_only(instructions: str) -> None:
+    """Compute with these and no better ones: the ring by its kernel, oneDNN and torch if nobody asked them yet."""
+    known = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512-vnni": "AVX512_CORE_VNNI"}
+    os.environ["ONEDNN_MAX_CPU_ISA"] = known[instructions]
+    os.environ["ATEN_CPU_CAPABILITY"] = "avx2" if instructions == "avx2" else "avx512"
+    kernel = product.KERNELS[instructions]
+    product.KERNELS.clear()
+    product.KERNELS[instructions] = kernel
 
 
 def main() -> None:
@@ -277,10 +298,17 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    parser.add_argument("--products", action="store_true", help="only those")
+    parser.add_argument("--instructions", help="for products: avx2, avx512, avx512-vnni; default: all")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     keep_freed_memory()
+    if options.instructions:
+        use_only(options.instructions)
     products = measure_products(options.rounds)
+    if options.products:
+        show_products(products)
+        return
     verification = measure_verification(options.rounds)
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
         console.print("one private layer")

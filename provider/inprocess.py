@@ -121,13 +121,13 @@ class InprocessSession:
 
 
 def serve(
-    model_dir: str | Path, *, numerics: str = "float32", tokens: TokenFile | None = None, **options: Any
+    model_dir: str | Path, *, numerics: str = "ring", tokens: TokenFile | None = None, **options: Any
 ) -> InprocessExecutor:
     """Load a checkpoint and serve it to this process.
 
     Args:
         model_dir: folder with safetensors.
-        numerics: ``float32``, ``bfloat16`` or ``ring``.
+        numerics: ``ring``, ``ring-fine``, ``float32`` or ``bfloat16``.
         tokens: ask tenants for one of these; default: for none.
         options: others of ``BaseExecutor``.
 

@@ -14,7 +14,9 @@ from torch import nn
 
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
-from shared.ring.fixed_point import quantize_weight
+from shared.ring.fixed_point import Planes
+from shared.ring.product import group_planes
+from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
 
 
@@ -57,7 +59,11 @@ class PublicModel:
 
     def scales(self, group: int) -> torch.Tensor:
         """Of the ring's planes, float32 [O]: what backward rows are multiplied by before they are sent."""
-        return quantize_weight(self.weight(group)).scales
+        return self.planes(group).scales
+
+    def planes(self, group: int) -> Planes:
+        """The integers of a ring executor's group."""
+        return group_planes(self._checkpoint, self.manifest.groups[group], RINGS[self.manifest.numerics])
 
     @contextmanager
     def watching(self, groups: list[int], *, stop: bool = False) -> Iterator[dict[int, torch.Tensor]]:

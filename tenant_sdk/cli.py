@@ -237,6 +237,9 @@ def fingerprint(
             metavar="VAR", help="Variable with the key to write it under. Not given or set: a new key."
         ),
     ] = None,
+    numerics: Annotated[
+        str, typer.Option(help="Of the executors whose answers will be checked: ring or ring-fine.")
+    ] = "ring",
 ) -> None:
     """Make a file with which sessions check answers against your own checkpoint's weights.
 
@@ -248,7 +251,7 @@ def fingerprint(
         return track(layers, what, console=_status, transient=True)
 
     given = os.environ.get(key_env or "") or None
-    key = write_fingerprints(checkpoint, output, key=given, progress=progress)
+    key = write_fingerprints(checkpoint, output, key=given, numerics=numerics, progress=progress)
     if given is None:
         print(key)
     variable = key_env or "FINGERPRINT_KEY"

@@ -12,7 +12,7 @@ import torch
 
 from shared.errors import ConfigurationError, ConnectError, ModelMismatch
 from shared.transport.endpoint import Endpoint
-from shared.wire.header import DTYPE_NAMES
+from shared.wire.header import DTYPE_NAMES, RINGS
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 from tenant_sdk.config import SessionConfig
@@ -254,7 +254,7 @@ def _verifier(
 def _check_fit(provider: str, manifest: Manifest, config: SessionConfig) -> None:
     if config.digest is not None and config.digest != manifest.digest:
         raise ModelMismatch(f"{provider} serves weights with digest {manifest.digest}, not {config.digest}")
-    if manifest.numerics == "ring":
+    if manifest.numerics in RINGS:
         return
     if config.privacy == "one-time":
         raise ConfigurationError(

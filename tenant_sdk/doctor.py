@@ -24,9 +24,8 @@ from shared.errors import (
     peer_text,
 )
 from shared.transport.colocated import directory_of
-from shared.wire.header import DTYPE_NAMES, SUBPROTOCOL, Direction, Operation
+from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation
 from shared.wire.messages import Manifest
-from shared.wire.protocol import RING
 from tenant_sdk.cli_options import ExecutorOptions, one_or_each
 from tenant_sdk.config import for_each
 from tenant_sdk.connection.channel import Channel
@@ -151,7 +150,7 @@ def _together(
     comparison: Comparison, manifest: Manifest, sources: list[str], shared: Iterator[CheckResult]
 ) -> Iterator[CheckResult]:
     """Whether one-time masks would work with these executors, and be worth something."""
-    ring = manifest.numerics == RING
+    ring = manifest.numerics in RINGS
     yield CheckResult(
         "numerics",
         ring or None,

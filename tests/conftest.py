@@ -39,6 +39,8 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
 
 TENANT = "alice"
+# Most tests of integers run with one numerics, which may be the other: TEST_RING=ring-fine pytest ...
+RING = os.environ.get("TEST_RING", "ring")
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def executor_processes(
     def start(folder: Path, *options: str) -> Executor:
         ready, log = tmp_path / f"ready-{len(processes)}", tmp_path / f"log-{len(processes)}"
         command = [sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls_dir)]
-        command += ["--token-file", str(token_file[0]), "--port", "0", "--ready-file", str(ready), *options]
+        command += ["--token-file", str(token_file[0]), "--port", "0", "--ready-file", str(ready)]
+        command += ["--numerics", "float32", *options]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
         processes.append(process)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import Executor
+from conftest import RING, Executor
 from hostile_files import SECRET, TOKENIZER
 
 from provider.executor.base import BaseExecutor
@@ -36,7 +36,7 @@ def hostile(
     def start(
         files: dict[str, bytes | None],
         architecture: str = "llama",
-        numerics: str = "ring",
+        numerics: str = RING,
         *,
         serve_head: bool = False,
         lie: Callable[[Manifest], Manifest] = lambda manifest: manifest,

@@ -16,7 +16,7 @@ from shared.wire.protocol import GroupShape
 from tenant_sdk.products.forecast import Kind
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-SHAPES = [GroupShape(8, (4,), ring=True), GroupShape(6, (8, 5), ring=True)]
+SHAPES = [GroupShape(8, (4,), planes=1), GroupShape(6, (8, 5), planes=1)]
 KINDS = [
     Kind(0, FORWARD, 1),
     Kind(0, BACKWARD, 1),
@@ -29,7 +29,7 @@ _GENERATOR = torch.Generator().manual_seed(0)
 PRODUCTS = [
     PlaneProducts(
         torch.randint(
-            -128, 128, (2, sum(shape.outputs), shape.inputs), generator=_GENERATOR, dtype=torch.int8
+            -128, 128, (1, sum(shape.outputs), shape.inputs), generator=_GENERATOR, dtype=torch.int16
         ),
         list(shape.outputs),
     )
@@ -43,7 +43,7 @@ def columns(kind: Kind) -> int:
 
 
 def product(kind: Kind, rows: torch.Tensor) -> torch.Tensor:
-    """What an honest executor answers: int32 [T, C] to [T, 2 N]."""
+    """What an honest executor answers: int32 [T, C] to [T, N]."""
     plan = SHAPES[kind.group].plan(kind.direction, kind.members)
     out = torch.empty((len(rows), plan.answer_columns), dtype=torch.int32)
     PRODUCTS[kind.group].matmul(kind.direction, kind.members, rows, out)

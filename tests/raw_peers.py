@@ -27,7 +27,7 @@ CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR = range(1, 8)
 FORWARD, BACKWARD = 1, 2
 FLOAT32 = 1
-SUBPROTOCOL = "symbiosis.v2"
+SUBPROTOCOL = "symbiosis.v3"
 SECONDS = 60.0  # a test that waits longer than this for its peer has failed
 
 
@@ -49,7 +49,7 @@ class Fields(NamedTuple):
 
 def header(operation: int, **fields: int) -> bytes:
     """32 bytes; what is not given is 0, but version, which is 2, and request id, which is 1."""
-    values = dict.fromkeys(Fields._fields, 0) | {"version": 2, "request_id": 1, "operation": operation}
+    values = dict.fromkeys(Fields._fields, 0) | {"version": 3, "request_id": 1, "operation": operation}
     return struct.pack("<BBBBIIIIHHQ", *Fields(**(values | fields)))
 
 

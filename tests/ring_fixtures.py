@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import Executor
+from conftest import RING, Executor
 from middleman import Middleman, between
 from ring_sessions import Trio
 
@@ -24,7 +24,7 @@ def trio(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> C
     def get(architecture: str) -> Trio:
         if architecture not in made:
             folder = checkpoint(architecture)
-            made[architecture] = tuple(serve(folder, numerics="ring") for _ in range(3))  # type: ignore[assignment]
+            made[architecture] = tuple(serve(folder, numerics=RING) for _ in range(3))  # type: ignore[assignment]
         return made[architecture]
 
     return get

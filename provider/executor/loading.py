@@ -14,8 +14,8 @@ from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
 from shared.ring.fixed_point import bounds
 from shared.ring.product import group_planes
+from shared.wire.header import RINGS
 from shared.wire.messages import GroupInfo
-from shared.wire.protocol import RING
 
 
 class LoadedGroup(NamedTuple):
@@ -60,8 +60,10 @@ def _load_floats(
     return LoadedGroup(FloatWeight(weight, widths), info)
 
 
-def _load_ring(checkpoint: Checkpoint, info: GroupInfo, device: torch.device) -> LoadedGroup:
-    planes, scales = group_planes(checkpoint, info)
+def _load_ring(
+    checkpoint: Checkpoint, info: GroupInfo, device: torch.device, count: int
+) -> LoadedGroup:
+    planes, scales = group_planes(checkpoint, info, count)
     weight = RingWeight(planes.to(device), [m.outputs for m in info.members])
     return LoadedGroup(weight, msgspec.structs.replace(info, bounds=bounds(planes)), scales)
 
@@ -70,7 +72,7 @@ _FLOATS = ("float32", "bfloat16")
 NUMERICS: dict[str, Numerics] = {
     "float32": Numerics(partial(_load_floats, dtype=torch.float32), _FLOATS),
     "bfloat16": Numerics(partial(_load_floats, dtype=torch.bfloat16), _FLOATS),
-    RING: Numerics(_load_ring, ("int32",)),
+    **{name: Numerics(partial(_load_ring, count=count), ("int32",)) for name, count in RINGS.items()},
 }
 
 

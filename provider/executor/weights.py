@@ -14,7 +14,7 @@ import torch
 from provider.executor.tiles import TILE, tile_of
 from shared.compat import onednn_products
 from shared.ring.product import PlaneProducts
-from shared.wire.header import PLANES, Direction, member_indices
+from shared.wire.header import Direction, member_indices
 
 _READ_AHEAD_STEP = 1 << 16  # elements: about 20 microseconds of memory bandwidth
 
@@ -105,10 +105,10 @@ def _whole_tiles(rows: torch.Tensor) -> torch.Tensor:
 
 
 class RingWeight:
-    """Integer weights: two int8 planes for both directions, products modulo 2^32 (``shared.ring``).
+    """Integer weights: the same planes for both directions, products modulo 2^32 (``shared.ring``).
 
     Args:
-        planes: int8 [2, O, D], O of all members one above the other in each plane.
+        planes: int16 [1, O, D] or int8 [2, O, D], O of all members one above the other in each plane.
         widths: O of each member.
     """
 
@@ -122,7 +122,7 @@ class RingWeight:
         width = self._planes.shape[2]
         if direction == Direction.FORWARD:
             width = sum(self._widths[i] for i in member_indices(members))
-        out = rows.new_empty((len(rows), PLANES * width))
+        out = rows.new_empty((len(rows), len(self._planes) * width))
         self._products.matmul(direction, members, rows, out)
         return [out]
 

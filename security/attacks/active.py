@@ -17,8 +17,7 @@ from provider.executor.base import BaseExecutor
 from security.executors import AuditError
 from security.public_model import PublicModel
 from shared.errors import VerificationError
-from shared.ring.fixed_point import quantize_weight
-from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, RINGS, Direction, Header, Operation
 from tenant_sdk.session import Session
 
 POISONED_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers
@@ -182,7 +181,7 @@ class CanaryRows:
     Args:
         group: which one is asked for, all members.
         replies: how many in all.
-        weight: the group's from the checkpoint, float32 [O, D].
+        weight: what a row is multiplied with, float32 [O, D], or on the ring the planes, int32 [P O, D].
         tenants: how many at once.
     """
 
@@ -204,9 +203,6 @@ class CanaryRows:
         engine = Engine.of(view, on_batch=lambda rows, seconds, processor: products.append(rows))
         info = view.manifest.groups[self.group]
         members = (1 << len(info.members)) - 1
-        dtype, columns = torch.float32, self.weight
-        if view.manifest.numerics == "ring":
-            dtype, columns = torch.int32, quantize_weight(self.weight).planes.flatten(0, 1).int()
         wrong = [0] * self.tenants
         each = self.replies // self.tenants
 
@@ -216,16 +212,16 @@ class CanaryRows:
             header = Header(
                 Operation.PRODUCT,
                 Direction.FORWARD,
-                DTYPE_CODES[dtype],
+                DTYPE_CODES[self.weight.dtype],
                 self.group,
                 1,
                 1,
                 info.inputs,
                 members,
             )
-            canary = torch.zeros(1, info.inputs, dtype=dtype)
+            canary = torch.zeros(1, info.inputs, dtype=self.weight.dtype)
             canary[0, number] = 1 << number
-            expected = (columns[:, number] * (1 << number)).numpy().tobytes()
+            expected = (self.weight[:, number] * (1 << number)).numpy().tobytes()
             asked = 0
 
             def ask() -> None:
@@ -258,7 +254,9 @@ class CanaryRows:
 def canaries(model: Path, numerics: str, replies: int) -> CrossTalk:
     """CanaryRows through an executor of its own."""
     executor = BaseExecutor(model, numerics=numerics)
-    weight = PublicModel(model, executor.manifest).weight(1)
+    public = PublicModel(model, executor.manifest)
+    ring = numerics in RINGS
+    weight = public.planes(1).planes.flatten(0, 1).int() if ring else public.weight(1)
     return CanaryRows(1, replies, weight).attack(executor, np.random.default_rng(0))
 
 

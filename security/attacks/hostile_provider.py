@@ -20,7 +20,7 @@ from security.executors import AuditError
 from security.public_model import PublicModel
 from security.views import View
 from shared.errors import VerificationError
-from shared.ring.fixed_point import capacity, exponents
+from shared.ring.fixed_point import capacity, exponents, steps
 from shared.wire.header import Direction, Header
 from tenant_sdk.session import Session
 
@@ -55,9 +55,10 @@ class AbortOracle:
         self.rows = torch.full((2, info.inputs), 3.0)
         self.rows[1] *= 100
         self.rows[1, 0] = 0.0  # of which a fingerprint that is wrong there says nothing
-        sizes = exponents(self.rows.double().norm(dim=1), capacity(info.bounds[0], info.inputs))
-        # In between: too small to be noticed under one row's exponent, and large enough under the other's.
-        wanted = math.log2(tolerance / float(public.scales(group)[0])) - float(sizes.double().mean())
+        room = capacity(info.bounds[0], info.inputs)
+        sizes = steps(exponents(self.rows.double().norm(dim=1), room)).log2()
+        # In between: too small to be noticed under one row's step, and large enough under the other's.
+        wanted = math.log2(tolerance / float(public.scales(group)[0])) - float(sizes.mean())
         self._bit = min(max(round(wanted), 0), 30)
 
     def lie(self, session: Session, kind: str, secret: int) -> int:

@@ -1,7 +1,7 @@
 """Native code for the ring's inner loops, where it was compiled and the processor has the instructions.
 
-``native.c`` is compiled when the package is installed, if there is a C compiler; without it, or
-on other processors, the same integers are computed with torch (``shared.ring.product``,
+``product.c`` and ``rows.c`` are compiled when the package is installed, if there is a C compiler; without it,
+or on other processors, the same integers are computed with torch (``shared.ring.product``,
 ``shared.ring.rows``), more slowly.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-from ctypes import POINTER, c_double, c_int, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint32, c_void_p
 from importlib.util import find_spec
 
 import torch
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # of the functions' arguments; the same number stands in native.c
+VERSION = 3  # of the functions' arguments; the same number stands in rows.c
 PARALLEL_ELEMENTS = 1 << 15  # below, waking a second thread costs more than it saves
 
 
@@ -43,31 +43,29 @@ def _load() -> ctypes.CDLL | None:
     pointers = POINTER(c_void_p)
     library.ring_below.argtypes = [c_void_p, c_int64, c_uint32]
     library.ring_below.restype = c_int
-    library.ring_can_multiply.argtypes = []
-    library.ring_can_multiply.restype = c_int
-    library.ring_multiply.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int64]
-    library.ring_multiply.argtypes += [c_void_p, c_int64, c_int]
+    library.ring_kernel.argtypes = [c_int]
+    library.ring_kernel.restype = c_char_p
+    library.ring_multiply.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int]
+    library.ring_multiply.argtypes += [c_int64, c_void_p, c_int64, c_int]
     library.ring_multiply.restype = c_int
     library.ring_hide.argtypes = [pointers, POINTER(c_int64), c_int64, c_int64, c_int64, c_void_p, c_double]
     library.ring_hide.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_int]
     library.ring_hide.restype = c_int
-    library.ring_reveal.argtypes = [
-        c_void_p,
-        pointers,
-        c_int64,
-        c_int64,
-        c_int64,
-        c_void_p,
-        c_void_p,
-        pointers,
-    ]
-    library.ring_reveal.argtypes += [POINTER(c_int64), c_int64, c_void_p, c_void_p, c_int]
+    library.ring_reveal.argtypes = [c_void_p, pointers, c_int64, c_int, c_int64, c_int64, c_void_p, c_void_p]
+    library.ring_reveal.argtypes += [pointers, POINTER(c_int64), c_int64, c_void_p, c_void_p, c_int]
     library.ring_reveal.restype = c_int64
     return library
 
 
+def _kernels() -> dict[str, int]:
+    found: dict[str, int] = {}
+    while LIBRARY is not None and (name := LIBRARY.ring_kernel(len(found))) is not None:
+        found[name.decode()] = len(found)
+    return found
+
+
 LIBRARY = _load()
-CAN_MULTIPLY = LIBRARY is not None and bool(LIBRARY.ring_can_multiply())
+KERNELS = _kernels()  # names of the instructions that products can be computed with here, to their numbers
 
 
 def _threads(elements: int) -> int:
@@ -95,17 +93,19 @@ def _widths(tensors: list[torch.Tensor]) -> ctypes.Array[c_int64]:
     return (c_int64 * len(tensors))(*[tensor.shape[1] for tensor in tensors])
 
 
-def native_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``shared.ring.product.Kernel``; needs CAN_MULTIPLY."""
+def multiply(which: int, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``shared.ring.product.Kernel``; with one of KERNELS."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
     if rows.stride(1) != 1 or out.stride(1) != 1 or 1 not in weight.stride():
         raise ValueError("the elements of a row lie side by side")
+    if weight.dtype not in (torch.int8, torch.int16):
+        raise ValueError(f"a weight of int8 or int16 is wanted, not {weight.dtype}")
     by_rows = weight.stride(1) != 1
     failed = LIBRARY.ring_multiply(
-        _address(rows), rows.stride(0), rows.shape[0], rows.shape[1], _address(weight),
-        weight.stride(1) if by_rows else weight.stride(0), by_rows, weight.shape[1], _address(out),
-        out.stride(0), torch.get_num_threads(),
+        which, _address(rows), rows.stride(0), rows.shape[0], rows.shape[1], _address(weight),
+        weight.stride(1) if by_rows else weight.stride(0), weight.itemsize, by_rows, weight.shape[1],
+        _address(out), out.stride(0), torch.get_num_threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError("no memory for a product")
@@ -149,8 +149,9 @@ def reveal(
     """See ``shared.ring.rows.reveal``, whose arguments these are; how many rows are wrong."""
     if LIBRARY is None:
         raise RuntimeError("there is no native code")
+    width = sum(block.shape[1] for block in blocks)
     wrong: int = LIBRARY.ring_reveal(
-        _address(answers), _pointers(effects), len(effects), answers.shape[1] // 2, len(answers),
+        _address(answers), _pointers(effects), len(effects), answers.shape[1] // width, width, len(answers),
         _address(exponents), _address(scales), _pointers(blocks), _widths(blocks), len(blocks),
         _address(challenge), _address(expected), _threads(answers.numel()),
     )  # fmt: skip

@@ -1,14 +1,13 @@
-"""The one operation of a ring executor: int32 rows times int8 planes, modulo 2^32.
+"""The one operation of a ring executor: int32 rows times int16 or int8 planes, modulo 2^32.
 
-Three ways to compute the same integers, and a measurement that chooses:
+Several ways to compute the same integers, and a measurement that chooses:
 
-``native``   compiled code for processors with AVX-512 VNNI (``native.c``): the same four products,
-             but no digit and no digit product ever goes through memory.
-``int8``     rows are split into four signed base-256 digits, each an int8 matrix, so that
-             ``r W = sum 256^i (L_i W)``: four int8 products with int32 sums, which processors with
-             VNNI or AMX and GPUs have instructions for.
-``float64``  a float64 holds ``r W`` exactly while it is below 2^53: one product, for processors
-             whose int8 product is slow or, without VNNI, saturates.
+native       compiled code (``product.c``), named after the instructions that it uses: rows are split into halves
+             of 16 bits, and no half and no half's product ever goes through memory.
+``int8``     rows are split into four signed base-256 digits, int16 weights into two, each an int8 matrix: int8
+             products with int32 sums, which processors with VNNI or AMX and GPUs have instructions for.
+``float64``  a float64 holds a half's sums exactly: for processors whose int8 product is slow or, without VNNI,
+             saturates.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -24,16 +23,16 @@ from shared.checkpoint import Checkpoint
 from shared.compat import int8_product
 from shared.errors import CheckpointError, ConfigurationError
 from shared.ring import native as ring_native
-from shared.ring.fixed_point import Planes, quantize_weight
-from shared.wire.header import PLANES, Direction, member_indices
+from shared.ring.fixed_point import LARGEST, Planes, quantize_weight
+from shared.wire.header import Direction, member_indices
 from shared.wire.messages import GroupInfo
 
 log = logging.getLogger(__name__)
 
-# rows int32 [T, K], weight int8 [K, N] (any strides), out int32 [T, N]; every T, K, N >= 1.
+# rows int32 [T, K], weight int8 or int16 [K, N] (any strides), out int32 [T, N]; every T, K, N >= 1.
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-# Four bytes 0x80: adding it and flipping the same bits again turns a number's unsigned bytes into
+# Bytes 0x80: adding them and flipping the same bits again turns a number's unsigned bytes into
 # signed digits, carries included.
 _SIGNS = -0x7F7F7F80
 # Digit products of one tile: within the last-level cache, and under the number of rows at which
@@ -41,27 +40,35 @@ _SIGNS = -0x7F7F7F80
 _TILE_BYTES = 8 << 20
 _TILE_ROWS = 256
 _CUDA_TILE_ROWS = 4096  # for memory
-_EXACT_COLUMNS = 1 << 14  # 2^31 * 2^7 * 2^14 = 2^52: sums of so many products are exact in float64
+_EXACT_COLUMNS = 1 << 21  # 2^16 * 2^15 * 2^21 = 2^52: sums of so many products are exact in float64
 
 
 def digits(rows: torch.Tensor) -> torch.Tensor:
-    """Signed base-256 digits, least significant first, with ``r = sum 256^i L_i`` modulo 2^32.
+    """Signed base-256 digits, least significant first, with ``r = sum 256^i L_i`` modulo 2^32 or 2^16.
 
     Args:
-        rows: int32 [T, K].
+        rows: int32 or int16 [T, K].
 
     Returns:
-        int8 [4, T, K].
+        int8 [4, T, K] or [2, T, K].
     """
-    flipped = (rows + _SIGNS).bitwise_xor_(_SIGNS)
-    out = torch.empty((4, *rows.shape), dtype=torch.int8, device=rows.device)
-    for i in range(4):
+    signs = _SIGNS if rows.dtype == torch.int32 else 0x80
+    flipped = (rows + signs).bitwise_xor_(signs)
+    out = torch.empty((rows.itemsize, *rows.shape), dtype=torch.int8, device=rows.device)
+    for i in range(rows.itemsize):
         out[i].copy_(flipped if i == 0 else flipped >> 8 * i)  # a conversion to int8 keeps the low byte
     return out
 
 
 def int8_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """See ``Kernel``. The four digits are stacked into one call, so that few rows fill a call too."""
+    if weight.dtype == torch.int16:
+        low, high = digits(weight)
+        more = torch.empty_like(out, memory_format=torch.contiguous_format)
+        int8_kernel(rows, high, more)
+        int8_kernel(rows, low, out)
+        out.add_(more, alpha=256)
+        return
     height, columns = weight.shape
     tile = _CUDA_TILE_ROWS if rows.is_cuda else min(_TILE_ROWS, max(32, _TILE_BYTES // (16 * columns)))
     if height == 1:  # whose stride says nothing, but the library believes it
@@ -89,18 +96,19 @@ def float64_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
     """See ``Kernel``."""
     for at in range(0, len(rows), _TILE_ROWS):
         part, total = rows[at : at + _TILE_ROWS], out[at : at + _TILE_ROWS]
+        total.zero_()
+        low = part.to(torch.int16).int()
+        high = part - low >> 16
         for first in range(0, rows.shape[1], _EXACT_COLUMNS):
             inner = slice(first, first + _EXACT_COLUMNS)
-            product = (part[:, inner].double() @ weight[inner].double()).long().to(torch.int32)
-            if first == 0:
-                total.copy_(product)
-            else:
-                total.add_(product)
+            floats = weight[inner].double()
+            for half, factor in ((low, 1), (high, 1 << 16)):
+                product = (half[:, inner].double() @ floats).long()
+                total.add_((product * factor).to(torch.int32))
 
 
 KERNELS: dict[str, Kernel] = {"int8": int8_kernel, "float64": float64_kernel}
-if ring_native.CAN_MULTIPLY:
-    KERNELS["native"] = ring_native.native_kernel
+KERNELS |= {name: partial(ring_native.multiply, which) for name, which in ring_native.KERNELS.items()}
 
 
 def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
@@ -111,15 +119,18 @@ def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
     generator = torch.Generator().manual_seed(0)
     for rows, inner, columns in ((1, 1, 1), (30, 1, 5), (1, 64, 33), (3, 257, 8), (70, 130, 96)):
         wide = torch.randint(-(2**31), 2**31, (rows, inner), generator=generator, dtype=torch.int32)
-        extreme = torch.full_like(wide, 0x7F7F7F80)  # every digit -128
-        random = torch.randint(-128, 128, (columns, inner), generator=generator, dtype=torch.int8)
-        for x in (wide, extreme):
-            for w in (random.T, torch.full((inner, columns), -128, dtype=torch.int8)):
-                got = torch.empty((rows, columns), dtype=torch.int32, device=device)
-                kernel(x.to(device), w.to(device), got)
-                expected = (x.long() @ w.long()).to(torch.int32)  # the low 32 bits
-                if not torch.equal(got.cpu(), expected):
-                    return False
+        # Every digit -128; every half -32768.
+        extreme = [torch.full_like(wide, value) for value in (0x7F7F7F80, 0x7FFF8000)]
+        for dtype in (torch.int8, torch.int16):
+            least, most = (-128, 127) if dtype == torch.int8 else (-LARGEST, LARGEST)
+            random = torch.randint(least, most + 1, (columns, inner), generator=generator, dtype=dtype)
+            for x in (wide, *extreme):
+                for w in (random.T, torch.full((inner, columns), least, dtype=dtype)):
+                    got = torch.empty((rows, columns), dtype=torch.int32, device=device)
+                    kernel(x.to(device), w.to(device), got)
+                    expected = (x.long() @ w.long()).to(torch.int32)  # the low 32 bits
+                    if not torch.equal(got.cpu(), expected):
+                        return False
     return True
 
 
@@ -132,11 +143,11 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(-(2**31), 2**31, (64, 768), generator=generator, dtype=torch.int32).to(device)
-    weight = torch.randint(-128, 128, (1536, 768), generator=generator, dtype=torch.int8).to(device)
-    out = torch.empty((64, 1536), dtype=torch.int32, device=device)
+    weight = torch.randint(-LARGEST, LARGEST, (768, 768), generator=generator, dtype=torch.int16).to(device)
+    out = torch.empty((64, 768), dtype=torch.int32, device=device)
     seconds = {}
     for name, kernel in KERNELS.items():
-        if name == "native" and device != "cpu":
+        if name in ring_native.KERNELS and device != "cpu":
             continue
         if not is_exact(kernel, device):
             log.warning("the ring kernel %s computes wrong integers on this machine; not used", name)
@@ -150,40 +161,40 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
         seconds[name] = best
     if not seconds:
         raise ConfigurationError(
-            "no way to multiply integers is exact on this machine, so it cannot serve --numerics ring; "
+            "no way to multiply integers is exact on this machine, so it cannot serve --numerics ring or ring-fine; "
             "another version of torch may help"
         )
     chosen = min(seconds, key=lambda name: seconds[name])
     measured = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
-    log.info("ring kernel: %s (64 rows of 768 x 1536: %s)", chosen, measured)
+    log.info("ring kernel: %s (64 rows of 768 x 768: %s)", chosen, measured)
     return KERNELS[chosen]
 
 
-def group_planes(checkpoint: Checkpoint, info: GroupInfo) -> Planes:
-    """The integers of all members of a group, one above the other: planes [2, O, D], scales [O].
+def group_planes(checkpoint: Checkpoint, info: GroupInfo, planes: int) -> Planes:
+    """The integers of all members of a group, one above the other: so many planes [P, O, D], scales [O].
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
     """
     widths = [m.outputs for m in info.members]
-    planes = torch.empty((PLANES, sum(widths), info.inputs), dtype=torch.int8)
     scales = torch.empty(sum(widths))
-    parts = zip(info.members, planes.split(widths, 1), scales.split(widths), strict=True)
+    whole = torch.empty((planes, sum(widths), info.inputs), dtype=torch.int8 if planes > 1 else torch.int16)
+    parts = zip(info.members, whole.split(widths, 1), scales.split(widths), strict=True)
     for member, part, part_scales in parts:
         try:
-            made = quantize_weight(checkpoint.member_weight(member))
+            made = quantize_weight(checkpoint.member_weight(member), planes)
         except ValueError as error:
             raise CheckpointError(f"{member.tensor}: {error}") from error
         part.copy_(made.planes)
         part_scales.copy_(made.scales)
-    return Planes(planes, scales)
+    return Planes(whole, scales)
 
 
 class PlaneProducts:
     """Both products of one group's planes.
 
     Args:
-        planes: int8 [2, O, D], O of all members, one above the other in each plane: the only copy.
+        planes: int16 [1, O, D] or int8 [2, O, D], O of all members, one above the other in each plane: the only copy.
         widths: O of each member.
     """
 
@@ -199,16 +210,15 @@ class PlaneProducts:
             direction: a ``Direction``.
             members: which members take part.
             rows: int32, forward [T, D]; backward [T, O], O of the members together.
-            out: int32, the products with one plane beside those with the other, forward [T, 2 O],
-                backward [T, 2 D].
+            out: int32, the products with the planes side by side, forward [T, P O], backward [T, P D].
         """
         runs = self._runs(members)
         whole = len(runs) == 1 and runs[0] == (0, self._starts[-1])
         if direction == Direction.FORWARD and whole:
             self._kernel(rows, self._planes.view(-1, self._planes.shape[2]).T, out)
             return
-        half = out.shape[1] // PLANES
-        for plane, part in zip(self._planes, (out[:, :half], out[:, half:]), strict=True):
+        parts = out.split(out.shape[1] // len(self._planes), 1)
+        for plane, part in zip(self._planes, parts, strict=True):
             at = 0
             for first, last in runs:
                 width = last - first

@@ -11,7 +11,6 @@ import torch
 
 from shared.ring import native as ring_native
 from shared.ring.fixed_point import MARGIN, dequantize, exponents, quantize_rows
-from shared.wire.header import PLANES
 
 CHUNK_ELEMENTS = 1 << 17  # at once, which then stay in the processor's cache
 
@@ -50,11 +49,11 @@ def hide(
         blocks: contiguous float32 [T, C_b], side by side one row x.
         scales: float32 [C], to multiply x by first, or None.
         room: from ``shared.ring.fixed_point.capacity``.
-        requests: int32 [T, C], the masks; ``round(x / 2^e)`` is added to them.
+        requests: int32 [T, C], the masks; ``round(x / step)`` is added to them.
         factor: int64 [C] of a fingerprint, or None.
 
     Returns:
-        The rows' exponents e, int32 [T]; and ``sum round(x / 2^e) * factor`` modulo 2^64, int64 [T],
+        The rows' exponents (``shared.ring.fixed_point.exponents``), int32 [T]; and ``sum round(x / step) * factor`` modulo 2^64, int64 [T],
         if there is a factor. None if a row's norm is not finite.
 
     Raises:
@@ -99,15 +98,15 @@ def reveal(
     challenge: torch.Tensor | None,
     expected: torch.Tensor | None,
 ) -> int:
-    """Take the effects off answers, check them, and write ``2^e s (u1 + u2 / 256)``.
+    """Take the effects off answers, check them, and write ``step s u``, or ``step s (u1 + u2 / 256)``.
 
     Args:
-        answers: contiguous int32 [T, 2 N], changed.
-        effects: of each mask source, contiguous int32 [T, 2 N].
+        answers: contiguous int32 [T, P N], the products with the planes side by side; changed.
+        effects: of each mask source, contiguous int32 [T, P N].
         exponents: from ``hide``.
         scales: float32 [N], or None backward, where they went into the rows.
         blocks: contiguous float32 [T, N_b] to write into, side by side one row.
-        challenge: int32 [2 N] of a fingerprint, or None.
+        challenge: int32 [P N] of a fingerprint, or None.
         expected: from ``hide``.
 
     Returns:
@@ -121,16 +120,16 @@ def reveal(
         _check(each, torch.int32, (rows, columns))
     for block in blocks:
         _check(block, torch.float32, (rows, block.shape[1]))
-    if PLANES * sum(block.shape[1] for block in blocks) != columns:
+    width = sum(block.shape[1] for block in blocks)
+    if columns not in (width, 2 * width):
         raise ValueError("the blocks are not as wide as a plane of the answers")
     _check(exponents, torch.int32, (rows,))
-    _check(scales, torch.float32, (columns // PLANES,))
+    _check(scales, torch.float32, (width,))
     _check(challenge, torch.int32, (columns,))
     _check(expected, torch.int64, (rows,))
     if ring_native.LIBRARY is not None:
         return ring_native.reveal(answers, effects, exponents, scales, blocks, challenge, expected)
     wrong = 0
-    half = answers.shape[1] // PLANES
     step = max(1, CHUNK_ELEMENTS // answers.shape[1])
     for first in range(0, len(answers), step):
         part = slice(first, first + step)
@@ -143,8 +142,7 @@ def reveal(
         for block in blocks:
             to = at + block.shape[1]
             dequantize(
-                integers[:, at:to],
-                integers[:, half + at : half + to],
+                [plane[:, at:to] for plane in integers.split(width, 1)],
                 exponents[part],
                 None if scales is None else scales[at:to],
                 block[part],

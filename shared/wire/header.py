@@ -26,11 +26,12 @@ import torch
 
 from shared.errors import WireError
 
-PROTOCOL_VERSION = 2
-SUBPROTOCOL = "symbiosis.v2"
+PROTOCOL_VERSION = 3
+SUBPROTOCOL = "symbiosis.v3"
 HEADER_BYTES = 32
 SEED_BYTES = 32
-PLANES = 2  # of a weight on the ring (``shared.ring.fixed_point``), whose answers lie side by side
+# Numerics on the ring (``shared.ring.fixed_point``): planes of a weight, whose answers lie side by side.
+RINGS = {"ring": 1, "ring-fine": 2}
 MAX_MEMBERS = 64
 
 _STRUCT = struct.Struct("<BBBBIIIIHHQ")

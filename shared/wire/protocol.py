@@ -20,8 +20,8 @@ from shared.wire.header import (
     DTYPE_NAMES,
     DTYPES,
     MAX_MEMBERS,
-    PLANES,
     PRODUCTS,
+    RINGS,
     Direction,
     Header,
     Operation,
@@ -36,14 +36,11 @@ MAX_NAME = 256  # characters of any name in a manifest, all of them printable: m
 MAX_GROUPS, MAX_PARAMETERS, MAX_AXES = 1 << 16, 1 << 20, 8
 
 
-RING = "ring"  # the numerics whose answers hold the products with both planes (``shared.ring``)
-
-
 class Plan(NamedTuple):
     """Widths of one kind of request: direction and members are given."""
 
     request_columns: int  # D forward, the sum of the members' O backward
-    answer_columns: int  # the other way round; on the ring twice that, one half for each plane
+    answer_columns: int  # the other way round; on the ring that for each plane
     request_widths: tuple[int, ...]  # of the request's blocks; on the ring there is one
     answer_widths: tuple[int, ...]  # of the answer's
 
@@ -54,27 +51,28 @@ class GroupShape:
     Args:
         inputs: D.
         outputs: O of each member.
-        ring: whether the executor's numerics is RING.
+        planes: on the ring how many a weight has, else 0.
     """
 
-    def __init__(self, inputs: int, outputs: Sequence[int], *, ring: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: Sequence[int], *, planes: int = 0) -> None:
         self.inputs = inputs
         self.outputs = tuple(outputs)
-        self._ring = ring
+        self.planes = planes
         # Few combinations occur; the bound is for a peer that would try all of them.
         self.plan = lru_cache(maxsize=64)(self._plan)
 
     @classmethod
     def of(cls, info: GroupInfo, numerics: str) -> GroupShape:
         """The widths in a manifest's entry."""
-        return cls(info.inputs, [m.outputs for m in info.members], ring=numerics == RING)
+        return cls(info.inputs, [m.outputs for m in info.members], planes=RINGS.get(numerics, 0))
 
     def _plan(self, direction: int, members: int) -> Plan:
         widths = tuple(self.outputs[i] for i in member_indices(members))
-        if self._ring:
+        if self.planes:
             ends = (self.inputs, sum(widths))
             request, answer = ends if direction == Direction.FORWARD else ends[::-1]
-            return Plan(request, PLANES * answer, (request,), (PLANES * answer,))
+            answer *= self.planes
+            return Plan(request, answer, (request,), (answer,))
         if direction == Direction.FORWARD:
             return Plan(self.inputs, sum(widths), (self.inputs,), widths)
         return Plan(sum(widths), self.inputs, widths, (self.inputs,))
@@ -94,7 +92,7 @@ class ExecutorProtocol:
 
     def __init__(self, manifest: Manifest) -> None:
         self._shapes = [GroupShape.of(g, manifest.numerics) for g in manifest.groups]
-        self._ring = manifest.numerics == RING
+        self._ring = manifest.numerics in RINGS
         self._limits = manifest.limits
         self._dtypes = {DTYPE_CODES[DTYPE_NAMES[name]]: name for name in manifest.wire_dtypes}
         self.greeted = False
@@ -177,7 +175,7 @@ def validate_manifest(manifest: Manifest) -> None:
             raise WireError("manifest", "the executor's manifest has a group of impossible shape")
         # No int8 squared is over 2^14.
         most = (group.inputs << 14, sum(m.outputs for m in group.members) << 14)
-        if manifest.numerics == RING and not (
+        if manifest.numerics in RINGS and not (
             group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True))
         ):
             raise WireError("manifest", "the executor's manifest has a group without possible bounds")
@@ -204,7 +202,7 @@ def validate_manifest(manifest: Manifest) -> None:
     ):
         if len(set(names)) < len(names):
             raise WireError("manifest", f"the executor's manifest names a {what} twice")
-    if manifest.numerics == RING and manifest.wire_dtypes != ("int32",):
+    if manifest.numerics in RINGS and manifest.wire_dtypes != ("int32",):
         raise WireError("manifest", "an executor of the ring that sends anything but int32")
     if not set(manifest.wire_dtypes) <= set(DTYPE_NAMES):
         raise WireError("manifest", "the executor offers unknown dtypes")

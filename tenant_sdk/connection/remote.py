@@ -24,9 +24,18 @@ from shared.errors import (
     WireError,
 )
 from shared.forks import Home
-from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation, RequestClass
+from shared.wire.header import (
+    BYTES,
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    RINGS,
+    Direction,
+    Header,
+    Operation,
+    RequestClass,
+)
 from shared.wire.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
-from shared.wire.protocol import RING, GroupShape, Plan, TenantProtocol, validate_manifest
+from shared.wire.protocol import GroupShape, Plan, TenantProtocol, validate_manifest
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, Pending, again, control_payload
@@ -147,7 +156,7 @@ class RemoteExecutor:
         self._channel = open_channel()
         try:
             self.manifest = _hello(self._channel)
-            self.ring = self.manifest.numerics == RING
+            self.ring = self.manifest.numerics in RINGS
             if self.ring and wire_dtype == torch.float32:
                 wire_dtype = torch.int32
             if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:

@@ -25,7 +25,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.ring.fixed_point import Bounds, bounds, column_squares, quantize_weight
 from shared.ring.product import PlaneProducts
-from shared.wire.header import Direction, member_indices
+from shared.wire.header import RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Manifest, Member
 from tenant_sdk.products.forecast import Kind
 from tenant_sdk.products.verification import (
@@ -43,7 +43,7 @@ from tenant_sdk.trust.attestation import (
     skeleton,
 )
 
-_FORMAT = "symbiosis-fingerprints-2"
+_FORMAT = "symbiosis-fingerprints-3"
 
 
 class StoredFingerprints:
@@ -81,6 +81,7 @@ class StoredFingerprints:
             )
         self._path = path
         self._trusted = msgspec.json.decode(_metadata(data)["trusted"], type=CheckpointContents)
+        self._numerics = _metadata(data)["numerics"]
         self._groups: tuple[GroupInfo, ...] = ()
         self._made: dict[Kind, Fingerprint] = {}
 
@@ -88,8 +89,15 @@ class StoredFingerprints:
         """Use them for an executor.
 
         Raises:
+            ConfigurationError: they were made for other numerics.
             ModelMismatch: they were made from other weights, parameters or files than it claims to serve.
         """
+        if manifest.numerics != self._numerics:
+            raise ConfigurationError(
+                f"the fingerprints {self._path} are for --numerics {self._numerics}, and the executor computes in "
+                f"{manifest.numerics}; make others with `symbiosis-tenant fingerprint --numerics "
+                f"{manifest.numerics}`"
+            )
         for group in manifest.groups:
             for member in group.members:
                 self._check(group, member)
@@ -157,6 +165,7 @@ def write_fingerprints(
     output: str | Path,
     *,
     key: str | None = None,
+    numerics: str = "ring",
     progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items,
 ) -> str:
     """Make the fingerprints of a checkpoint that the tenant trusts.
@@ -165,6 +174,7 @@ def write_fingerprints(
         folder: the checkpoint.
         output: the file, made with permissions for its owner alone; an existing one is replaced.
         key: to write it under; default: a new one.
+        numerics: of the executors whose answers will be checked: ``ring`` or ``ring-fine``.
         progress: wraps the layers to show how far it is.
 
     Returns:
@@ -172,20 +182,23 @@ def write_fingerprints(
 
     Raises:
         CheckpointError: the folder is no checkpoint, or has no linear layers.
-        ConfigurationError: the key is none, or the output is a folder.
+        ConfigurationError: the key is none, the output is a folder, or such numerics cannot be checked.
         StorageError: the file cannot be written.
     """
     output = Path(output)
     if output.is_dir() or not (output.parent.is_dir() or not output.parent.exists()):
         raise ConfigurationError(f"{output} cannot be a file; name one, in a folder, for the fingerprints")
+    if numerics not in RINGS:
+        raise ConfigurationError(f"answers in {numerics!r} cannot be checked; choose from {', '.join(RINGS)}")
     key = key or Fernet.generate_key().decode()
     cipher = _fernet(key)
     checkpoint = Checkpoint(folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
-        _add(tensors, name, checkpoint.member_weight(Member(name, 0, tensor, is_transposed)))
+        weight = checkpoint.member_weight(Member(name, 0, tensor, is_transposed))
+        _add(tensors, name, weight, RINGS[numerics])
     trusted = msgspec.json.encode(CheckpointContents.of(checkpoint)).decode()
-    data = cipher.encrypt(save(tensors, {"format": _FORMAT, "trusted": trusted}))
+    data = cipher.encrypt(save(tensors, {"format": _FORMAT, "numerics": numerics, "trusted": trusted}))
     temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
     try:
         with disk_errors(output, "the fingerprints", "Then run again."):
@@ -198,15 +211,15 @@ def write_fingerprints(
     return key
 
 
-def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> None:
+def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor, count: int) -> None:
     """The entries of one layer's weight [O, D]."""
     outputs, inputs = weight.shape
-    planes, scales = quantize_weight(weight)
+    planes, scales = quantize_weight(weight, count)
     products = PlaneProducts(planes, [outputs])
 
     def product(direction: Direction, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def multiply(rows: torch.Tensor) -> torch.Tensor:
-            out = torch.empty((len(rows), 2 * width), dtype=torch.int32)
+            out = torch.empty((len(rows), count * width), dtype=torch.int32)
             products.matmul(direction, 1, rows, out)
             return out
 
@@ -215,8 +228,8 @@ def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> N
     # Gradients of several layers with the same input are summed, so those share a challenge.
     common = f"{inputs}/challenge"
     if common not in tensors:
-        tensors[common] = draw_challenge(os.urandom, inputs)
-    challenge = draw_challenge(os.urandom, outputs)
+        tensors[common] = draw_challenge(os.urandom, count, inputs)
+    challenge = draw_challenge(os.urandom, count, outputs)
     limit = bounds(planes)
     tensors |= {
         f"{name}/challenge": challenge,

@@ -12,9 +12,9 @@ from shared.errors import ModelMismatch
 from shared.ring.fixed_point import bounds
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts, group_planes
-from shared.wire.header import DTYPE_NAMES, Direction, Operation, RequestClass, member_indices
+from shared.wire.header import DTYPE_NAMES, RINGS, Direction, Operation, RequestClass, member_indices
 from shared.wire.messages import Manifest
-from shared.wire.protocol import RING, GroupShape
+from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.trust.attestation import trusted_checkpoint
 
@@ -142,7 +142,7 @@ class LocalRing:
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
         self._checkpoint = trusted_checkpoint(folder, manifest)
-        self._groups = manifest.groups
+        self._groups, self._numerics = manifest.groups, manifest.numerics
         self._made: dict[int, tuple[PlaneProducts, torch.Tensor]] = {}
         self._lock = threading.Lock()
 
@@ -156,7 +156,7 @@ class LocalRing:
         request_class: RequestClass,
     ) -> torch.Tensor:
         """See SeedSource."""
-        shape = GroupShape.of(self._groups[group], RING)
+        shape = GroupShape.of(self._groups[group], self._numerics)
         mask = MaskStream(seed).draw(rows, shape.plan(direction, members).request_columns)
         return self.effect(group, direction, members, [mask])[0]
 
@@ -164,7 +164,7 @@ class LocalRing:
         self, group: int, direction: Direction, members: int, masks: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """See MaskSource."""
-        plan = GroupShape.of(self._groups[group], RING).plan(direction, members)
+        plan = GroupShape.of(self._groups[group], self._numerics).plan(direction, members)
         out = torch.empty((len(masks[0]), plan.answer_columns), dtype=torch.int32)
         self._of(group)[0].matmul(direction, members, masks[0], out)
         return [out]
@@ -177,7 +177,7 @@ class LocalRing:
         with self._lock:
             if group not in self._made:
                 info = self._groups[group]
-                planes, scales = group_planes(self._checkpoint, info)
+                planes, scales = group_planes(self._checkpoint, info, RINGS[self._numerics])
                 if bounds(planes) != info.bounds:
                     raise ModelMismatch(
                         f"the executor claims other bounds for group {group} ({info.members[0].name}) than "

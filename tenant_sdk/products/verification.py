@@ -1,7 +1,7 @@
 """Checking that an answer is the product it must be, without computing it (Freivalds 1977).
 
-For a secret random z, ``u . z = x . (W z)`` holds for the right u. z is one vector of uniform int32 over
-both planes, and the sums are taken modulo 2^64. A wrong answer that is not noticed has an error d with
+For a secret random z, ``u . z = x . (W z)`` holds for the right u, the answers of all planes one behind the
+other. z is one vector of uniform int32, and the sums are taken modulo 2^64. A wrong answer that is not noticed has an error d with
 ``d . z = 0`` modulo 2^64. Its entries are under 2^32 in size; take one that is not zero, 2^k times an odd
 number with k < 32, and fix all other entries of z: that entry of z is then determined modulo 2^(64 - k),
 so at most one of its 2^32 values fits. Hence a wrong row passes with probability at most 2^-32. The
@@ -17,7 +17,7 @@ import torch
 
 from shared.errors import VerificationError
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import PLANES, SEED_BYTES, Direction, member_indices
+from shared.wire.header import SEED_BYTES, Direction, member_indices
 from shared.wire.messages import GroupInfo
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
@@ -26,7 +26,7 @@ from tenant_sdk.products.forecast import Kind
 _DIGITS = 4
 TRIAL_ROWS = 40  # a falsified fingerprint passes with probability 2^-40
 
-# Kind and int32 rows [n, C] to the integer products [n, 2 N].
+# Kind and int32 rows [n, C] to the integer products [n, P N].
 IntegerProduct = Callable[[Kind, torch.Tensor], torch.Tensor]
 
 
@@ -37,7 +37,7 @@ class FingerprintRefuted(Exception):
 class Fingerprint(NamedTuple):
     """Secret z and ``W z`` of one kind of product."""
 
-    challenge: torch.Tensor  # int32 [2 N], the planes one behind the other
+    challenge: torch.Tensor  # int32 [P N], the planes one behind the other
     factor: torch.Tensor  # int64 [C], modulo 2^64
 
 
@@ -55,15 +55,15 @@ def transposed(kind: Kind) -> Kind:
     return Kind(kind.group, other, kind.members)
 
 
-def draw_challenge(entropy: Entropy, width: int) -> torch.Tensor:
-    """A secret z: uniform int32 [2, width]."""
-    return MaskStream(entropy(SEED_BYTES)).draw(PLANES, width)
+def draw_challenge(entropy: Entropy, planes: int, width: int) -> torch.Tensor:
+    """A secret z: uniform int32 [planes, width]."""
+    return MaskStream(entropy(SEED_BYTES)).draw(planes, width)
 
 
 def multiply_challenge(
     challenge: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """``W z`` modulo 2^64: int64 [C] from z [2, N] and the transposed product, [n, N] to [n, 2 C].
+    """``W z`` modulo 2^64: int64 [C] from z [P, N] and the transposed product, [n, N] to [n, P C].
 
     That product is modulo 2^32, so z is multiplied digit by digit, in base 256, which keeps each far
     below: the digits are random, and so sums of N terms are near sqrt(N) 2^14, not N 2^14. Each plane's
@@ -75,8 +75,9 @@ def multiply_challenge(
         digits.append(digit)
         rest = rest - digit >> 8
     rows = torch.stack([*digits, rest]).to(torch.int32)  # the last may be 128
-    answers = product(rows.view(_DIGITS * PLANES, -1)).long().view(_DIGITS, PLANES, PLANES, -1)
-    parts = answers[:, 0, 0] + answers[:, 1, 1]
+    planes = len(challenge)
+    answers = product(rows.view(_DIGITS * planes, -1)).long().view(_DIGITS, planes, planes, -1)
+    parts = answers.diagonal(dim1=1, dim2=2).sum(2)
     return sum((parts[i] << 8 * i for i in range(_DIGITS)), torch.zeros_like(parts[0]))
 
 
@@ -103,8 +104,9 @@ class LiveFingerprints:
         """See Fingerprints."""
         made = self._made.get(kind)
         if made is None:
-            plan = self._shapes[kind.group].plan(kind.direction, kind.members)
-            challenge = draw_challenge(self._entropy, plan.answer_columns // PLANES)
+            shape = self._shapes[kind.group]
+            plan = shape.plan(kind.direction, kind.members)
+            challenge = draw_challenge(self._entropy, shape.planes, plan.answer_columns // shape.planes)
             multiply = self._product or product
             factor = multiply_challenge(challenge, lambda rows: multiply(transposed(kind), rows))
             made = Fingerprint(challenge.view(-1), factor)

@@ -83,7 +83,8 @@ def test_a_lie_is_another_answer(kind: str) -> None:
 @pytest.fixture(scope="module", params=["float32", "ring"])
 def canaries(request: pytest.FixtureRequest) -> Any:
     executor = BaseExecutor(MODEL, numerics=request.param)
-    weight = PublicModel(MODEL, executor.manifest).weight(1)
+    public = PublicModel(MODEL, executor.manifest)
+    weight = public.weight(1) if request.param == "float32" else public.planes(1).planes[0].int()
     return lambda: CanaryRows(1, 320, weight).attack(executor, RNG)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import BASE_MODEL, HELD_OUT, TRAIN, finish, ok, start, tenant
-from conftest import Executor
+from conftest import RING, Executor
 from typer.testing import CliRunner
 
 from shared.errors import (
@@ -41,7 +41,7 @@ def test_from_certificates_to_a_generated_text(
     assert len(token) == 43
     assert token not in tokens.read_text()
 
-    ring = ("--numerics", "ring")
+    ring = ("--numerics", RING)
     served = serve_process(BASE_MODEL, "--tls-dir", str(tls), "--token-file", str(tokens), *ring)
     executor = Executor(served.url.replace("127.0.0.1", "localhost"), token, tls / "ca.pem")
     other = serve_process(BASE_MODEL, *ring)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import finish, ok, start
-from conftest import Executor
+from conftest import RING, Executor
 from typer.testing import CliRunner
 
 from tenant_sdk.cli import app
@@ -85,7 +85,7 @@ def test_doctor_says_what_is_wrong_and_what_to_do(
 
 @pytest.fixture(scope="module")
 def ring(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Executor:
-    return serve(checkpoint("llama"), numerics="ring")
+    return serve(checkpoint("llama"), numerics=RING)
 
 
 def doctor_says(status: int, *arguments: object) -> str:

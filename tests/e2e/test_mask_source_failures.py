@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from middleman import Middleman
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
 from raw_peers import SECONDS, eventually
@@ -64,7 +64,7 @@ def test_a_session_goes_on_after_its_executors_were_killed(
     """One process is the mask source of one session and the provider of another. It is killed when both
     are in the middle of a step, and started again on its port; both do the step again, under new masks."""
     folder, lasting = checkpoint("llama"), trio("llama")[0]
-    victim = serve_process(folder, "--numerics", "ring")
+    victim = serve_process(folder, "--numerics", RING)
     assert_a_stopped_process_is_a_timeout(lasting, victim)
     options = {"mask_budget_mib": 0, "timeout": 20.0}
     with (
@@ -94,7 +94,7 @@ def test_a_session_goes_on_after_its_executors_were_killed(
             with pytest.raises(ConnectError, match="is the executor running"):
                 fixed_result(model, token_ids())
         port = victim.url.rpartition(":")[2]
-        serve_process(folder, "--numerics", "ring", "--port", port)
+        serve_process(folder, "--numerics", RING, "--port", port)
         for model, gradient in zip(models, before, strict=True):
             again = gradients(model, token_ids())
             assert all(torch.equal(again[name], gradient[name]) for name in gradient)

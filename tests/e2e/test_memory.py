@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import Executor
+from conftest import RING, Executor
 from raw_peers import ERROR, REPLY, header, open_raw, product
 
 QUOTA_MIB = 16
@@ -102,7 +102,7 @@ def test_memory_after_the_same_again_is_the_same(
     """It keeps what it frees, up to a bound (``shared.memory``); a leak would grow with every round."""
     mib = str(QUOTA_MIB)
     executor = serve_process(
-        checkpoint("llama"), "--numerics", "ring", "--total-mib", mib, "--tenant-mib", mib
+        checkpoint("llama"), "--numerics", RING, "--total-mib", mib, "--tenant-mib", mib
     )
     after = [resident_mib(executor)]
     with ThreadPoolExecutor(PEERS) as threads:

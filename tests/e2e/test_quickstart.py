@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import Executor
+from conftest import RING, Executor
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
@@ -23,7 +23,7 @@ def test_the_readme_shows_the_example_verbatim() -> None:
 
 
 def test_the_example_runs(tmp_path: Path, serve_process: Callable[..., Executor]) -> None:
-    executor = serve_process(ROOT / "examples" / "base_model", "--numerics", "ring")
+    executor = serve_process(ROOT / "examples" / "base_model", "--numerics", RING)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {
         **os.environ,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from conftest import Executor, make_model
+from conftest import RING, Executor, make_model
 from hostile_files import RULES, TOKENIZER, changed, replace
 from ring_sessions import Trio, one_time
 from safetensors.torch import load_file, save_file
@@ -59,7 +59,7 @@ def test_a_file_that_nobody_else_has_is_refused(
     provider = hostile(CHANGES[what])
     options: dict[str, Any] = {"privacy": "one-time", "allow_same_operator": True}
     if attested == "source":
-        options["mask_sources"] = [serve(trusted, numerics="ring").url]
+        options["mask_sources"] = [serve(trusted, numerics=RING).url]
     elif attested == "local":
         options["mask_sources"] = [f"local:{trusted}"]
     else:
@@ -84,7 +84,7 @@ def test_a_parameter_that_nobody_else_has_is_refused(
     folder = checkpoint("llama")
     options: dict[str, Any] = {"privacy": "one-time", "allow_same_operator": True}
     if attested == "source":
-        options["mask_sources"] = [serve(folder, numerics="ring").url]
+        options["mask_sources"] = [serve(folder, numerics=RING).url]
     elif attested == "local":
         options["mask_sources"] = [f"local:{folder}"]
     else:
@@ -105,7 +105,7 @@ def test_a_parameter_that_nobody_else_has_is_refused(
         tensors = load_file(other / "model.safetensors")
         change(tensors)
         save_file(tensors, other / "model.safetensors", {"format": "pt"})
-        provider = serve(other, numerics="ring")
+        provider = serve(other, numerics=RING)
         with pytest.raises(
             ModelMismatch, match=r"parameter model\.(embed_tokens|layers\.\d\.input_layernorm)"
         ):

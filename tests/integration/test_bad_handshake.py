@@ -77,7 +77,7 @@ def test_a_wrong_token_is_401(llama: Executor, headers: tuple[str, ...]) -> None
         counted(llama, "symbiosis_handshakes_failed_total", reason="unauthorized"),
         pytest.raises(Refused) as caught,
     ):
-        open_raw(llama, headers=("Sec-WebSocket-Protocol: symbiosis.v2", *lines))
+        open_raw(llama, headers=("Sec-WebSocket-Protocol: symbiosis.v3", *lines))
     assert caught.value.status == 401
     info = json.loads(caught.value.body)
     assert info["code"] == "unauthorized"
@@ -153,7 +153,7 @@ def test_plain_http_inside_tls(llama: Executor, method: str) -> None:
         while data := sock.recv(4096):
             answer += data
         assert answer.startswith(b"HTTP/1.1 400 ")
-        assert b"symbiosis.v2" in answer
+        assert b"symbiosis.v3" in answer
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\0\0", b"not http\r\n\r\n", b"GET /" + b"a" * 20_000])
@@ -166,7 +166,7 @@ def test_garbage_inside_tls_is_dropped(llama: Executor, data: bytes) -> None:
 
 
 def test_a_websocket_request_with_a_part_missing(llama: Executor) -> None:
-    headers = ("Sec-WebSocket-Protocol: symbiosis.v2", f"Authorization: Bearer {llama.token}")
+    headers = ("Sec-WebSocket-Protocol: symbiosis.v3", f"Authorization: Bearer {llama.token}")
     with counted(llama, "symbiosis_handshakes_failed_total", reason="http"), tls(llama) as sock:
         sock.sendall("\r\n".join(["GET / HTTP/1.1", "Host: a", *headers, "", ""]).encode())
         assert sock.recv(4096).startswith(b"HTTP/1.1 426 ")
@@ -174,7 +174,7 @@ def test_a_websocket_request_with_a_part_missing(llama: Executor) -> None:
 
 SURPLUS = {
     "no frame": b"\xff\xff",
-    "a second request": upgrade_request("Sec-WebSocket-Protocol: symbiosis.v2"),
+    "a second request": upgrade_request("Sec-WebSocket-Protocol: symbiosis.v3"),
     "a ping": b"\x89\x80abcd",
     "a close": b"\x88\x80abcd",
     "half a frame": b"\x82\xff\0",
@@ -186,9 +186,9 @@ SURPLUS = {
 @pytest.mark.parametrize(
     ("protocol", "token", "status", "code"),
     [
-        ("symbiosis.v2", "wrong", 401, "unauthorized"),
+        ("symbiosis.v3", "wrong", 401, "unauthorized"),
         ("symbiosis.v9", "wrong", 400, "protocol_version"),
-        ("symbiosis.v2", None, 400, "unexpected"),
+        ("symbiosis.v3", None, 400, "unexpected"),
     ],
 )
 def test_bytes_behind_the_request_are_refused(
@@ -240,7 +240,7 @@ def test_nothing_in_a_request_is_worth_a_traceback(
     draw = random.Random(seed)
     for _ in range(60):
         lines = upgrade_request(
-            "Sec-WebSocket-Protocol: symbiosis.v2",
+            "Sec-WebSocket-Protocol: symbiosis.v3",
             f"Authorization: Bearer {draw.choice([llama.token, 'x'])}",
             draw.choice(["Origin: a", "Sec-WebSocket-Extensions: permessage-deflate", "Content-Length: 5"]),
         ).split(b"\r\n")[:-2]
@@ -279,14 +279,14 @@ def test_who_resets_the_connection_at_once_is_no_failure(
 def test_who_is_refused_and_stays_is_dropped(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider.serve.handshake, "LINGER_SECONDS", 0.1)
     with tls(llama) as sock, counted(llama, "symbiosis_handshakes_failed_total", reason="unauthorized"):
-        sock.sendall(upgrade_request("Sec-WebSocket-Protocol: symbiosis.v2"))
+        sock.sendall(upgrade_request("Sec-WebSocket-Protocol: symbiosis.v3"))
         assert sock.recv(4096).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_a_request_may_come_in_pieces(llama: Executor, size: int) -> None:
     """Also when a piece ends in the middle of a line's end."""
-    request = upgrade_request("Sec-WebSocket-Protocol: symbiosis.v2", f"Authorization: Bearer {llama.token}")
+    request = upgrade_request("Sec-WebSocket-Protocol: symbiosis.v3", f"Authorization: Bearer {llama.token}")
     with tls(llama) as sock:
         for at in range(0, len(request), size):
             sock.sendall(request[at : at + size])
@@ -305,7 +305,7 @@ def test_another_version_in_the_handshake(llama: Executor, offered: str) -> None
 
 
 def test_one_of_several_offered_versions_is_chosen(llama: Executor) -> None:
-    with open_raw(llama, subprotocol="symbiosis.v9, symbiosis.v2") as peer:
+    with open_raw(llama, subprotocol="symbiosis.v9, symbiosis.v3") as peer:
         assert peer.hello()["numerics"] == "float32"
 
 

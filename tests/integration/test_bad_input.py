@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from raw_peers import (
     BACKWARD,
     CONTINUATION,
@@ -181,7 +181,7 @@ SEED = bytes(range(32))
 @pytest.fixture(scope="module")
 def ring(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> Executor:
     """The same weights as integers."""
-    return serve(checkpoint("llama"), numerics="ring")
+    return serve(checkpoint("llama"), numerics=RING)
 
 
 def seed_effect(rows: int, columns: int, operation: int = SEED_EFFECT, **fields: int) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS
 from ring_sessions import WAYS, Trio, one_time, session_in
@@ -66,7 +66,7 @@ def expected(trio: Callable[[str], Trio]) -> list[torch.Tensor]:
 def narrow(serve: Callable[..., Executor], checkpoint: Folder) -> Trio:
     """The same weights behind limits of their own: 16 KiB rows of 1.5 KiB, or few rows."""
     limits = (Limits(1 << 16, 1000), Limits(1 << 20, 5), Limits(1 << 20, 1))
-    return tuple(serve(checkpoint("llama"), numerics="ring", limits=each) for each in limits)  # type: ignore[return-value]
+    return tuple(serve(checkpoint("llama"), numerics=RING, limits=each) for each in limits)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("way", WAYS)

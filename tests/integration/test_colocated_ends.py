@@ -63,10 +63,10 @@ ROW = 64 * 4  # bytes
         ((), "protocol_version"),
         ((b"",), "protocol_version"),
         ((b"symbiosis.v1", b"token"), "protocol_version"),
-        ((b"symbiosis.v2",), "unauthorized"),
-        ((b"symbiosis.v2", b"wrong"), "unauthorized"),
-        ((b"symbiosis.v2", b"\xff\0"), "unauthorized"),
-        ((b"symbiosis.v2", b"wrong", b"more"), "unauthorized"),
+        ((b"symbiosis.v3",), "unauthorized"),
+        ((b"symbiosis.v3", b"wrong"), "unauthorized"),
+        ((b"symbiosis.v3", b"\xff\0"), "unauthorized"),
+        ((b"symbiosis.v3", b"wrong", b"more"), "unauthorized"),
     ],
 )
 def test_who_is_not_let_in(one: Everywhere, all_well: None, frames: tuple[bytes, ...], code: str) -> None:
@@ -251,7 +251,7 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         expected = product(session)
         product(impatient)
         # It dies between a handshake and the session's first message, too.
-        request_session(directory, b"symbiosis.v2", first.token.encode())
+        request_session(directory, b"symbiosis.v3", first.token.encode())
         first.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, first.process.pid, os.WSTOPPED)
         with pytest.raises(RequestTimeout, match="no progress"):

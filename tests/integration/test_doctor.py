@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from conftest import Executor
+from conftest import RING, Executor
 
 from provider.config import ServeConfig
 from provider.serve.certificates import write_certificates
@@ -53,7 +53,7 @@ def test_all_is_well(llama: Executor) -> None:
 
 
 def test_a_ring_executor(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> None:
-    found = look(serve(checkpoint("llama"), numerics="ring"))
+    found = look(serve(checkpoint("llama"), numerics=RING))
     assert list(found) == [*ALL, *SPEED]
     assert "ring, takes int32 on the wire" in found["manifest"].detail
 

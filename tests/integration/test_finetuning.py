@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from safetensors.torch import load_file
 
 import tenant_sdk
@@ -114,7 +114,7 @@ def test_a_training(session: tenant_sdk.Session, text: Path) -> None:
 def test_one_time_masks_train_the_same_adapter(
     session: tenant_sdk.Session, serve: Callable[..., Executor], checkpoint: Callable[[str], Path], text: Path
 ) -> None:
-    one, other = (serve(checkpoint("llama"), numerics="ring") for _ in range(2))
+    one, other = (serve(checkpoint("llama"), numerics=RING) for _ in range(2))
     plain, _ = train(session, options(text, "plain"))
     masks: dict[str, Any] = {"mask_sources": [other.url], "allow_same_operator": True}
     with one.connect(privacy="one-time", **masks) as hidden:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from cryptography.fernet import Fernet
 from middleman import Middleman
 from parity import add_lora, fixed_result, gradients, load_local, token_ids
@@ -108,7 +108,7 @@ def test_an_offloaded_head(
 ) -> None:
     """Also one that is tied to the embeddings, and so stored under their name."""
     folder = checkpoint("llama") if model == "untied" else BASE_MODEL
-    executor = serve(folder, numerics="ring", serve_head=True)
+    executor = serve(folder, numerics=RING, serve_head=True)
     file = Trusted(folder, tmp_path / "file")
     with executor.connect(**file.options) as session:
         loaded = session.load_model(offload_head=True, progress=False)
@@ -142,7 +142,7 @@ def test_executors_that_agree_on_other_weights_are_noticed(
     honest = trio("llama")[0]
     liars = []
     for _ in range(2):
-        middle = proxy(serve(stranger, numerics="ring"))
+        middle = proxy(serve(stranger, numerics=RING))
         middle.claim(honest)
         liars.append(middle.executor)
     with one_time(*liars) as session:
@@ -183,7 +183,7 @@ def test_layers_that_changed_places_are_noticed(
     even the digest is."""
     one, other = (f"model.layers.{i}.mlp.down_proj.weight" for i in range(2))
     honest = trio("llama")[0]
-    middle = proxy(serve(exchanged(checkpoint("llama"), tmp_path / "exchanged", one, other), numerics="ring"))
+    middle = proxy(serve(exchanged(checkpoint("llama"), tmp_path / "exchanged", one, other), numerics=RING))
     with honest.connect() as session:
         weights = session.manifest.weights
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from channels import channel_to, error_of, submit
-from conftest import Executor
+from conftest import RING, Executor
 from forking import as_in_a_new_namespace, bytes_sent, fork, in_child, refused
 from memory_sources import KINDS, SHAPES, Entropy, MemorySource, product
 from parity import load_local
@@ -248,7 +248,7 @@ def test_a_child_in_a_process_id_namespace_of_its_own(
         problem = str(error)
     if problem:
         pytest.skip(f"no namespaces here: {problem}")
-    executor = serve(checkpoint("llama"), numerics="ring")
+    executor = serve(checkpoint("llama"), numerics=RING)
     command = [
         *unshare,
         sys.executable,

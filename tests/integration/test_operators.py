@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Executor
+from conftest import RING, Executor
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -184,7 +184,7 @@ class Elsewhere:
         self.token = TokenFile(tokens).add("alice")
         self.provider = Provider(
             ServeConfig(
-                model_dir=folder, numerics="ring", tls_dir=at, token_file=tokens, host="127.0.0.2", port=0
+                model_dir=folder, numerics=RING, tls_dir=at, token_file=tokens, host="127.0.0.2", port=0
             )
         )
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from lanes import ShufflingLane
 from raw_peers import SECONDS, eventually, metric, open_raw, product
 
@@ -55,7 +55,7 @@ class Shop:
     ) -> None:
         self.tokens = TokenFile(work / "tokens.json")
         self.tokens.add("nobody")
-        self.base = BaseExecutor(folder, numerics="ring")
+        self.base = BaseExecutor(folder, numerics=RING)
         metrics = Metrics()
         self.policy = Opportunistic(LatencyModel(shapes_of(self.base)), objective)
         self.engine = Engine.of(self.base, lambda _: self.policy, on_batch=metrics.batch, **options)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from channels import error_of
-from conftest import Executor
+from conftest import RING, Executor
 from lanes import HeldLane, service_on
 from middleman import Message, Middleman
 from raw_peers import SECONDS, eventually, metric
@@ -105,9 +105,9 @@ def test_pieces_over_every_transport(
 ) -> None:
     """Cut or not: the answers of the executor itself, and with masks those of a whole request over TLS."""
     folder = checkpoint("llama")
-    here = everywhere(folder, numerics="ring")
+    here = everywhere(folder, numerics=RING)
     masked: dict[str, Any] = {"privacy": "one-time", "mask_sources": [f"local:{folder}"]}
-    base = BaseExecutor(folder, numerics="ring")
+    base = BaseExecutor(folder, numerics=RING)
     with here.connect("tls", **masked) as tls, here.connect(transport, **masked) as session:
         for kind in KINDS:
             integers = MaskStream(bytes(32)).draw(ROWS, sum(b.shape[1] for b in floats(session, kind)))
@@ -129,7 +129,7 @@ def test_pieces_are_sent_before_anybody_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(websocket_channel, "KEEPALIVE_SECONDS", 3600.0)  # pings would send them in the end
-    executor = serve(checkpoint("llama"), numerics="ring")
+    executor = serve(checkpoint("llama"), numerics=RING)
 
     def answered() -> float:
         return metric(executor, "symbiosis_rows_total", operation="product", direction="forward")
@@ -277,7 +277,7 @@ def test_pieces_over_the_quota_are_sent_again_as_they_were(
         return service
 
     folder = checkpoint("llama")
-    here = everywhere(folder, service=narrow, numerics="ring")
+    here = everywhere(folder, service=narrow, numerics=RING)
     (lane,) = lanes
     with here.connect("tls", privacy="one-time", mask_sources=[f"local:{folder}"]) as session:
         cut(True)

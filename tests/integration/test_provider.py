@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Executor
+from conftest import RING, Executor
 from raw_peers import eventually
 
 from provider.config import ServeConfig
@@ -44,9 +44,9 @@ def threads() -> set[threading.Thread]:
 
 
 def test_it_serves_as_configured(make: Make, llama: Executor, tmp_path: Path, local_dir: Path) -> None:
-    provider = make(numerics="ring", local_dir=local_dir, ready_file=tmp_path / "ready")
+    provider = make(numerics=RING, local_dir=local_dir, ready_file=tmp_path / "ready")
     with provider:
-        assert provider.manifest.numerics == "ring"
+        assert provider.manifest.numerics == RING
         assert provider.tenants == 1
         for url, ca in ((provider.url, llama.ca), (provider.local_url, None)):
             with Executor(url, llama.token, llama.ca).connect(ca=ca) as session:

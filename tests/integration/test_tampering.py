@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from memory_sources import Entropy
 from middleman import Change, Message, Middleman
 from parity import add_lora, fixed_result, gradients, loss_of, token_ids
@@ -363,7 +363,7 @@ def stranger(
     """Two executors of the same model with other weights in its linear layers."""
     path = tmp_path_factory.mktemp("stranger")
     other_layers(path)
-    return serve(path, numerics="ring"), serve(path, numerics="ring")
+    return serve(path, numerics=RING), serve(path, numerics=RING)
 
 
 def test_a_source_of_other_weights_is_refused(trio: Callable[[str], Trio], stranger: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from channels import error_of
-from conftest import TENANT
+from conftest import RING, TENANT
 from forking import in_child, refused
 from lanes import HeldLane, service_on
 from parity import fixed_result, load_local, token_ids
@@ -41,7 +41,7 @@ def llama_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Ev
 
 @pytest.fixture(scope="module")
 def ring_everywhere(everywhere: Start, checkpoint: Callable[[str], Path]) -> Everywhere:
-    return everywhere(checkpoint("llama"), numerics="ring")
+    return everywhere(checkpoint("llama"), numerics=RING)
 
 
 def product(session: tenant_sdk.Session, *blocks: torch.Tensor, **options: Any) -> list[torch.Tensor]:

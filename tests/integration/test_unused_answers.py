@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from middleman import Message, Middleman
 from parity import add_lora, fixed_result, gradients, token_ids
 from raw_peers import SECONDS
@@ -23,11 +23,13 @@ from torch import nn
 
 import tenant_sdk
 from shared.errors import VerificationError
+from shared.wire.header import RINGS
 
 pytest_plugins = ("ring_fixtures",)
 
 Proxy = Callable[[Executor], Middleman]
-FINGERPRINT_ROWS, PLANES = 8, 2
+PLANES = RINGS[RING]
+FINGERPRINT_ROWS = 4 * PLANES  # a digit of each plane's challenge
 
 
 def used(message: Message, body: bytes) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from raw_peers import (
     BACKWARD,
     EFFECT,
@@ -53,7 +53,7 @@ def dial(executor: Executor, token: str | None = None) -> ClientConnection:
     return connect(
         executor.url,
         ssl=ssl.create_default_context(cafile=str(executor.ca)),
-        subprotocols=["symbiosis.v2"],  # type: ignore[list-item]
+        subprotocols=["symbiosis.v3"],  # type: ignore[list-item]
         additional_headers={"Authorization": f"Bearer {token or executor.token}"},
         max_size=None,
         proxy=None,
@@ -92,7 +92,7 @@ def weight(checkpoint: Callable[[str], Path]) -> torch.Tensor:
 
 def test_their_client_gets_products(llama: Executor, weight: torch.Tensor) -> None:
     with dial(llama) as websocket:
-        assert websocket.subprotocol == "symbiosis.v2"
+        assert websocket.subprotocol == "symbiosis.v3"
         assert websocket.protocol.extensions == []
         websocket.send(control(HELLO, {"client": "websockets"}))
         fields, body = receive(websocket)
@@ -132,10 +132,10 @@ def test_their_client_gets_integers(
     x = torch.arange(-160, 160, dtype=torch.int32).view(5, 64)
     mask = MaskStream(bytes(range(32))).draw(5, 64)
     fields = {"direction": FORWARD, "dtype": 6, "members": 0b11, "rows": 5, "columns": 64, "request_id": 7}
-    with dial(serve(checkpoint("llama"), numerics="ring")) as websocket:
+    with dial(serve(checkpoint("llama"), numerics=RING)) as websocket:
         websocket.send(control(HELLO, {"client": "websockets"}))
         manifest = json.loads(receive(websocket)[1])
-        assert (manifest["numerics"], manifest["wire_dtypes"]) == ("ring", ["int32"])
+        assert (manifest["numerics"], manifest["wire_dtypes"]) == (RING, ["int32"])
         assert all(len(group["bounds"]) == 2 for group in manifest["groups"])
         answers = []
         for operation, payload in (
@@ -243,7 +243,7 @@ def their_server(tls_dir: Path, handler: Callable[[ServerConnection], None]) -> 
         except BaseException as error:
             failures.append(error)
 
-    with serve(run, "127.0.0.1", 0, ssl=context, subprotocols=["symbiosis.v2"], max_size=None) as server:  # type: ignore[list-item]
+    with serve(run, "127.0.0.1", 0, ssl=context, subprotocols=["symbiosis.v3"], max_size=None) as server:  # type: ignore[list-item]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"wss://127.0.0.1:{server.socket.getsockname()[1]}"

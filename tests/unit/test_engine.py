@@ -20,13 +20,13 @@ from provider.engine.scheduler import Batch, Objective, Opportunistic, Policy, m
 from provider.executor.base import BaseExecutor
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import DTYPE_CODES, PRODUCTS, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, PRODUCTS, RINGS, Direction, Header, Operation
 from shared.wire.protocol import ExecutorProtocol
 
 TENANTS = 12
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "ring"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "ring", "ring-fine"])
 def base(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> BaseExecutor:
     return BaseExecutor(checkpoint("llama"), numerics=request.param)
 
@@ -47,10 +47,10 @@ def request(base: BaseExecutor, draw: random.Random) -> tuple[Header, torch.Tens
     info = base.manifest.groups[group]
     members = draw.randrange(1, 1 << len(info.members))
     direction = draw.choice([Direction.FORWARD, Direction.BACKWARD])
-    operation = draw.choice([o for o in sorted(PRODUCTS) if o != 8 or base.manifest.numerics == "ring"])
+    operation = draw.choice([o for o in sorted(PRODUCTS) if o != 8 or base.manifest.numerics in RINGS])
     rows = draw.choice([1, 1, 1, 2, 17, 100])
     widths = base._shapes[group].plan(direction, members).request_widths
-    ring = base.manifest.numerics == "ring"
+    ring = base.manifest.numerics in RINGS
     dtype = torch.int32 if ring else draw.choice([torch.float32, torch.bfloat16])
     header = Header(operation, direction, DTYPE_CODES[dtype], group, 1, rows, sum(widths), members)
     if operation == Operation.SEED_EFFECT:
@@ -109,7 +109,7 @@ def test_everybody_gets_their_own_answer(
                 got, expected = joined(done), alone(base, header, original)
                 assert torch.equal(payload, original)
                 assert got.dtype == expected.dtype
-                if base.manifest.numerics == "ring":
+                if base.manifest.numerics in RINGS:
                     assert torch.equal(got, expected)
                 else:
                     rough = torch.bfloat16 in (got.dtype, base._weights[0]._weight.dtype)  # type: ignore[attr-defined]

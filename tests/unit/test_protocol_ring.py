@@ -14,6 +14,7 @@ from test_protocol import (
     LIMITS,
     MANIFEST,
     PRODUCT_CODES,
+    RING,
     RING_MANIFEST,
     _group,
     allocated,
@@ -24,9 +25,9 @@ from test_protocol import (
 )
 
 from shared.errors import WireError
-from shared.wire.header import DTYPE_CODES, SEED_BYTES, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, RINGS, SEED_BYTES, Direction, Header, Operation
 from shared.wire.messages import Limits, Manifest, digest_of
-from shared.wire.protocol import RING, ExecutorProtocol, GroupShape, TenantProtocol, validate_manifest
+from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol, validate_manifest
 from shared.wire.websocket import MessageReader, Opcode, frame_header
 
 __all__ = ["allocated"]  # a fixture
@@ -137,23 +138,25 @@ def test_a_seed_of_another_length_is_refused(allocated: list[int], length: int, 
     members=st.integers(1, 7),
     rows=st.integers(1, 100),
     operation=PRODUCT_CODES,
+    numerics=st.sampled_from(list(RINGS)),
 )
 def test_both_sides_agree_about_every_product_of_a_ring(
-    direction: Direction, members: int, rows: int, operation: Operation
+    direction: Direction, members: int, rows: int, operation: Operation, numerics: str
 ) -> None:
-    tenant, executor = TenantProtocol(), greeted(RING)
-    header = tenant.product(operation, 0, RING_SHAPES[0], direction, members, rows, torch.int32)
+    tenant, executor = TenantProtocol(), greeted(numerics)
+    shape, planes = GroupShape.of(RING_MANIFEST.groups[0], numerics), RINGS[numerics]
+    header = tenant.product(operation, 0, shape, direction, members, rows, torch.int32)
     executor.accept(header)
     answer = executor.answer(header)
     tenant.accept(answer)
     outputs = sum(n for i, n in enumerate((8, 4, 4)) if members >> i & 1)
-    widths = (8, 2 * outputs) if direction == Direction.FORWARD else (outputs, 16)
+    widths = (8, planes * outputs) if direction == Direction.FORWARD else (outputs, planes * 8)
     assert (header.columns, answer.columns) == widths
     assert answer == header._replace(operation=Operation.REPLY, columns=widths[1])
-    assert RING_SHAPES[0].plan(direction, members).answer_widths == (widths[1],)
+    assert shape.plan(direction, members).answer_widths == (widths[1],)
     if operation == Operation.SEED_EFFECT:
         assert (header.payload_bytes, answer.payload_bytes) == (SEED_BYTES, 4 * rows * widths[1])
-    for change in ({"columns": widths[1] // 2}, {"dtype": FLOAT32}, {"operation": operation}):
+    for change in ({"columns": widths[1] * 2}, {"columns": widths[1] - 1}, {"dtype": FLOAT32}, {"operation": operation}):
         assert refusal(tenant.accept, answer._replace(**change)) == ("unexpected", True)
     tenant.answered(answer.request_id)
     assert refusal(tenant.accept, answer) == ("unexpected", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 
 import shared.ring.fixed_point
 from shared.ring.fixed_point import (
+    LARGEST,
     LIMIT,
     MAX_NORM,
     Bounds,
+    best_norm,
     bounds,
     capacity,
     column_squares,
@@ -23,6 +26,7 @@ from shared.ring.fixed_point import (
     exponents,
     quantize_rows,
     quantize_weight,
+    steps,
 )
 
 FLOAT_MAX = float(torch.finfo(torch.float32).max)
@@ -44,6 +48,11 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def step_of(exponent: int) -> Fraction:
+    """The step of an exponent."""
+    return Fraction(8 + exponent % 8, 16) * Fraction(2) ** (exponent // 8)
+
+
 def norms_of(rows: torch.Tensor) -> torch.Tensor:
     """As every caller computes them."""
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
@@ -63,9 +72,34 @@ def reference(row: list[float]) -> tuple[float, list[int], list[int]]:
     return float(np.float32(scale)), first, second
 
 
+def reference_of_norm(rows: list[list[float]], norm: float) -> tuple[list[float], list[list[int]]]:
+    """Scales and rows of one plane. Each float() is one rounding to binary64, and so is each operation on floats."""
+    scales, plane = [], []
+    for row in rows:
+        unit = float(Fraction(max(abs(w) for w in row)) / LARGEST)
+        squares = sum(round(Fraction(float(Fraction(w) / Fraction(unit)))) ** 2 for w in row) if unit else 0
+        scale = unit * math.sqrt(squares) / norm
+        zero = np.float32(scale) == 0
+        ratios = [Fraction(0) if zero else Fraction(float(Fraction(w) / Fraction(scale))) for w in row]
+        scales.append(float(np.float32(scale)))
+        plane.append([max(-LARGEST, min(LARGEST, round(ratio))) for ratio in ratios])
+    return scales, plane
+
+
+def reference_plane(rows: list[list[float]]) -> tuple[list[float], list[list[int]]]:
+    """Of the norm that suits the layer."""
+    first = reference_of_norm(rows, LARGEST)
+    largest = max(sum(row[i] ** 2 for row in first[1]) for i in range(len(rows[0])))
+    norm = best_norm(largest, len(rows), len(rows[0]))
+    return first if norm == LARGEST else reference_of_norm(rows, norm)
+
+
 def check_planes(weight: torch.Tensor) -> None:
-    """Planes and scales are the reference's, row for row."""
-    planes, scales = quantize_weight(weight)
+    """Planes and scales are the reference's, row for row, in both numerics."""
+    planes, scales = quantize_weight(weight, 1)
+    assert (planes.dtype, planes.shape) == (torch.int16, (1, *weight.shape))
+    assert (scales.tolist(), planes[0].tolist()) == reference_plane(weight.double().tolist())
+    planes, scales = quantize_weight(weight, 2)
     assert (planes.dtype, planes.shape) == (torch.int8, (2, *weight.shape))
     assert (scales.dtype, scales.shape) == (torch.float32, weight.shape[:1])
     for i, row in enumerate(weight.double().tolist()):
@@ -84,8 +118,9 @@ def test_planes_are_those_of_exact_arithmetic(dtype: torch.dtype) -> None:
             check_planes(weight)
             check_planes(weight.T)  # as a checkpoint of Conv1D is read
         else:  # the largest float32 is infinite in 16 bits
-            with pytest.raises(ValueError, match="infinity"):
-                quantize_weight(weight)
+            for planes in (1, 2):
+                with pytest.raises(ValueError, match="infinity"):
+                    quantize_weight(weight, planes)
 
     check()
 
@@ -95,16 +130,56 @@ def test_planes_of_gaussian_weights(seed: int) -> None:
     """More digits than the specials have; every element is reconstructed to half a step of plane 2."""
     weight = 0.02 * torch.randn((5, 33), generator=seeded(seed))
     check_planes(weight)
-    planes, scales = quantize_weight(weight)
+    planes, scales = quantize_weight(weight, 2)
     again = scales.double().unsqueeze(1) * (planes[0].double() + planes[1].double() / 256)
     # Half a step; a whole one where +128 is clipped to 127; and the scale's own rounding.
     step = scales.double().unsqueeze(1) / 256
     assert ((again - weight.double()).abs() <= step * (1 / 2 + (planes[1] == 127) / 2 + 127 * 2**-16)).all()
 
 
+@given(SEEDS)
+def test_rows_of_one_plane_have_one_norm(seed: int) -> None:
+    """So Cauchy-Schwarz wastes nothing on the others; rounding moves a norm by half a step in each element."""
+    weight = torch.randn((9, 40), generator=seeded(seed)) * 2.0 ** torch.arange(-20, 25, 5).unsqueeze(1)
+    planes, scales = quantize_weight(weight, 1)
+    norms = planes[0].double().norm(dim=1)
+    assert (norms.max() - norms.min()) <= 40**0.5
+    again = scales.double().unsqueeze(1) * planes[0].double()
+    step = scales.double().unsqueeze(1)
+    assert ((again - weight.double()).abs() <= step * (1 / 2 + LARGEST * 2.0**-24)).all()
+
+
+def test_a_row_of_one_element_has_the_largest_integer() -> None:
+    planes, scales = quantize_weight(torch.tensor([[0.0, -3.0, 0.0], [5.0, 0.0, 0.0]]), 1)
+    assert planes.tolist() == [[[0, -LARGEST, 0], [LARGEST, 0, 0]]]
+    assert torch.equal(scales, torch.tensor([3.0, 5.0]) / LARGEST)
+
+
+def error_of_norm(norm: float, outputs: int, inputs: int, columns: float) -> float:
+    """Squared, forward and backward together, of a group of two; times 12: ``docs/numerics.md``."""
+    weight = inputs / norm**2
+    forward = inputs * norm**2 / 2**62
+    backward = 2 * outputs * 2 * columns * norm**2 / 2**62
+    return 2 * weight + forward + backward
+
+
+@given(
+    outputs=st.integers(1, 60_000), inputs=st.integers(1, 20_000), share=st.floats(0, 1), other=st.floats(0.3, 3)
+)
+def test_no_other_norm_rounds_less(outputs: int, inputs: int, share: float, other: float) -> None:
+    """Whatever part of the rows is in the largest column: from an even share of it to all of it."""
+    columns = max(1, round(LARGEST**2 * outputs * (share + (1 - share) / inputs)))
+    norm = best_norm(columns, outputs, inputs)
+    assert norm <= LARGEST
+    if norm * other <= LARGEST:
+        ratio = columns / LARGEST**2
+        least = error_of_norm(norm, outputs, inputs, ratio)
+        assert error_of_norm(norm * other, outputs, inputs, ratio) >= least * (1 - 1e-9)
+
+
 def test_ties_go_to_even_and_the_second_plane_is_clipped() -> None:
     row = [127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 1 / 512, 3 / 512, -5 / 512, 7 / 512]
-    planes, scales = quantize_weight(torch.tensor([row]))
+    planes, scales = quantize_weight(torch.tensor([row]), 2)
     assert scales.tolist() == [1.0]
     assert planes[0, 0].tolist() == [127, 0, 2, 2, 0, -2, 0, 0, 0, 0]
     assert planes[1, 0].tolist() == [0, 127, -128, 127, -128, 127, 0, 2, -2, 4]
@@ -115,7 +190,7 @@ def test_empty_rows_and_outliers() -> None:
     weight[1, 0], weight[1, 1] = FLOAT_MAX, 1.0
     weight[2] = torch.tensor([2.0**-149, -(2.0**-149), 0.0])
     weight[3] = torch.tensor([-3.0, 0.0, 3.0])
-    planes, scales = quantize_weight(weight)
+    planes, scales = quantize_weight(weight, 2)
     assert planes[0].tolist() == [[0, 0, 0], [127, 0, 0], [0, 0, 0], [-127, 0, 127]]
     assert not planes[1].any()
     assert (scales == 0).tolist() == [True, False, True, False]
@@ -128,25 +203,30 @@ def test_empty_rows_and_outliers() -> None:
 def test_a_weight_that_is_not_finite(bad: float, dtype: torch.dtype) -> None:
     weight = torch.ones((3, 4), dtype=dtype)
     weight[2, 1] = bad
-    with pytest.raises(ValueError, match="NaN, infinity"):
-        quantize_weight(weight)
+    for planes in (1, 2):
+        with pytest.raises(ValueError, match="NaN, infinity"):
+            quantize_weight(weight, planes)
 
 
 def test_a_scale_that_float32_does_not_hold() -> None:
-    with pytest.raises(ValueError, match="too large for float32"):
-        quantize_weight(torch.tensor([[1e41, 1.0]], dtype=torch.float64))
-    planes, scales = quantize_weight(torch.tensor([[8e-44, 5e-324], [5e-322, 1e-322]], dtype=torch.float64))
-    assert not planes.any()
-    assert scales.tolist() == [0.0, 0.0]
+    large = torch.tensor([[1e43, 1.0]], dtype=torch.float64)
+    small = torch.tensor([[8e-44, 5e-324], [5e-322, 1e-322]], dtype=torch.float64)
+    for count in (1, 2):
+        with pytest.raises(ValueError, match="too large for float32"):
+            quantize_weight(large, count)
+        planes, scales = quantize_weight(small, count)
+        assert not planes.any()
+        assert scales.tolist() == [0.0, 0.0]
 
 
-@given(values=matrices(), elements=st.integers(1, 20))
-def test_large_weights_are_done_in_pieces(values: torch.Tensor, elements: int) -> None:
+@given(values=matrices(), elements=st.integers(1, 20), count=st.integers(1, 2))
+def test_large_weights_are_done_in_pieces(values: torch.Tensor, elements: int, count: int) -> None:
     weight = values.float()
-    whole, squares = quantize_weight(weight), column_squares(quantize_weight(weight).planes)
+    whole = quantize_weight(weight, count)
+    squares = column_squares(whole.planes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared.ring.fixed_point, "_STEP_ELEMENTS", elements)
-        pieces = quantize_weight(weight)
+        pieces = quantize_weight(weight, count)
         assert torch.equal(pieces.planes, whole.planes)
         assert torch.equal(pieces.scales, whole.scales)
         assert torch.equal(column_squares(whole.planes), squares)
@@ -202,17 +282,16 @@ def test_what_is_too_wide() -> None:
 
 
 @given(matrices(), st.floats(1, MAX_NORM))
-def test_exponents_are_the_smallest_or_one_more(values: torch.Tensor, room: float) -> None:
+def test_steps_are_the_smallest_or_one_more(values: torch.Tensor, room: float) -> None:
     rows = values.float()
     norms = norms_of(rows)
     found = exponents(norms, room)
     assert (found.dtype, found.shape) == (torch.int32, norms.shape)
+    assert [Fraction(step) for step in steps(found).tolist()] == [step_of(e) for e in found.tolist()]
     for norm, e in zip(norms.tolist(), found.tolist(), strict=True):
-        scaled = Fraction(norm) / Fraction(2) ** e
-        if norm == 0:
-            assert e == 0
-        else:
-            assert room / 4 < scaled <= room
+        if norm:
+            # An eighth of an octave, and the margin.
+            assert Fraction(room) * Fraction(7, 8) * Fraction(8, 9) < Fraction(norm) / step_of(e) <= room
 
 
 @given(matrices(most=4), st.floats(1, MAX_NORM))
@@ -222,7 +301,8 @@ def test_rows_are_rounded_to_the_nearest_ties_to_even(values: torch.Tensor, room
     got = quantize_rows(rows, e)
     assert got.dtype == torch.int32
     for row, power, integers in zip(rows.tolist(), e.tolist(), got.tolist(), strict=True):
-        assert integers == [round(Fraction(x) / Fraction(2) ** power) for x in row]
+        inverse = Fraction(float(1 / step_of(power)))  # what rows are multiplied by
+        assert integers == [round(Fraction(float(Fraction(x) * inverse))) for x in row]
     # A row's integers are its own, and parts of it are rounded as the whole is.
     for i in range(len(rows)):
         assert torch.equal(quantize_rows(rows[i : i + 1], e[i : i + 1]), got[i : i + 1])
@@ -231,7 +311,7 @@ def test_rows_are_rounded_to_the_nearest_ties_to_even(values: torch.Tensor, room
 
 def test_ties_of_rows() -> None:
     rows = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5], [1.0, 3.0, 5.0, -1.0, -3.0]])
-    e = torch.tensor([0, 1], dtype=torch.int32)
+    e = torch.tensor([8, 16], dtype=torch.int32)
     assert quantize_rows(rows, e).tolist() == [[0, 2, 2, 0, -2], [0, 2, 2, 0, -2]]
 
 
@@ -240,7 +320,7 @@ def test_no_rows() -> None:
     e = exponents(norms_of(none), 100.0)
     assert quantize_rows(none, e).shape == (0, 3)
     out, empty = torch.empty((0, 3)), torch.empty((0, 3), dtype=torch.int32)
-    dequantize(empty, empty, e, torch.ones(3), out)
+    dequantize([empty, empty], e, torch.ones(3), out)
 
 
 # -- no product overflows --------------------------------------------------------------------------
@@ -257,17 +337,21 @@ def largest_product(rows: torch.Tensor, planes: torch.Tensor, limit: Bounds) -> 
     inputs=st.integers(1, 300),
     kind=st.sampled_from(["random", "all", "one", "small", "zero"]),
     scale=st.floats(0.5, 1, exclude_max=True, width=32) | st.sampled_from([0.5, 1 - 2.0**-24, 0.75]),
+    one=st.booleans(),
 )
 def test_rows_parallel_to_a_row_of_the_weight_do_not_overflow(
-    seed: int, inputs: int, kind: str, scale: float
+    seed: int, inputs: int, kind: str, scale: float, one: bool
 ) -> None:
     """Where Cauchy-Schwarz is an equation. Many lengths, so that some are just below the limit."""
     generator = seeded(seed)
-    planes = torch.randint(-128, 128, (2, 3, inputs), generator=generator, dtype=torch.int8)
+    if one:
+        planes = torch.randint(-LARGEST, LARGEST, (1, 3, inputs), generator=generator, dtype=torch.int16)
+    else:
+        planes = torch.randint(-128, 128, (2, 3, inputs), generator=generator, dtype=torch.int8)
     if kind == "all":
-        planes = torch.full_like(planes, -128)
+        planes = torch.full_like(planes, -LARGEST if one else -128)
     elif kind == "one":
-        planes.zero_()[1, 2, inputs // 2] = 127
+        planes.zero_()[-1, 2, inputs // 2] = LARGEST if one else 127
     elif kind == "small":
         planes.sign_()
     elif kind == "zero":
@@ -279,8 +363,8 @@ def test_rows_parallel_to_a_row_of_the_weight_do_not_overflow(
     rows = torch.cat([rows, rows + 0.5 * rows.sign(), torch.zeros((1, inputs))])
     largest = largest_product(rows, planes, limit)
     assert largest <= LIMIT
-    if capacity(limit.forward, inputs) < MAX_NORM:  # at most two bits are given away
-        assert largest > LIMIT / 4
+    if capacity(limit.forward, inputs) < MAX_NORM:  # at most an eighth of an octave is given away, and rounding
+        assert largest > LIMIT / 2
 
 
 @pytest.mark.parametrize("inputs", [1, 2, 4096, 16_384])
@@ -296,14 +380,14 @@ def test_the_longest_rows_that_fit_just_fit(inputs: int) -> None:
     for _ in range(20):
         steps.insert(0, torch.nextafter(steps[0], torch.tensor(torch.inf)))
     rows = torch.stack(steps).unsqueeze(1).expand(-1, inputs)
-    assert LIMIT / 2.1 < largest_product(rows, planes, limit) <= LIMIT
+    assert LIMIT / 1.2 < largest_product(rows, planes, limit) <= LIMIT
 
 
-@given(SEEDS)
-def test_extreme_floats_do_not_overflow(seed: int) -> None:
+@given(SEEDS, st.integers(1, 2))
+def test_extreme_floats_do_not_overflow(seed: int, count: int) -> None:
     generator = seeded(seed)
     weight = torch.randn((4, 20), generator=generator)
-    planes = quantize_weight(weight).planes
+    planes = quantize_weight(weight, count).planes
     rows = weight.repeat(6, 1)
     rows[4:8] *= 2.0**-140
     rows[8:12] *= FLOAT_MAX / rows[8:12].abs().max()
@@ -318,63 +402,62 @@ def test_extreme_floats_do_not_overflow(seed: int) -> None:
 # -- answers ---------------------------------------------------------------------------------------
 
 
+Answers = tuple[list[torch.Tensor], torch.Tensor, "torch.Tensor | None"]
+
+
 @st.composite
-def answers(
-    draw: st.DrawFn,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Both products [T, N], exponents [T] of all sizes, scales [N] or none."""
+def answers(draw: st.DrawFn) -> Answers:
+    """Products with one or two planes [T, N], exponents [T] of all sizes, scales [N] or none."""
     count, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     block = st.lists(INT32, min_size=count * width, max_size=count * width)
-    e = st.integers(-30, 30) | st.sampled_from([-63, 63, -64, 64]) | st.integers(-170, 100)
+    e = st.integers(-240, 240) | st.sampled_from([-511, 511, -512, 512]) | st.integers(-1360, 800)
     powers = torch.tensor(draw(st.lists(e, min_size=count, max_size=count)), dtype=torch.int32)
     some = st.lists(st.floats(2.0**-20, 8, width=32) | st.just(0.0), min_size=width, max_size=width)
     scales = draw(st.none() | some.map(torch.tensor))
-    first, second = (torch.tensor(draw(block), dtype=torch.int32).view(count, width) for _ in range(2))
-    return first, second, powers, scales
+    planes = [
+        torch.tensor(draw(block), dtype=torch.int32).view(count, width) for _ in range(draw(st.integers(1, 2)))
+    ]
+    return planes, powers, scales
 
 
 @given(answers())
-def test_answers_become_floats(
-    given_: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-) -> None:
+def test_answers_become_floats(given_: Answers) -> None:
     """Near the exact value: a few roundings, of u1, of u2, of their sum and of each factor's product."""
-    first, second, powers, scales = given_
-    out = torch.full(first.shape, float("nan"))
-    dequantize(first, second, powers, scales, out)
+    planes, powers, scales = given_
+    out = torch.full(planes[0].shape, float("nan"))
+    dequantize(planes, powers, scales, out)
     for i, power in enumerate(powers.tolist()):
-        for j in range(first.shape[1]):
-            factor = Fraction(2) ** power * (1 if scales is None else Fraction(scales[j].item()))
-            u1, u2 = Fraction(first[i, j].item()), Fraction(second[i, j].item()) / 256
-            exact = factor * (u1 + u2)
+        for j in range(out.shape[1]):
+            factor = step_of(power) * (1 if scales is None else Fraction(scales[j].item()))
+            parts = [Fraction(plane[i, j].item()) / 256**k for k, plane in enumerate(planes)]
+            exact = factor * sum(parts)
             if abs(exact) > FLOAT_MAX:
                 assert abs(out[i, j].item()) >= FLOAT_MAX * (1 - 1e-6)
                 continue
             error = abs(Fraction(out[i, j].item()) - exact)
-            assert error <= 4 * factor * (abs(u1) + abs(u2)) / 2**24 + Fraction(2) ** -149
+            assert error <= 4 * factor * sum(map(abs, parts)) / 2**24 + Fraction(2) ** -149
 
 
 @given(answers())
-def test_a_row_of_floats_does_not_depend_on_the_rows_beside_it(
-    given_: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-) -> None:
+def test_a_row_of_floats_does_not_depend_on_the_rows_beside_it(given_: Answers) -> None:
     """Also if one of them is so small or large that it is computed in float64."""
-    first, second, powers, scales = given_
-    together = torch.empty(first.shape)
-    dequantize(first, second, powers, scales, together)
-    for i in range(len(first)):
+    planes, powers, scales = given_
+    together = torch.empty(planes[0].shape)
+    dequantize(planes, powers, scales, together)
+    for i in range(len(together)):
         row = slice(i, i + 1)
-        alone = torch.empty((1, first.shape[1]))
-        dequantize(first[row], second[row], powers[row], scales, alone)
+        alone = torch.empty((1, together.shape[1]))
+        dequantize([plane[row] for plane in planes], powers[row], scales, alone)
         assert torch.equal(alone.view(torch.int32), together[row].view(torch.int32))
 
 
 def test_answers_are_written_into_parts_of_a_tensor() -> None:
     u = torch.arange(24, dtype=torch.int32).view(4, 6)
-    powers, scales = torch.tensor([0, 3, -70, 70], dtype=torch.int32), torch.tensor([1.0, 0.5, 2.0])
+    powers, scales = torch.tensor([8, 27, -560, 560], dtype=torch.int32), torch.tensor([1.0, 0.5, 2.0])
     expected = torch.empty((4, 3))
-    dequantize(u[:, :3].contiguous(), u[:, 3:].contiguous(), powers, scales, expected)
+    dequantize([u[:, :3].contiguous(), u[:, 3:].contiguous()], powers, scales, expected)
     out = torch.zeros((6, 5))
-    dequantize(u[:, :3], u[:, 3:], powers, scales, out[1:5, 1:4])
+    dequantize([u[:, :3], u[:, 3:]], powers, scales, out[1:5, 1:4])
     assert torch.equal(out[1:5, 1:4], expected)
     assert int((out != 0).sum()) == int((expected != 0).sum())
     assert expected[0].tolist() == [3 / 256, 1 / 2 * (1 + 4 / 256), 2 * (2 + 5 / 256)]
@@ -383,9 +466,9 @@ def test_answers_are_written_into_parts_of_a_tensor() -> None:
 # -- a whole layer ---------------------------------------------------------------------------------
 
 
-def layer(rows: torch.Tensor, weight: torch.Tensor, *, forward: bool) -> torch.Tensor:
-    """What a tenant gets: x W^T or g W by integers, with the product in int64."""
-    planes, scales = quantize_weight(weight)
+def layer(rows: torch.Tensor, weight: torch.Tensor, count: int, *, forward: bool) -> torch.Tensor:
+    """What a tenant gets: x W^T or g W by integers in so many planes, with the product in int64."""
+    planes, scales = quantize_weight(weight, count)
     if not forward:
         rows, planes = rows * scales, planes.transpose(1, 2)
     limit = bounds(planes).forward
@@ -393,7 +476,7 @@ def layer(rows: torch.Tensor, weight: torch.Tensor, *, forward: bool) -> torch.T
     u = quantize_rows(rows, e).long() @ planes.long().transpose(1, 2)
     assert int(u.abs().max()) <= LIMIT
     out = torch.empty(u.shape[1:])
-    dequantize(u[0].int(), u[1].int(), e, scales if forward else None, out)
+    dequantize([part.int() for part in u], e, scales if forward else None, out)
     return out
 
 
@@ -402,24 +485,28 @@ SIZES = [(64, 16), (65, 3), (768, 16), (2048, 16), (8192, 16), (16, 64), (16, 76
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("forward", [True, False])
-def test_a_layer_is_accurate(inputs: int, outputs: int, forward: bool) -> None:
-    """Relative L2 distance 2e-4 at most from float64: 8 + 8 bits of weight, a row's bits shared by its width.
+@pytest.mark.parametrize("planes", [1, 2])
+def test_a_layer_is_accurate(inputs: int, outputs: int, planes: int, forward: bool) -> None:
+    """Relative L2 distance from float64: a row's bits are shared by its width.
 
-    bfloat16 has 2e-3 and more. Rows as models have them: of different lengths, some with an outlier.
+    Of two planes 2e-4 at most, 8 + 8 bits of weight. Of one 1.4e-3, less than half of bfloat16's 2.9e-3; less where
+    rows are short. Rows as models have them: of different lengths, some with an outlier.
     """
     generator = seeded(inputs + outputs)
     weight = 0.02 * torch.randn((outputs, inputs), generator=generator)
     rows = torch.randn((6, inputs if forward else outputs), generator=generator)
     rows *= torch.tensor([1.0, 1e-6, 1e3, 1.0, 1e-30, 1.0]).unsqueeze(1)
     rows[3, 1] = 100.0
-    got = layer(rows, weight, forward=forward)
+    got = layer(rows, weight, planes, forward=forward)
     expected = rows.double() @ (weight.double().T if forward else weight.double())
+    most = 2e-4 if planes == 2 else 1.4e-3 if max(inputs, outputs) > 2048 else 1e-3
     for i in range(len(rows)):
-        assert relative_error(got[i].double(), expected[i]) <= 2e-4, i
+        assert relative_error(got[i].double(), expected[i]) <= most, i
 
 
 @pytest.mark.parametrize("forward", [True, False])
-def test_a_layer_of_extremes(forward: bool) -> None:
+@pytest.mark.parametrize("planes", [1, 2])
+def test_a_layer_of_extremes(planes: int, forward: bool) -> None:
     """Zeros stay zeros; the smallest and largest rows keep their digits as far as float32 has them."""
     generator = seeded(5)
     weight = torch.randn((32, 32), generator=generator) / 32
@@ -430,10 +517,10 @@ def test_a_layer_of_extremes(forward: bool) -> None:
     rows[3] *= 2.0**120
     rows[4] = 0
     rows[4, 7] = FLOAT_MAX
-    got = layer(rows, weight, forward=forward)
+    got = layer(rows, weight, planes, forward=forward)
     expected = rows.double() @ (weight.double().T if forward else weight.double())
     assert not got[1].any()
     if forward:
         assert not got[:, 3].any()
     for i in (0, 2, 3, 4):
-        assert relative_error(got[i].double(), expected[i]) <= 2e-4, i
+        assert relative_error(got[i].double(), expected[i]) <= 3e-4, i

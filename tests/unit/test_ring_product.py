@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shared.errors import CheckpointError
 from shared.ring import product as ring_product
-from shared.ring.fixed_point import quantize_weight
+from shared.ring.fixed_point import LARGEST, quantize_weight
 from shared.ring.product import (
     KERNELS,
     Kernel,
@@ -28,37 +28,50 @@ from shared.wire.messages import GroupInfo, Member
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 LOW, HIGH = -(2**31), 2**31 - 1
 ALL_LOW = 0x7F7F7F80  # whose four digits are -128
+HALVES_LOW = 0x7FFF8000  # whose halves are -32768
 SEEDS = st.integers(0, 2**32 - 1)
+EXACT_COLUMNS = ring_product._EXACT_COLUMNS
+ENDS = {torch.int8: (-128, 127), torch.int16: (-LARGEST, LARGEST)}
+DTYPES = pytest.mark.parametrize("dtype", ENDS, ids=str)
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-NOT_NATIVE = pytest.mark.skipif("native" not in KERNELS, reason="no native code, or not for this processor")
+NATIVE = ["avx512-vnni", "avx512", "avx2", "neon"]
 WHERE = [
     pytest.param("cpu", "int8", id="int8"),
     pytest.param("cpu", "float64", id="float64"),
-    pytest.param("cpu", "native", id="native", marks=NOT_NATIVE),
+    *(
+        pytest.param(
+            "cpu",
+            name,
+            id=name,
+            marks=pytest.mark.skipif(name not in KERNELS, reason="no native code, or not this processor's"),
+        )
+        for name in NATIVE
+    ),
     pytest.param("cuda", "int8", id="cuda-int8", marks=NO_CUDA),
     pytest.param("cuda", "float64", id="cuda-float64", marks=NO_CUDA),
 ]
 
 
 def expected(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The low 32 bits of the product in int64, which has room for 2^31 times 2^7 times 2^24."""
+    """The low 32 bits of the product in int64, which has room for 2^31 times 2^15 times 2^17."""
     return (rows.long() @ weight.long()).to(torch.int32)
 
 
 def some_rows(generator: torch.Generator, *shape: int) -> torch.Tensor:
     """Uniform int32, some of them at the ends."""
     rows = torch.randint(LOW, HIGH + 1, shape, generator=generator, dtype=torch.int32)
-    extreme = torch.tensor([LOW, HIGH, ALL_LOW, -ALL_LOW, 0, 1, -1, 0x80, -0x81], dtype=torch.int32)
+    extreme = torch.tensor([LOW, HIGH, ALL_LOW, HALVES_LOW, 0, 1, -1, 0x80, -0x81], dtype=torch.int32)
     chosen = torch.randint(0, 3 * len(extreme), shape, generator=generator)
     return torch.where(chosen < len(extreme), extreme[chosen % len(extreme)], rows)
 
 
-def some_weight(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Uniform int8, some of them at the ends."""
-    weight = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+def some_weight(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+    """Uniform integers as planes have them, some of them at the ends."""
+    least, most = ENDS[dtype]
+    weight = torch.randint(least, most + 1, shape, generator=generator, dtype=dtype)
     chosen = torch.randint(0, 6, shape, generator=generator)
-    return torch.where(chosen == 0, -128, torch.where(chosen == 1, 127, weight)).to(torch.int8)
+    return torch.where(chosen == 0, least, torch.where(chosen == 1, most, weight)).to(dtype)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -115,17 +128,19 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize(("device", "name"), WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_shape(device: str, name: str, layout: str) -> None:
+@DTYPES
+def test_every_shape(device: str, name: str, layout: str, dtype: torch.dtype) -> None:
     """Multiples of nothing, single rows and columns, the borders of tiles, all layouts of the weight."""
     generator = seeded()
     for count, inner, columns in SHAPES:
-        rows, weight = some_rows(generator, count, inner), some_weight(generator, inner, columns)
+        rows, weight = some_rows(generator, count, inner), some_weight(generator, inner, columns, dtype=dtype)
         got = run(KERNELS[name], device, rows, LAYOUTS[layout](weight))
         assert torch.equal(got, expected(rows, weight)), (count, inner, columns)
 
 
 @pytest.mark.parametrize(("device", "name"), WHERE)
-def test_any_shape(device: str, name: str) -> None:
+@DTYPES
+def test_any_shape(device: str, name: str, dtype: torch.dtype) -> None:
     @given(
         seed=SEEDS,
         count=st.integers(1, 40),
@@ -135,7 +150,7 @@ def test_any_shape(device: str, name: str) -> None:
     )
     def check(seed: int, count: int, inner: int, columns: int, layout: str) -> None:
         generator = seeded(seed)
-        rows, weight = some_rows(generator, count, inner + 2), some_weight(generator, inner, columns)
+        rows, weight = some_rows(generator, count, inner + 2), some_weight(generator, inner, columns, dtype=dtype)
         part = rows[:, 1:-1]  # as the members' parts of a backward request are
         got = run(KERNELS[name], device, part, LAYOUTS[layout](weight))
         assert torch.equal(got, expected(part, weight))
@@ -145,20 +160,21 @@ def test_any_shape(device: str, name: str) -> None:
 
 @pytest.mark.parametrize(("device", "name"), WHERE)
 @pytest.mark.parametrize("inner", [1, 4, 1000, 2**14 - 1, 2**14, 2**14 + 1, 2**15 + 3, 140_001])
-def test_extremes(device: str, name: str, inner: int) -> None:
+@DTYPES
+def test_extremes(device: str, name: str, inner: int, dtype: torch.dtype) -> None:
     """Sums of products that all have one sign: over 2^15 a saturating pair shows, over 2^31 a sum of digit
     products, over 2^53 a float64.
     """
-    for value in (LOW, HIGH, ALL_LOW, -1):
-        for element in (-128, 127):
+    for value in (LOW, HIGH, ALL_LOW, HALVES_LOW, -1):
+        for element in ENDS[dtype]:
             rows = torch.full((18, inner), value, dtype=torch.int32)
-            weight = torch.full((inner, 3), element, dtype=torch.int8)
+            weight = torch.full((inner, 3), element, dtype=dtype)
             total = (inner * value * element + 2**31) % 2**32 - 2**31
             assert (run(KERNELS[name], device, rows, weight) == total).all()
             assert (run(KERNELS[name], device, rows[:1], weight.T.contiguous().T) == total).all()
 
 
-@pytest.mark.parametrize(("device", "name"), WHERE[:3])
+@pytest.mark.parametrize(("device", "name"), WHERE[:-2])
 def test_threads_share_a_product(device: str, name: str) -> None:
     generator, threads = seeded(), torch.get_num_threads()
     try:
@@ -179,23 +195,26 @@ def test_threads_share_a_product(device: str, name: str) -> None:
         torch.set_num_threads(threads)
 
 
-def test_float64_is_exact_as_far_as_it_is_trusted() -> None:
-    """One more block of columns than fits: without blocks these sums lose their last bits."""
+def test_float64_is_exact_as_far_as_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of columns, each of which fits."""
+    monkeypatch.setattr(ring_product, "_EXACT_COLUMNS", 100)
     inner = 3 * ring_product._EXACT_COLUMNS + 1
-    rows = torch.full((2, inner), HIGH, dtype=torch.int32)
+    rows = torch.full((2, inner), HALVES_LOW, dtype=torch.int32)
     rows[:, ::2] -= 1
-    weight = torch.full((inner, 2), -127, dtype=torch.int8)
+    weight = torch.full((inner, 2), -LARGEST, dtype=torch.int16)
     assert torch.equal(run(float64_kernel, "cpu", rows, weight), expected(rows, weight))
-    assert ring_product._EXACT_COLUMNS << 31 + 7 <= 2**53
+    assert EXACT_COLUMNS << 15 + 15 <= 2**53
 
 
-@pytest.mark.parametrize(("device", "name"), WHERE[3:])
+@pytest.mark.parametrize(("device", "name"), WHERE[-2:])
 def test_a_gpu_gives_the_same_bits(device: str, name: str) -> None:
     generator = seeded(3)
     for count, inner, columns in [*SHAPES, (1, 768, 2304), (129, 768, 770), (2048, 515, 1030)]:
-        rows, weight = some_rows(generator, count, inner), some_weight(generator, columns, inner).T
-        there = run(KERNELS[name], device, rows, weight)
-        assert torch.equal(there, run(KERNELS["int8"], "cpu", rows, weight)), (count, inner, columns)
+        for dtype in ENDS:
+            rows = some_rows(generator, count, inner)
+            weight = some_weight(generator, columns, inner, dtype=dtype).T
+            there = run(KERNELS[name], device, rows, weight)
+            assert torch.equal(there, run(KERNELS["int8"], "cpu", rows, weight)), (count, inner, columns)
 
 
 # -- products of groups ----------------------------------------------------------------------------
@@ -216,7 +235,7 @@ def make(
             columns = planes.shape[2]
             if direction == FORWARD:
                 columns = sum(widths[i] for i in member_indices(members))
-            out = torch.full((len(rows), 2 * columns), 77, dtype=torch.int32, device=device)
+            out = torch.full((len(rows), len(planes) * columns), 77, dtype=torch.int32, device=device)
             products.matmul(direction, members, rows.to(device), out)
             return out.cpu()
 
@@ -228,16 +247,29 @@ def make(
 def reference(
     planes: torch.Tensor, widths: list[int], direction: int, members: int, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Both planes' products beside each other, by rows of the selected members."""
+    """The planes' products beside each other, by rows of the selected members."""
     starts = [sum(widths[:i]) for i in range(len(widths))]
     chosen = [j for i in member_indices(members) for j in range(starts[i], starts[i] + widths[i])]
     parts = [plane[chosen] for plane in planes]
     return torch.cat([expected(rows, part.T if direction == FORWARD else part) for part in parts], 1)
 
 
+def some_planes(generator: torch.Generator, one: bool, outputs: int, inputs: int) -> torch.Tensor:
+    """Of either numerics."""
+    if one:
+        return some_weight(generator, 1, outputs, inputs, dtype=torch.int16)
+    return some_weight(generator, 2, outputs, inputs)
+
+
 def check_group(make: Any, seed: int, inputs: int, widths: list[int], members: int, count: int) -> None:
-    generator = seeded(seed)
-    planes = some_weight(generator, 2, sum(widths), inputs)
+    for one in (True, False):
+        check_planes(make, seed, some_planes(seeded(seed), one, sum(widths), inputs), widths, members, count)
+
+
+def check_planes(
+    make: Any, seed: int, planes: torch.Tensor, widths: list[int], members: int, count: int
+) -> None:
+    generator, inputs = seeded(seed + 1), planes.shape[2]
     before = planes.clone()
     product = make(planes, widths)
     outputs = sum(widths[i] for i in member_indices(members))
@@ -284,10 +316,13 @@ def test_many_rows_of_a_group(make: Any, count: int) -> None:
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("members", [0b111, 0b101])
-def test_an_answer_does_not_depend_on_the_rows_beside_it(make: Any, direction: int, members: int) -> None:
+@pytest.mark.parametrize("one", [True, False])
+def test_an_answer_does_not_depend_on_the_rows_beside_it(
+    make: Any, direction: int, members: int, one: bool
+) -> None:
     """Alone, beside others, split over several products, in another order: the same bits."""
     generator, widths = seeded(1), [40, 8, 24]
-    product = make(some_weight(generator, 2, 72, 48), widths)
+    product = make(some_planes(generator, one, 72, 48), widths)
     columns = 48 if direction == FORWARD else sum(widths[i] for i in member_indices(members))
     rows = some_rows(generator, 300, columns)
     together = product(direction, members, rows)
@@ -303,10 +338,11 @@ def test_an_answer_does_not_depend_on_the_rows_beside_it(make: Any, direction: i
     assert torch.equal(product(direction, members, rows[order]), together[order])
 
 
-def test_products_are_linear_modulo_2_to_the_32(make: Any) -> None:
+@pytest.mark.parametrize("one", [True, False])
+def test_products_are_linear_modulo_2_to_the_32(make: Any, one: bool) -> None:
     """So a mask's effect comes off: this is what all masking rests on."""
     generator = seeded(2)
-    product = make(some_weight(generator, 2, 12, 30), [7, 5])
+    product = make(some_planes(generator, one, 12, 30), [7, 5])
     for direction, columns in ((FORWARD, 30), (BACKWARD, 12)):
         x, mask = some_rows(generator, 25, columns), some_rows(generator, 25, columns)
         masked = product(direction, 0b11, x + mask)
@@ -328,13 +364,15 @@ def test_planes_of_a_group_are_those_of_its_members() -> None:
     generator = seeded(4)
     q, k = torch.randn((6, 5), generator=generator), torch.randn((5, 3), generator=generator).bfloat16()
     info = GroupInfo(5, (Member("q", 6, "q"), Member("k", 3, "k", transposed=True)))
-    planes, scales = group_planes(Stored(q=q, k=k), info)  # type: ignore[arg-type]
-    assert (planes.shape, scales.shape) == ((2, 9, 5), (9,))
-    assert planes.is_contiguous()
-    for part, weight in ((slice(6), q), (slice(6, 9), k.T)):
-        alone = quantize_weight(weight)
-        assert torch.equal(planes[:, part], alone.planes)
-        assert torch.equal(scales[part], alone.scales)
+    for count in (1, 2):
+        planes, scales = group_planes(Stored(q=q, k=k), info, count)  # type: ignore[arg-type]
+        assert (planes.shape, scales.shape) == ((count, 9, 5), (9,))
+        assert planes.is_contiguous()
+        for part, weight in ((slice(6), q), (slice(6, 9), k.T)):
+            alone = quantize_weight(weight, count)
+            assert planes.dtype == alone.planes.dtype
+            assert torch.equal(planes[:, part], alone.planes)
+            assert torch.equal(scales[part], alone.scales)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -343,7 +381,7 @@ def test_a_weight_that_is_not_finite_is_named(bad: float) -> None:
     weight[2, 4] = bad
     info = GroupInfo(5, (Member("q", 3, "a.q.weight"), Member("k", 3, "a.k.weight")))
     with pytest.raises(CheckpointError, match=r"a\.k\.weight: .*NaN, infinity"):
-        group_planes(Stored(**{"a.q.weight": torch.ones((3, 5)), "a.k.weight": weight}), info)  # type: ignore[arg-type]
+        group_planes(Stored(**{"a.q.weight": torch.ones((3, 5)), "a.k.weight": weight}), info, 1)  # type: ignore[arg-type]
 
 
 # -- kernels are what they say ---------------------------------------------------------------------

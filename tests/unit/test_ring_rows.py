@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shared.ring import native as ring_native
 from shared.ring import rows as ring_rows
-from shared.ring.fixed_point import LIMIT, MAX_NORM, dequantize
+from shared.ring.fixed_point import LIMIT, MAX_NORM, dequantize, steps
 from shared.ring.rows import hide, reveal
 
 NATIVE = pytest.mark.skipif(ring_native.LIBRARY is None, reason="there is no native code here")
@@ -95,13 +95,11 @@ def test_integers_are_added_to_masks(
     assert torch.equal(torch.cat(blocks, 1), rows)
     wide = rows if scales is None else rows * scales
     for i, row in enumerate(wide.double().tolist()):
-        step = Fraction(2) ** int(exponents[i])
+        step = steps(exponents)[i].item()
         norm = sum(Fraction(x) ** 2 for x in row)
         if norm:
-            assert (Fraction(room) / 4) ** 2 < norm / step**2 <= Fraction(room) ** 2
-        else:
-            assert exponents[i] == 0
-        exact = [round(Fraction(x) / step) for x in row]
+            assert (Fraction(room) * 7 / 9) ** 2 < norm / Fraction(step) ** 2 <= Fraction(room) ** 2
+        exact = [round(x * (1 / step)) for x in row]
         assert torch.equal(requests[i], mask[i] + torch.tensor(exact, dtype=torch.int32))
         if factor is not None and expected is not None:
             total = sum(a * b for a, b in zip(exact, factor.tolist(), strict=True))
@@ -184,20 +182,21 @@ def test_no_rows() -> None:
     sources=st.integers(0, 3),
     scaled=st.booleans(),
     far=st.booleans(),
+    planes=st.integers(1, 2),
 )
 def test_effects_come_off_and_answers_become_floats(
-    seed: int, count: int, widths: list[int], sources: int, scaled: bool, far: bool
+    seed: int, count: int, widths: list[int], sources: int, scaled: bool, far: bool, planes: int
 ) -> None:
-    generator, half = seeded(seed), sum(widths)
-    plain, scales = integers(generator, count, 2 * half), None
+    generator, width = seeded(seed), sum(widths)
+    plain, scales = integers(generator, count, planes * width), None
     if scaled:
-        scales = torch.rand(half, generator=generator)
-    effects = [integers(generator, count, 2 * half) for _ in range(sources)]
-    powers = torch.randint(-63, 64, (count,), generator=generator, dtype=torch.int32)
+        scales = torch.rand(width, generator=generator)
+    effects = [integers(generator, count, planes * width) for _ in range(sources)]
+    powers = torch.randint(-63 * 8, 64 * 8, (count,), generator=generator, dtype=torch.int32)
     if far:
-        powers[0], powers[-1] = -150, 64
-    expected = torch.empty((count, half))
-    dequantize(plain[:, :half], plain[:, half:], powers, scales, expected)
+        powers[0], powers[-1] = -1203, 512
+    expected = torch.empty((count, width))
+    dequantize(list(plain.split(width, 1)), powers, scales, expected)
     answers = plain + sum(effects, torch.zeros_like(plain))
     before = [effect.clone() for effect in effects]
     # Blocks that are not next to each other in memory.
@@ -230,12 +229,13 @@ def test_wrong_rows_are_counted(seed: int, count: int, half: int, wrong: int) ->
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_floats_are_the_same_bits_both_ways(scaled: bool) -> None:
-    generator, threads = seeded(2), torch.get_num_threads()
-    answers, effect = integers(generator, 300, 2 * 111), integers(generator, 300, 2 * 111)
+@pytest.mark.parametrize("planes", [1, 2])
+def test_floats_are_the_same_bits_both_ways(scaled: bool, planes: int) -> None:
+    generator, threads, columns = seeded(2), torch.get_num_threads(), planes * 111
+    answers, effect = integers(generator, 300, columns), integers(generator, 300, columns)
     scales = torch.rand(111, generator=generator) if scaled else None
-    powers = torch.randint(-170, 100, (300,), generator=generator, dtype=torch.int32)
-    challenge, expected = integers(generator, 222), longs(generator, 300)
+    powers = torch.randint(-1360, 800, (300,), generator=generator, dtype=torch.int32)
+    challenge, expected = integers(generator, columns), longs(generator, 300)
     expected[::2] = ((answers - effect).long() * challenge).sum(1)[::2]
     found = []
     with pytest.MonkeyPatch.context() as patch:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 import sys
 from pathlib import Path
 
 VERSION = 2
-SUBPROTOCOL = "symbiosis.v2"
+SUBPROTOCOL = "symbiosis.v3"
+RINGS = {"ring": 1, "ring-fine": 2}  # planes of a weight
+LARGEST = 127 * 256 + 127
 HEADER = struct.Struct("<BBBBIIIIHHQ")
 NAMES = (
     "operation",
@@ -151,7 +154,7 @@ def columns_of(group: dict, header: dict[str, int], numerics: str) -> tuple[int,
     asked, answered = group["inputs"], outputs
     if header["direction"] != FORWARD:
         asked, answered = answered, asked
-    return asked, 2 * answered if numerics == "ring" else answered
+    return asked, RINGS.get(numerics, 1) * answered
 
 
 def accept_request(header: dict[str, int], manifest: dict, *, greeted: bool) -> None:
@@ -167,7 +170,7 @@ def accept_request(header: dict[str, int], manifest: dict, *, greeted: bool) -> 
     else:
         check(greeted, "unexpected", fatal=True)
     check(operation in REQUESTS, "operation")
-    check(operation != SEED_EFFECT or manifest["numerics"] == "ring", "operation")
+    check(operation != SEED_EFFECT or manifest["numerics"] in RINGS, "operation")
     if operation in (HELLO, FETCH):
         check(header["dtype"] == 0 and header["rows"] == 1, "control_message")
         check(payload_bytes(header) <= REQUEST_CONTROL, "too_large")
@@ -285,12 +288,41 @@ def mask_bytes(seed: bytes, start: int, count: int) -> bytes:
 # -- the ring --------------------------------------------------------------------------------------
 
 
+def to_float32(number: float) -> float:
+    """Rounded."""
+    rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    return rounded
+
+
+def plane_of_norm(weight: list[list[float]], norm: float) -> tuple[list[list[int]], list[float]]:
+    """One plane, whose rows have this norm, and the scales."""
+    plane, scales = [], []
+    for row in weight:
+        unit = max(abs(w) for w in row) / LARGEST
+        squares = sum(round(w / unit) ** 2 for w in row) if unit else 0
+        scale = unit * math.sqrt(squares) / norm
+        rounded = to_float32(scale)
+        plane.append([min(LARGEST, max(-LARGEST, round(w / scale))) if rounded else 0 for w in row])
+        scales.append(rounded)
+    return plane, scales
+
+
+def one_plane_of(weight: list[list[float]]) -> tuple[list[list[list[int]]], list[float]]:
+    """The plane of numerics ``ring``, in a list, and the scales."""
+    plane, scales = plane_of_norm(weight, LARGEST)
+    share = 2 * max(dot(v, v) for v in transposed(plane)) / LARGEST**2
+    norm = 2**15 * math.sqrt(2 * math.sqrt(2 / (1 + share * 2 * len(weight) / len(weight[0]))))
+    if norm < LARGEST:
+        plane, scales = plane_of_norm(weight, norm)
+    return [plane], scales
+
+
 def planes_of(weight: list[list[float]]) -> tuple[list[list[list[int]]], list[float]]:
-    """Both planes and the scales; Python's floats are binary64 and ``round`` goes to even."""
+    """Both planes of ``ring-fine`` and the scales; Python's floats are binary64 and ``round`` goes to even."""
     first, second, scales = [], [], []
     for row in weight:
         scale = max(abs(w) for w in row) / 127
-        (rounded,) = struct.unpack("<f", struct.pack("<f", scale))
+        rounded = to_float32(scale)
         ratios = [w / scale if rounded else 0.0 for w in row]
         first.append([round(r) for r in ratios])
         second.append([min(127, max(-128, round(256 * (r - round(r))))) for r in ratios])
@@ -321,7 +353,7 @@ def check_mask(vector: dict, _: dict) -> None:
 
 def check_planes(vector: dict, _: dict) -> None:
     """Planes, scales and bounds of a weight."""
-    planes, scales = planes_of(vector["weight"])
+    planes, scales = (one_plane_of if vector["numerics"] == "ring" else planes_of)(vector["weight"])
     expect(planes == vector["planes"], "planes")
     expect(scales == vector["scales"], "scales")
     bounds = [
@@ -380,7 +412,7 @@ def check_message(vector: dict, vectors: dict) -> None:
         expect(values == payload, "values")
         expect(all(block["shape"][0] == header["rows"] for block in vector["blocks"]), "rows")
         expect(sum(block["shape"][1] for block in vector["blocks"]) == header["columns"], "columns")
-        expect(len(vector["blocks"]) == 1 or vector["numerics"] != "ring", "a ring has no blocks")
+        expect(len(vector["blocks"]) == 1 or vector["numerics"] not in RINGS, "a ring has no blocks")
     if from_tenant:
         accept_request(header, manifest, greeted=header["operation"] != HELLO)
     expect(bool(vector["mask"]) == from_tenant, "mask")

@@ -24,6 +24,7 @@ from shared.wire.header import (
     DTYPE_NAMES,
     HEADER_BYTES,
     PROTOCOL_VERSION,
+    RINGS,
     SUBPROTOCOL,
     Direction,
     Header,
@@ -43,7 +44,7 @@ from shared.wire.messages import (
     digest_of,
     encode,
 )
-from shared.wire.protocol import RING, ExecutorProtocol, GroupShape, TenantProtocol
+from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol
 from shared.wire.websocket import (
     Incoming,
     MessageReader,
@@ -83,19 +84,22 @@ MANIFEST = Manifest(
 MANIFEST = msgspec.structs.replace(MANIFEST, digest=digest_of(MANIFEST))
 MANIFESTS = {
     "float32": MANIFEST,
-    RING: msgspec.structs.replace(
-        MANIFEST,
-        numerics=RING,
-        wire_dtypes=("int32",),
-        groups=tuple(
-            msgspec.structs.replace(group, bounds=given)
-            for group, given in zip(
-                MANIFEST.groups,
-                (tuple(bounds(PLANES.planes)), (3 << 14, 4 << 14), (20_000, 10_000 << 13)),
-                strict=True,
-            )
-        ),
-    ),
+    **{
+        numerics: msgspec.structs.replace(
+            MANIFEST,
+            numerics=numerics,
+            wire_dtypes=("int32",),
+            groups=tuple(
+                msgspec.structs.replace(group, bounds=given)
+                for group, given in zip(
+                    MANIFEST.groups,
+                    (tuple(bounds(PLANES[numerics].planes)), (3 << 14, 4 << 14), (20_000, 10_000 << 13)),
+                    strict=True,
+                )
+            ),
+        )
+        for numerics in RINGS
+    },
 }
 
 
@@ -218,12 +222,13 @@ def messages() -> list[dict[str, Any]]:
         block = torch.tensor([[0, 1, 2], [100, 50, 1]]).to(dtype)
         header = Header(Operation.REPLY, dtype=DTYPE_CODES[dtype], request_id=8, rows=2, columns=3)
         made.append(message(f"a parameter in {dtype_name}", header, [block]))
-    return made + ring_messages()
+    return made + ring_messages("ring") + ring_messages("ring-fine")
 
 
-def ring_messages() -> list[dict[str, Any]]:
+def ring_messages(numerics: str) -> list[dict[str, Any]]:
     """What differs from floats: every request of products, the manifest, scales."""
-    made = [message("ring: welcome", Header(Operation.WELCOME, request_id=1), MANIFESTS[RING], RING)]
+    welcome = Header(Operation.WELCOME, request_id=1)
+    made = [message(f"{numerics}: welcome", welcome, MANIFESTS[numerics], numerics)]
     for name, operation, direction, members, rows in (
         ("forward of two members", Operation.PRODUCT, Direction.FORWARD, 0b11, INTEGERS),
         ("backward of two members", Operation.PRODUCT, Direction.BACKWARD, 0b11, GRADIENTS),
@@ -231,15 +236,15 @@ def ring_messages() -> list[dict[str, Any]]:
         ("effect of a seed", Operation.SEED_EFFECT, Direction.FORWARD, 0b11, MaskStream(SEED).draw(2, 4)),
     ):
         ask = Header(operation, direction, INT32, 0, 2, *rows.shape, members)
-        answer = product(PLANES, [3, 2], direction, members, rows)
+        answer = product(PLANES[numerics], [3, 2], direction, members, rows)
         payload = SEED if operation == Operation.SEED_EFFECT else [rows]
         reply = ask._replace(operation=Operation.REPLY, columns=answer.shape[1])
-        made.append(message(f"ring: {name}", ask, payload, RING))
-        made.append(message("ring: its answer, plane beside plane", reply, [answer], RING))
+        made.append(message(f"{numerics}: {name}", ask, payload, numerics))
+        made.append(message(f"{numerics}: its answer", reply, [answer], numerics))
     fetch = Fetch("scales", "0", 1, 4)
     reply = Header(Operation.REPLY, dtype=FLOAT32, request_id=3, rows=3, columns=1)
-    made.append(message("ring: fetch scales", Header(Operation.FETCH, request_id=3), fetch, RING))
-    made.append(message("ring: scales", reply, [PLANES.scales[1:4].view(3, 1)], RING))
+    made.append(message(f"{numerics}: fetch scales", Header(Operation.FETCH, request_id=3), fetch, numerics))
+    made.append(message(f"{numerics}: scales", reply, [PLANES[numerics].scales[1:4].view(3, 1)], numerics))
     return made
 
 
@@ -364,8 +369,8 @@ def refused_requests() -> list[dict[str, Any]]:
     for numerics, greeted, some in (
         ("float32", True, cases),
         ("float32", False, first),
-        (RING, True, refused_by_a_ring()),
-        (RING, False, {"a seed before hello": framed(SEED_EFFECT.pack() + SEED, MASK)}),
+        ("ring", True, refused_by_a_ring()),
+        ("ring", False, {"a seed before hello": framed(SEED_EFFECT.pack() + SEED, MASK)}),
     ):
         for name, data in some.items():
             protocol = ExecutorProtocol(MANIFESTS[numerics])
@@ -451,18 +456,26 @@ def refused_answers() -> list[dict[str, Any]]:
         "a welcome": framed(good._replace(operation=2).pack() + body, b""),
         "a request": framed(good._replace(operation=3).pack() + body, b""),
     }
-    ring = asked._replace(operation=Operation.REPLY, dtype=INT32, columns=10)
+    fine = asked._replace(operation=Operation.REPLY, dtype=INT32, columns=10)
+    fine_cases: dict[str, bytes] = {
+        "the answer of a fine ring: not refused": framed(fine.pack() + bytes(80), b""),
+        "the product with one plane": framed(fine._replace(columns=5).pack() + body, b""),
+        "floats of a ring": framed(fine._replace(dtype=FLOAT32).pack() + bytes(80), b""),
+        "a seed from an executor": framed(fine._replace(operation=8).pack() + SEED, b""),
+    }
+    ring = fine._replace(columns=5)
     ring_cases: dict[str, bytes] = {
-        "the answer of a ring: not refused": framed(ring.pack() + bytes(80), b""),
-        "the product with one plane": framed(ring._replace(columns=5).pack() + body, b""),
-        "floats of a ring": framed(ring._replace(dtype=FLOAT32).pack() + bytes(80), b""),
-        "a seed from an executor": framed(ring._replace(operation=8).pack() + SEED, b""),
+        "the answer of a ring: not refused": framed(ring.pack() + body, b""),
+        "products with two planes": framed(fine.pack() + bytes(80), b""),
+        "floats of a ring of one plane": framed(ring._replace(dtype=FLOAT32).pack() + body, b""),
     }
     made = []
     for operation, numerics, some in (
         (Operation.PRODUCT, "float32", cases),
-        (Operation.PRODUCT, RING, ring_cases),
-        (Operation.SEED_EFFECT, RING, ring_cases),
+        (Operation.PRODUCT, "ring", ring_cases),
+        (Operation.SEED_EFFECT, "ring", ring_cases),
+        (Operation.PRODUCT, "ring-fine", fine_cases),
+        (Operation.SEED_EFFECT, "ring-fine", fine_cases),
     ):
         for name, data in some.items():
             protocol, asked = waiting(operation, numerics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from shared.ring.fixed_point import Planes, bounds, quantize_weight
 from shared.ring.mask_stream import MaskStream
 from shared.ring.product import PlaneProducts
-from shared.wire.header import Direction
+from shared.wire.header import RINGS, Direction
 
 # Of group 0, q above k: scales 1, 0.5, 2^-149, 0 and 2^100.
 WEIGHT = torch.tensor(
@@ -22,7 +23,7 @@ WEIGHT = torch.tensor(
         [127 * 2.0**100, -(2.0**99), 3 * 2.0**91, 1.0],
     ]
 )
-PLANES = quantize_weight(WEIGHT)
+PLANES = {numerics: quantize_weight(WEIGHT, count) for numerics, count in RINGS.items()}
 SEED = bytes(range(32))
 INTEGERS = torch.tensor(
     [[2**31 - 1, -(2**31), 1, -1], [0x7F7F7F80, 0, 65_536, 123_456_789]], dtype=torch.int32
@@ -38,7 +39,7 @@ def product(
     assert sum(widths) == height
     outputs = sum(width for i, width in enumerate(widths) if members >> i & 1)
     columns = outputs if direction == Direction.FORWARD else inputs
-    out = torch.empty((len(rows), 2 * columns), dtype=torch.int32)
+    out = torch.empty((len(rows), len(planes.planes) * columns), dtype=torch.int32)
     PlaneProducts(planes.planes, widths).matmul(direction, members, rows, out)
     return out
 
@@ -80,26 +81,30 @@ def some_weights() -> list[tuple[str, torch.Tensor]]:
 def planes() -> list[dict[str, Any]]:
     """Planes, scales and bounds of weights."""
     made = []
-    for name, weight in some_weights():
-        found = quantize_weight(weight)
-        made.append(
-            {
-                "name": name,
-                "weight": weight.tolist(),
-                "planes": found.planes.tolist(),
-                "scales": found.scales.tolist(),
-                "bounds": list(bounds(found.planes)),
-            }
-        )
+    for numerics, count in RINGS.items():
+        for name, weight in some_weights():
+            found = quantize_weight(weight, count)
+            made.append(
+                {
+                    "name": f"{numerics}: {name}",
+                    "numerics": numerics,
+                    "weight": weight.tolist(),
+                    "planes": found.planes.tolist(),
+                    "scales": found.scales.tolist(),
+                    "bounds": list(bounds(found.planes)),
+                }
+            )
     return made
 
 
 def products() -> list[dict[str, Any]]:
     """Products of integers with planes: both directions, subsets of members, the largest integers."""
-    weights = some_weights()
+    weights = [(weight, count) for count in RINGS.values() for _, weight in some_weights()]
+    cases = ((0, [3, 2], (0b11,)), (1, [4, 1, 2], range(1, 8)), (2, [7], (1,)))
     made = []
-    for index, outputs, all_members in ((0, [3, 2], (0b11,)), (1, [4, 1, 2], range(1, 8)), (2, [7], (1,))):
-        found = quantize_weight(weights[index][1])
+    for fine, (first, outputs, all_members) in itertools.product((0, 1), cases):
+        index = first + fine * len(some_weights())
+        found = quantize_weight(*weights[index])
         for members in all_members:
             for direction in (Direction.FORWARD, Direction.BACKWARD):
                 width = sum(n for i, n in enumerate(outputs) if members >> i & 1)

