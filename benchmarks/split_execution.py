@@ -197,7 +197,7 @@ def measure_round_trips(running: Executor, tls: Path, work: Path, rounds: int) -
     results = []
     session = tenant_sdk.connect(running.url, token=running.token, ca=running.ca, privacy="plain")
     remote = session.executor
-    url = f"wss://localhost:{ready.read_text()}"
+    url = f"wss://127.0.0.1:{ready.read_text()}"
     with websocket_connect(url, ssl=context, compression=None, max_size=1 << 28) as socket:
         for rows, repeats in ((1, 1000), (1024, 20)):
             x = torch.randn(rows, 768)
