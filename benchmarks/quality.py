@@ -185,7 +185,9 @@ def main() -> None:
         found[numerics or "local"] = {**language(numerics, tokenizer), **encoder(numerics)}
     figures = {name: compare(each, found["local"]) for name, each in found.items()}
     names = [name for name in figures["local"] if name != "losses"]
-    table = Table(title=f"Against float32 in this process; {PROMPTS} texts of {TOKENS} tokens", highlight=False)
+    table = Table(
+        title=f"Against float32 in this process; {PROMPTS} texts of {TOKENS} tokens", highlight=False
+    )
     for column in ("", *figures):
         table.add_column(column)
     for name in names:

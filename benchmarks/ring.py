@@ -4,7 +4,8 @@
     python benchmarks/ring.py --products --instructions avx2
 
 Products of one layer as executors compute them in each numerics, against float32's (oneDNN), in turn, weights
-changing so that they come from memory; with AVX2 alone for all of them, if that is asked for; what verification adds to an iteration of
+changing so that they come from memory; with AVX2 alone for all of them, if that is asked for; what
+verification adds to an iteration of
 benchmarks/split_execution.py; bytes on the wire against what the format needs; and one private layer
 of 768 -> 3072, one row, through the whole protocol, against the encrypted product of
 concrete-ml-extensions, if that is installed (``pip install -e '.[encrypted-baseline]'``).
@@ -38,8 +39,8 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import tenant_sdk
-from shared.memory import keep_freed_memory
 from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
+from shared.memory import keep_freed_memory
 from shared.ring import product
 from shared.ring.fixed_point import quantize_weight
 from shared.ring.rows import hide, reveal
@@ -282,7 +283,7 @@ def plot(products: list[dict[str, Any]], path: Path) -> None:
 
 
 def use_only(instructions: str) -> None:
-    """Compute with these and no better ones: the ring by its kernel, oneDNN and torch if nobody asked them yet."""
+    """Compute with these and no better ones; oneDNN and torch, if nobody asked them yet."""
     known = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512-vnni": "AVX512_CORE_VNNI"}
     os.environ["ONEDNN_MAX_CPU_ISA"] = known[instructions]
     os.environ["ATEN_CPU_CAPABILITY"] = "avx2" if instructions == "avx2" else "avx512"

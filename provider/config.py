@@ -67,7 +67,7 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "ring, ring-fine (two to ten times as exact, twice the answers), or float32 and bfloat16, which allow "
+            "ring, ring-fine (more exact, answers of twice the size), or float32 and bfloat16, which allow "
             "neither one-time masks nor verification.",
             choices=("float32", "bfloat16", "ring", "ring-fine"),
         ),

@@ -60,9 +60,7 @@ def _load_floats(
     return LoadedGroup(FloatWeight(weight, widths), info)
 
 
-def _load_ring(
-    checkpoint: Checkpoint, info: GroupInfo, device: torch.device, count: int
-) -> LoadedGroup:
+def _load_ring(checkpoint: Checkpoint, info: GroupInfo, device: torch.device, count: int) -> LoadedGroup:
     planes, scales = group_planes(checkpoint, info, count)
     weight = RingWeight(planes.to(device), [m.outputs for m in info.members])
     return LoadedGroup(weight, msgspec.structs.replace(info, bounds=bounds(planes)), scales)

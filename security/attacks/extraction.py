@@ -12,7 +12,9 @@ from torch.nn.functional import silu
 
 from security.views import View
 
-FEW_OUTPUTS = 4  # with which the powers of two of a ring's rows are found
+FEW_OUTPUTS = 4  # with which the steps of a ring's rows are found
+# Of steps the logarithms, but for whole numbers: eighths of an octave.
+EIGHTHS = torch.log2(torch.arange(8.0, 17.0, dtype=torch.float64) / 8)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class AdapterExtraction:
             x = _rescaled(x, public.parameter(f"layers.{self.layer}.post_attention_layernorm.weight"))
         factor, known = silu(x @ gate.T), x @ up.T
         if on_ring:
-            z = z * _powers(x, factor, known, z)[:, None]
+            z = z * _steps(x, factor, known, z)[:, None]
         delta = _weighted_least_squares(x, factor, z - factor * known)
         if on_ring:
             delta = _least_rank(up, delta)
@@ -75,22 +77,22 @@ class AdapterExtraction:
 
 
 def _rescaled(rows: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """Rows of a ring come without their power of two; behind a norm their size is known."""
+    """Rows of a ring come without their step; behind a norm their size is known."""
     size = (rows / gain).square().mean(1).sqrt()
-    return rows * _power_of_two(1 / size.clamp_min(1e-30))[:, None]
+    return rows * torch.exp2(_nearest(_logarithm(1 / size)))[:, None].float()
 
 
-def _powers(x: torch.Tensor, factor: torch.Tensor, known: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """The power of two that each row of z came with, but for one that all may share: [T].
+def _steps(x: torch.Tensor, factor: torch.Tensor, known: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """The step that each row of z came with, but for a power of two that all may share: [T].
 
     A row's scale drops out of ``z_k f_j (w_j x) = z_j f_k (w_k x)``: linear equations for some rows w of the
     adapted weight, up to a common factor, solved by the eigenvector of the smallest eigenvalue. With too few
     rows to solve them, the scale is guessed as if there were no adapter, which is right while it is small.
     """
     sizes, width = z.norm(dim=1).clamp_min(1e-30), x.shape[1]
-    guess = _power_of_two((factor * known).norm(dim=1) / sizes)
+    guess = _nearest(_logarithm((factor * known).norm(dim=1) / sizes))
     if len(x) < 2 * width:
-        return guess
+        return torch.exp2(guess).float()
     some = factor.square().mean(0).topk(FEW_OUTPUTS).indices
     f, target, inputs = factor[:, some].double(), (z[:, some] / sizes[:, None]).double(), x.double()
     normal = torch.zeros(FEW_OUTPUTS * width, FEW_OUTPUTS * width, dtype=torch.float64)
@@ -101,11 +103,13 @@ def _powers(x: torch.Tensor, factor: torch.Tensor, known: torch.Tensor, z: torch
         normal[at[:, None], at] += equations.T @ equations
     weights = torch.linalg.eigh(normal)[1][:, 0].view(FEW_OUTPUTS, width)
     scale = (f * (inputs @ weights.T) * target).sum(1) / target.square().sum(1).clamp_min(1e-30) / sizes
-    logarithm = scale.abs().clamp(1e-30, 1e30).log2()
-    # All logarithms are whole numbers but for one common part, which is their mean on a circle.
-    circle = torch.polar(torch.ones_like(logarithm), 2 * torch.pi * logarithm).mean().angle() / (2 * torch.pi)
-    beyond = (logarithm - circle).round() - guess.log2()
-    return guess * torch.exp2((beyond - beyond.median()).clamp(-8, 8)).float()
+    logarithm = _logarithm(scale.abs())
+    # All logarithms are those of steps but for one common part, with which they are nearest to such.
+    parts = torch.arange(0, 1, 2**-10, dtype=torch.float64)
+    away = torch.stack([(logarithm - part - _nearest(logarithm - part)).abs().median() for part in parts])
+    found = _nearest(logarithm - parts[away.argmin()])
+    beyond = found - guess
+    return torch.exp2(guess + (beyond - beyond.median().round()).clamp(-8, 8)).float()
 
 
 def _least_rank(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -114,8 +118,14 @@ def _least_rank(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return min(choices, key=lambda choice: float(torch.linalg.svdvals(choice).median()))
 
 
-def _power_of_two(ratio: torch.Tensor) -> torch.Tensor:
-    return torch.exp2(ratio.clamp(1e-30, 1e30).log2().round())
+def _logarithm(ratio: torch.Tensor) -> torch.Tensor:
+    return ratio.double().clamp(1e-30, 1e30).log2()
+
+
+def _nearest(logarithm: torch.Tensor) -> torch.Tensor:
+    """The logarithm of a step that is nearest to each."""
+    whole = logarithm.floor()
+    return whole + EIGHTHS[(logarithm - whole - EIGHTHS[:, None]).abs().argmin(0)]
 
 
 def _weighted_least_squares(x: torch.Tensor, factor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

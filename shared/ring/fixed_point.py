@@ -3,12 +3,13 @@
 A float cannot be hidden well: a mask costs precision, and no mask on floats is uniform. Integers
 modulo 2^32 have neither fault, so a ring executor multiplies those, and only those.
 
-Weights have one scale for each output channel. With numerics ``ring`` they are one int16 *plane*, ``W ~ s W1``,
-every row of W1 with the same L2 norm; with ``ring-fine`` two int8 planes, ``W ~ s (W1 + W2 / 256)``.
+Weights have one scale for each output channel. With numerics ``ring`` they are one int16 *plane*, ``W ~ s
+W1``, every row of W1 with the same L2 norm; with ``ring-fine`` two int8 planes, ``W ~ s (W1 + W2 / 256)``.
 Activations are rows of int32 with a *step* for each row, ``x ~ step x_q``, chosen so that no product with any
-row of any plane reaches 2^31 (Cauchy-Schwarz). Therefore the product modulo 2^32 *is* the integer product, and
-``y = step s u`` or ``y = step s (u1 + u2 / 256)`` with ``u_p = x_q W_p^T``. Backward is the same with
-``(g s)_q`` and ``v_p = (g s)_q W_p``. How exact that is, and why the norm is what it is: ``docs/numerics.md``.
+row of any plane reaches 2^31 (Cauchy-Schwarz). Therefore the product modulo 2^32 *is* the integer product,
+and ``y = step s u`` or ``y = step s (u1 + u2 / 256)`` with ``u_p = x_q W_p^T``. Backward is the same with
+``(g s)_q`` and ``v_p = (g s)_q W_p``. How exact that is, and why the norm is what it is:
+``docs/numerics.md``.
 
 Everything here is integers or exactly rounded floats, so everybody who has the weights and the
 rows gets the same bits.
@@ -67,9 +68,10 @@ def best_norm(largest_column: int, outputs: int, inputs: int) -> float:
     """The norm of the rows of a plane that makes rounding matter least, forward and backward together.
 
     Rounding the weight costs a share ``sqrt(D / 12) / norm`` of the result in both directions. Rounding rows
-    costs ``sqrt(D / 12) norm / 2^31`` forward, since larger integers in the weight leave room for smaller ones
-    in the row; backward that times ``sqrt(b O / D)``, where ``norm^2 b`` is the largest column's squared norm. The
-    sum of the squares is least here; as groups of two are usual, whose columns add up, b and O count twice.
+    costs ``sqrt(D / 12) norm / 2^31`` forward, since larger integers in the weight leave room for smaller
+    ones in the row; backward that times ``sqrt(b O / D)``, where ``norm^2 b`` is the largest column's squared
+    norm. The sum of the squares is least here; as groups of two are usual, whose columns add up, b and O
+    count twice.
 
     Args:
         largest_column: squared L2 norm, for rows of norm LARGEST.
@@ -94,7 +96,9 @@ def _of_norm(weight: torch.Tensor, norm: float) -> Planes:
     for at in range(0, outputs, step):
         rows = weight[at : at + step].double()
         unit = rows.abs().amax(1) / LARGEST
-        squares = (rows / torch.where(unit > 0, unit, torch.inf).unsqueeze(1)).round_().square_().long().sum(1)
+        squares = (
+            (rows / torch.where(unit > 0, unit, torch.inf).unsqueeze(1)).round_().square_().long().sum(1)
+        )
         scale = unit * squares.double().sqrt() / norm
         rounded = scales[at : at + step] = _rounded(scale)
         integers = (rows / torch.where(rounded > 0, scale, torch.inf).unsqueeze(1)).round_()
@@ -169,8 +173,8 @@ def capacity(bound: int, width: int) -> float:
 def exponents(norms: torch.Tensor, room: float) -> torch.Tensor:
     """The exponent for each row of the smallest step with ``norm / step <= room``.
 
-    Steps are ``(8 + c) / 16 * 2^p``, c of 0 to 7, and their exponents ``8 p + c``: an eighth of an octave wastes
-    little of the room, and multiplying by such a step is as exact as float32 is.
+    Steps are ``(8 + c) / 16 * 2^p``, c of 0 to 7, and their exponents ``8 p + c``: an eighth of an octave
+    wastes little of the room, and multiplying by such a step is as exact as float32 is.
 
     Args:
         norms: float64 [T], L2 norms of the rows.

@@ -45,8 +45,8 @@ def _load() -> ctypes.CDLL | None:
     library.ring_below.restype = c_int
     library.ring_kernel.argtypes = [c_int]
     library.ring_kernel.restype = c_char_p
-    library.ring_multiply.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int]
-    library.ring_multiply.argtypes += [c_int64, c_void_p, c_int64, c_int]
+    library.ring_multiply.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int]
+    library.ring_multiply.argtypes += [c_int, c_int64, c_void_p, c_int64, c_int]
     library.ring_multiply.restype = c_int
     library.ring_hide.argtypes = [pointers, POINTER(c_int64), c_int64, c_int64, c_int64, c_void_p, c_double]
     library.ring_hide.argtypes += [c_void_p, c_void_p, c_void_p, c_void_p, c_int]

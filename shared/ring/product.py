@@ -2,11 +2,14 @@
 
 Several ways to compute the same integers, and a measurement that chooses:
 
-native       compiled code (``product.c``), named after the instructions that it uses: rows are split into halves
+``triton``   one kernel for GPUs (``triton_kernel.py``), which does that in registers. native       compiled
+code (``product.c``), named after the instructions that it uses: rows are split into halves
              of 16 bits, and no half and no half's product ever goes through memory.
-``int8``     rows are split into four signed base-256 digits, int16 weights into two, each an int8 matrix: int8
+``int8``     rows are split into four signed base-256 digits, int16 weights into two, each an int8 matrix:
+int8
              products with int32 sums, which processors with VNNI or AMX and GPUs have instructions for.
-``float64``  a float64 holds a half's sums exactly: for processors whose int8 product is slow or, without VNNI,
+``float64``  a float64 holds a half's sums exactly: for processors whose int8 product is slow or, without
+VNNI,
              saturates.
 """
 
@@ -16,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
+from importlib.util import find_spec
 
 import torch
 
@@ -109,6 +113,13 @@ def float64_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
 
 KERNELS: dict[str, Kernel] = {"int8": int8_kernel, "float64": float64_kernel}
 KERNELS |= {name: partial(ring_native.multiply, which) for name, which in ring_native.KERNELS.items()}
+if find_spec("triton") is not None and torch.cuda.is_available():
+    from shared.ring.triton_kernel import triton_kernel
+
+    KERNELS["triton"] = triton_kernel
+ONLY = {"triton": "cuda"} | dict.fromkeys(
+    ring_native.KERNELS, "cpu"
+)  # devices of kernels that run on one kind
 
 
 def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
@@ -147,10 +158,14 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
     out = torch.empty((64, 768), dtype=torch.int32, device=device)
     seconds = {}
     for name, kernel in KERNELS.items():
-        if name in ring_native.KERNELS and device != "cpu":
+        if ONLY.get(name, device) != device.partition(":")[0]:
             continue
-        if not is_exact(kernel, device):
-            log.warning("the ring kernel %s computes wrong integers on this machine; not used", name)
+        try:
+            reason = "" if is_exact(kernel, device) else "it computes wrong integers"
+        except Exception as error:  # of a compiler or driver, which others do without
+            reason = str(error).partition("\n")[0] or repr(error)
+        if reason:
+            log.warning("the ring kernel %s is not used on this machine: %s", name, reason)
             continue
         best = float("inf")
         for _ in range(4):
@@ -161,7 +176,7 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
         seconds[name] = best
     if not seconds:
         raise ConfigurationError(
-            "no way to multiply integers is exact on this machine, so it cannot serve --numerics ring or ring-fine; "
+            "no way to multiply integers is exact on this machine, so it cannot serve --numerics ring; "
             "another version of torch may help"
         )
     chosen = min(seconds, key=lambda name: seconds[name])
@@ -194,7 +209,8 @@ class PlaneProducts:
     """Both products of one group's planes.
 
     Args:
-        planes: int16 [1, O, D] or int8 [2, O, D], O of all members, one above the other in each plane: the only copy.
+        planes: int16 [1, O, D] or int8 [2, O, D], O of all members, one above the other in each plane: the
+        only copy.
         widths: O of each member.
     """
 

@@ -53,8 +53,8 @@ def hide(
         factor: int64 [C] of a fingerprint, or None.
 
     Returns:
-        The rows' exponents (``shared.ring.fixed_point.exponents``), int32 [T]; and ``sum round(x / step) * factor`` modulo 2^64, int64 [T],
-        if there is a factor. None if a row's norm is not finite.
+        The rows' exponents (``shared.ring.fixed_point.exponents``), int32 [T]; and ``sum round(x / step) *
+        factor`` modulo 2^64, int64 [T], if there is a factor. None if a row's norm is not finite.
 
     Raises:
         ValueError: tensors of other dtypes or shapes.

@@ -1,9 +1,9 @@
 """Products of the ring on a GPU: one Triton kernel for both directions and both sizes of planes.
 
-Tensor cores multiply int8 with int32 sums. A row's integers are four signed base-256 digits, those of an int16
-plane two, so ``r w = sum 256^(i + j) L_i w_j``; what is 2^32 times something is left out, which makes seven products of
-eight. Digits are made in registers, and sums of one power of 256 share a register: nothing but rows, weight and the
-answer goes through memory.
+Tensor cores multiply int8 with int32 sums. A row's integers are four signed base-256 digits, those of an
+int16 plane two, so ``r w = sum 256^(i + j) L_i w_j``; what is 2^32 times something is left out, which makes
+seven products of eight. Digits are made in registers, and sums of one power of 256 share a register: nothing
+but rows, weight and the answer goes through memory.
 
 It runs on a CPU too, in Triton's interpreter, which is how it is tested: ``TRITON_INTERPRET=1``.
 """

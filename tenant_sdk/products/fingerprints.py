@@ -94,8 +94,8 @@ class StoredFingerprints:
         """
         if manifest.numerics != self._numerics:
             raise ConfigurationError(
-                f"the fingerprints {self._path} are for --numerics {self._numerics}, and the executor computes in "
-                f"{manifest.numerics}; make others with `symbiosis-tenant fingerprint --numerics "
+                f"the fingerprints {self._path} are for --numerics {self._numerics}, and the executor "
+                f"computes in {manifest.numerics}; make others with `symbiosis-tenant fingerprint --numerics "
                 f"{manifest.numerics}`"
             )
         for group in manifest.groups:

@@ -1,7 +1,8 @@
 """Checking that an answer is the product it must be, without computing it (Freivalds 1977).
 
 For a secret random z, ``u . z = x . (W z)`` holds for the right u, the answers of all planes one behind the
-other. z is one vector of uniform int32, and the sums are taken modulo 2^64. A wrong answer that is not noticed has an error d with
+other. z is one vector of uniform int32, and the sums are taken modulo 2^64. A wrong answer that is not
+noticed has an error d with
 ``d . z = 0`` modulo 2^64. Its entries are under 2^32 in size; take one that is not zero, 2^k times an odd
 number with k < 32, and fix all other entries of z: that entry of z is then determined modulo 2^(64 - k),
 so at most one of its 2^32 values fits. Hence a wrong row passes with probability at most 2^-32. The

@@ -101,9 +101,7 @@ def test_memory_after_the_same_again_is_the_same(
 ) -> None:
     """It keeps what it frees, up to a bound (``shared.memory``); a leak would grow with every round."""
     mib = str(QUOTA_MIB)
-    executor = serve_process(
-        checkpoint("llama"), "--numerics", RING, "--total-mib", mib, "--tenant-mib", mib
-    )
+    executor = serve_process(checkpoint("llama"), "--numerics", RING, "--total-mib", mib, "--tenant-mib", mib)
     after = [resident_mib(executor)]
     with ThreadPoolExecutor(PEERS) as threads:
         for _ in range(3):

@@ -73,7 +73,9 @@ class Reference:
     """The integers of one group, from the checkpoint, and products with them in int64."""
 
     def __init__(self, folder: Path, info: GroupInfo) -> None:
-        made = [quantize_weight(Checkpoint(folder).member_weight(member), RINGS[RING]) for member in info.members]
+        made = [
+            quantize_weight(Checkpoint(folder).member_weight(member), RINGS[RING]) for member in info.members
+        ]
         self.planes = [each.planes for each in made]
         self.scales = torch.cat([each.scales for each in made])
 

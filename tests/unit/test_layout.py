@@ -68,7 +68,7 @@ NO_IO = [
     "tenant_sdk/connection/backoff.py",
     "tenant_sdk/products/forecast.py",
 ]
-SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq"}
+SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq", "triton"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

@@ -156,7 +156,12 @@ def test_both_sides_agree_about_every_product_of_a_ring(
     assert shape.plan(direction, members).answer_widths == (widths[1],)
     if operation == Operation.SEED_EFFECT:
         assert (header.payload_bytes, answer.payload_bytes) == (SEED_BYTES, 4 * rows * widths[1])
-    for change in ({"columns": widths[1] * 2}, {"columns": widths[1] - 1}, {"dtype": FLOAT32}, {"operation": operation}):
+    for change in (
+        {"columns": widths[1] * 2},
+        {"columns": widths[1] - 1},
+        {"dtype": FLOAT32},
+        {"operation": operation},
+    ):
         assert refusal(tenant.accept, answer._replace(**change)) == ("unexpected", True)
     tenant.answered(answer.request_id)
     assert refusal(tenant.accept, answer) == ("unexpected", True)

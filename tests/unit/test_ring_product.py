@@ -150,7 +150,10 @@ def test_any_shape(device: str, name: str, dtype: torch.dtype) -> None:
     )
     def check(seed: int, count: int, inner: int, columns: int, layout: str) -> None:
         generator = seeded(seed)
-        rows, weight = some_rows(generator, count, inner + 2), some_weight(generator, inner, columns, dtype=dtype)
+        rows, weight = (
+            some_rows(generator, count, inner + 2),
+            some_weight(generator, inner, columns, dtype=dtype),
+        )
         part = rows[:, 1:-1]  # as the members' parts of a backward request are
         got = run(KERNELS[name], device, part, LAYOUTS[layout](weight))
         assert torch.equal(got, expected(part, weight))

@@ -41,7 +41,7 @@ def test_the_file_is_what_the_code_makes_now(scripts: tuple[ModuleType, ModuleTy
 def test_the_checker_agrees() -> None:
     result = run_checker()
     assert (result.returncode, result.stderr) == (0, ""), result.stdout
-    assert "199 of 199 vectors are right" in result.stdout
+    assert "241 of 241 vectors are right" in result.stdout
 
 
 def test_the_checker_shares_no_code_with_the_project() -> None:
@@ -51,7 +51,7 @@ def test_the_checker_shares_no_code_with_the_project() -> None:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
-    assert names <= {"__future__", "hashlib", "json", "pathlib", "struct", "sys"}
+    assert names <= {"__future__", "hashlib", "json", "math", "pathlib", "struct", "sys"}
 
 
 def test_the_checkers_cipher_is_aes(scripts: tuple[ModuleType, ModuleType]) -> None:
@@ -152,12 +152,18 @@ def test_the_checker_notices_a_wrong_number(scripts: tuple[ModuleType, ModuleTyp
 def test_the_vectors_hold_what_is_hard(scripts: tuple[ModuleType, ModuleType]) -> None:
     """Both clips of the second plane, ties, empty rows, integers at both ends, sums that wrap around."""
     vectors = json.loads(FILE.read_text())
-    first, second = vectors["planes"][0]["planes"]
+    rings: dict[str, list[Any]] = {"ring": [], "ring-fine": []}
+    for vector in vectors["planes"]:
+        rings[vector["numerics"]].append(vector)
+    fine = rings["ring-fine"]
+    first, second = fine[0]["planes"]
     assert {-128, 127} <= {n for row in second for n in row}
     assert first[0] == [127, 0, -2, 0]
     assert second[0] == [0, 127, 127, 2]
-    assert vectors["planes"][0]["scales"][3:] == [0.0, 2.0**100]
-    assert all(not any(row) for plane in vectors["planes"][-1]["planes"] for row in plane[2:])
+    assert fine[0]["scales"][3:] == [0.0, 2.0**100]
+    assert all(not any(row) for plane in fine[-1]["planes"] for row in plane[2:])
+    norms = {max(sum(n * n for n in row) for row in vector["planes"][0]) for vector in rings["ring"]}
+    assert any(norm < 32_000**2 for norm in norms)  # wide enough for a smaller norm than the largest
     rows = [n for vector in vectors["products"] for row in vector["rows"] for n in row]
     assert {2**31 - 1, -(2**31)} <= set(rows)
 

@@ -14,22 +14,13 @@ import struct
 import sys
 from pathlib import Path
 
-VERSION = 2
+VERSION = 3
 SUBPROTOCOL = "symbiosis.v3"
 RINGS = {"ring": 1, "ring-fine": 2}  # planes of a weight
 LARGEST = 127 * 256 + 127
 HEADER = struct.Struct("<BBBBIIIIHHQ")
-NAMES = (
-    "operation",
-    "direction",
-    "dtype",
-    "group",
-    "request_id",
-    "rows",
-    "columns",
-    "request_class",
-    "members",
-)
+NAMES = ["operation", "direction", "dtype", "group", "request_id", "rows", "columns"]
+NAMES += ["request_class", "members"]
 HELLO, WELCOME, PRODUCT, EFFECT, FETCH, REPLY, ERROR, SEED_EFFECT = range(1, 9)
 REQUESTS = (HELLO, PRODUCT, EFFECT, FETCH, SEED_EFFECT)
 FORWARD = 1
@@ -288,12 +279,6 @@ def mask_bytes(seed: bytes, start: int, count: int) -> bytes:
 # -- the ring --------------------------------------------------------------------------------------
 
 
-def to_float32(number: float) -> float:
-    """Rounded."""
-    rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
-    return rounded
-
-
 def plane_of_norm(weight: list[list[float]], norm: float) -> tuple[list[list[int]], list[float]]:
     """One plane, whose rows have this norm, and the scales."""
     plane, scales = [], []
@@ -301,7 +286,7 @@ def plane_of_norm(weight: list[list[float]], norm: float) -> tuple[list[list[int
         unit = max(abs(w) for w in row) / LARGEST
         squares = sum(round(w / unit) ** 2 for w in row) if unit else 0
         scale = unit * math.sqrt(squares) / norm
-        rounded = to_float32(scale)
+        (rounded,) = struct.unpack("<f", struct.pack("<f", scale))
         plane.append([min(LARGEST, max(-LARGEST, round(w / scale))) if rounded else 0 for w in row])
         scales.append(rounded)
     return plane, scales
@@ -318,11 +303,11 @@ def one_plane_of(weight: list[list[float]]) -> tuple[list[list[list[int]]], list
 
 
 def planes_of(weight: list[list[float]]) -> tuple[list[list[list[int]]], list[float]]:
-    """Both planes of ``ring-fine`` and the scales; Python's floats are binary64 and ``round`` goes to even."""
+    """Those of ``ring-fine``; Python's floats are binary64 and ``round`` goes to even."""
     first, second, scales = [], [], []
     for row in weight:
         scale = max(abs(w) for w in row) / 127
-        rounded = to_float32(scale)
+        (rounded,) = struct.unpack("<f", struct.pack("<f", scale))
         ratios = [w / scale if rounded else 0.0 for w in row]
         first.append([round(r) for r in ratios])
         second.append([min(127, max(-128, round(256 * (r - round(r))))) for r in ratios])

@@ -14,17 +14,16 @@ from typing import Any
 
 import msgspec
 import torch
+from manifests import MANIFEST, MANIFESTS
 from ring_numbers import GRADIENTS, INTEGERS, PLANES, SEED, masks, planes, product, products
 
 from shared.errors import WireError
-from shared.ring.fixed_point import bounds
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import (
     DTYPE_CODES,
     DTYPE_NAMES,
     HEADER_BYTES,
     PROTOCOL_VERSION,
-    RINGS,
     SUBPROTOCOL,
     Direction,
     Header,
@@ -33,15 +32,8 @@ from shared.wire.header import (
 from shared.wire.messages import (
     ErrorInfo,
     Fetch,
-    FileInfo,
-    GroupInfo,
     Hello,
-    Limits,
-    Manifest,
-    Member,
     Message,
-    ParameterInfo,
-    digest_of,
     encode,
 )
 from shared.wire.protocol import ExecutorProtocol, GroupShape, TenantProtocol
@@ -58,49 +50,6 @@ from shared.wire.websocket import (
 FILE = Path(__file__).with_name("messages.json")
 MASK = bytes.fromhex("37fa213d")  # of RFC 6455 §5.7; a real one is random
 FLOAT32, INT32 = DTYPE_CODES[torch.float32], DTYPE_CODES[torch.int32]
-
-MANIFEST = Manifest(
-    server="symbiosis/1",
-    model="tiny",
-    architecture="LlamaForCausalLM",
-    base_prefix="model",
-    weights="5e" * 32,
-    digest="",
-    numerics="float32",
-    wire_dtypes=("float32", "bfloat16"),
-    limits=Limits(max_message_bytes=65_536, max_rows=10),
-    groups=(
-        GroupInfo(
-            4, (Member("layers.0.q", 3, "model.layers.0.q.weight"), Member("layers.0.k", 2, "k", True))
-        ),
-        GroupInfo(3, (Member("layers.0.down", 4, "model.layers.0.down.weight"),)),
-        GroupInfo(2, (Member("wide", 10_000, "model.wide.weight"),), head=True),
-    ),
-    parameters=(ParameterInfo("model.embed_tokens.weight", (5, 4), "float32", "cd" * 32),),
-    unavailable=(),
-    files=(FileInfo("config.json", 120, "ab" * 32),),
-)
-
-MANIFEST = msgspec.structs.replace(MANIFEST, digest=digest_of(MANIFEST))
-MANIFESTS = {
-    "float32": MANIFEST,
-    **{
-        numerics: msgspec.structs.replace(
-            MANIFEST,
-            numerics=numerics,
-            wire_dtypes=("int32",),
-            groups=tuple(
-                msgspec.structs.replace(group, bounds=given)
-                for group, given in zip(
-                    MANIFEST.groups,
-                    (tuple(bounds(PLANES[numerics].planes)), (3 << 14, 4 << 14), (20_000, 10_000 << 13)),
-                    strict=True,
-                )
-            ),
-        )
-        for numerics in RINGS
-    },
-}
 
 
 def fields(header: Header) -> dict[str, int]:
