@@ -173,8 +173,9 @@ def validate_manifest(manifest: Manifest) -> None:
         widths = [group.inputs, *(m.outputs for m in group.members)]
         if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
             raise WireError("manifest", "the executor's manifest has a group of impossible shape")
-        # No int8 squared is over 2^14.
-        most = (group.inputs << 14, sum(m.outputs for m in group.members) << 14)
+        # No int8 squared is over 2^14, no int16 over 2^30.
+        bits = 14 if RINGS.get(manifest.numerics, 0) > 1 else 30
+        most = (group.inputs << bits, sum(m.outputs for m in group.members) << bits)
         if manifest.numerics in RINGS and not (
             group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True))
         ):

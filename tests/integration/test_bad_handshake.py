@@ -312,14 +312,14 @@ def test_one_of_several_offered_versions_is_chosen(llama: Executor) -> None:
 def test_another_version_is_a_version_error(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("tenant_sdk.connection.handshake")
     monkeypatch.setattr(module, "SUBPROTOCOL", "symbiosis.v9")
-    with pytest.raises(ProtocolVersionError, match=r"symbiosis\.v2"):
+    with pytest.raises(ProtocolVersionError, match=r"symbiosis\.v3"):
         llama.connect()
 
 
 def test_a_websocket_server_of_something_else(tls_dir: Path) -> None:
     with (
         scripted_executor(tls_dir, lambda _: None, subprotocol=None) as url,
-        pytest.raises(ProtocolVersionError, match=r"did not agree to symbiosis\.v2"),
+        pytest.raises(ProtocolVersionError, match=r"did not agree to symbiosis\.v3"),
     ):
         tenant_sdk.connect(url, token="token", ca=tls_dir / "ca.pem", privacy="plain")
 

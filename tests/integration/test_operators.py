@@ -223,7 +223,7 @@ def test_another_operator_with_its_own_token_and_authority(
     (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("tenant_sdk")]
     assert "have the same machine, which was allowed" in warning
     expected = fixed_result(load_local(checkpoint("llama")), token_ids())
-    assert float((got - expected).norm() / expected.norm()) < 1e-4
+    assert float((got - expected).norm() / expected.norm()) < 3e-4
 
 
 def test_lists_of_tokens_and_authorities(

@@ -206,7 +206,7 @@ def test_what_the_tenant_sent_stays_as_it_is(ring: Callable[[str], Executor]) ->
     base = base_of(ring("llama"))
     (out,) = base.compute(0, Direction.FORWARD, 1, base.blocks(request, rows))
     assert torch.equal(rows, before)
-    assert (out.dtype, out.shape) == (torch.int32, (20, 128))
+    assert (out.dtype, out.shape) == (torch.int32, (20, RINGS[RING] * 64))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

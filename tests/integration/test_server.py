@@ -29,7 +29,7 @@ from provider.observe.metrics import Metrics
 from provider.serve.server import Server, server_context
 from provider.session.tenant import Service
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestRefused
-from shared.wire.header import Direction, Operation
+from shared.wire.header import RINGS, Direction, Operation
 from tenant_sdk import Session
 
 ROW = bytes(256)
@@ -222,7 +222,8 @@ def test_a_seed_counts_as_the_rows_that_it_stands_for(
         peer.hello()
         received = metric(executor, "symbiosis_received_bytes_total")
         sent = metric(executor, "symbiosis_sent_bytes_total")
-        for direction, columns, answered in ((1, 64, 2 * 32), (2, 32, 2 * 64)):
+        planes = RINGS[RING]
+        for direction, columns, answered in ((1, 64, planes * 32), (2, 32, planes * 64)):
             labels = {"operation": "seed_effect", "direction": ("forward", "backward")[direction - 1]}
             fields = {"operation": 8, "direction": direction, "dtype": 6, "members": 2, "request_id": 1}
             peer.message(header(**fields, rows=5, columns=columns), bytes(32))
@@ -232,7 +233,8 @@ def test_a_seed_counts_as_the_rows_that_it_stands_for(
                 lambda labels=labels: metric(executor, "symbiosis_product_seconds_count", **labels) == 1
             )
         eventually(lambda: metric(executor, "symbiosis_received_bytes_total") - received == 2 * 32)
-        eventually(lambda: metric(executor, "symbiosis_sent_bytes_total") - sent == 5 * (64 + 128) * 4)
+        answers = planes * 5 * (32 + 64) * 4
+        eventually(lambda: metric(executor, "symbiosis_sent_bytes_total") - sent == answers)
         assert metric(executor, "symbiosis_rows_total", operation="effect", direction="forward") == 0
 
 

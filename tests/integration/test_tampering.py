@@ -23,7 +23,7 @@ from torch import nn
 
 import tenant_sdk
 from shared.errors import ModelMismatch, VerificationError
-from shared.wire.header import Direction
+from shared.wire.header import RINGS, Direction
 from tenant_sdk.model.virtual import VirtLinear
 from tenant_sdk.products.forecast import Kind
 from tenant_sdk.products.mask_sources import ExecutorSource
@@ -308,10 +308,11 @@ def test_a_falsified_fingerprint_is_noticed_before_any_row_is_sent(
     parties = list(trio("llama")[:2])
     middle = proxy(parties[who == "source"])
     parties[who == "source"] = middle.executor
-    row, change = (6, -(2**31)) if top else (0, 1)  # of the highest digit, or the lowest
+    planes = RINGS[RING]
+    row, change = (3 * planes, -(2**31)) if top else (0, 1)  # of the highest digit, or the lowest
 
     def falsify(message: Message, body: bytes) -> bytes:
-        if (message.fields.direction, message.fields.rows) != (BACKWARD, 8):
+        if (message.fields.direction, message.fields.rows) != (BACKWARD, 4 * planes):
             return body
         return put((row, 3), lambda value: value + change)(message, body)
 

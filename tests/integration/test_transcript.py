@@ -31,7 +31,12 @@ class Recorded:
     def __init__(self, folder: Path, checkpoint: Path, tls_dir: Path, token_file: tuple[Path, str]) -> None:
         self.provider = Provider(
             ServeConfig(
-                model_dir=checkpoint, tls_dir=tls_dir, token_file=token_file[0], port=0, transcript=folder
+                model_dir=checkpoint,
+                numerics="float32",
+                tls_dir=tls_dir,
+                token_file=token_file[0],
+                port=0,
+                transcript=folder,
             )
         )
         self.provider.start()

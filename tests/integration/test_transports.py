@@ -81,7 +81,7 @@ def test_one_time_masks(
         got = fixed_result(session.load_model(progress=False), token_ids())
         assert session.stats.verified_rows == session.stats.rows > 0
     expected = fixed_result(load_local(checkpoint("llama")), token_ids())
-    assert float((got - expected).norm() / expected.norm()) < 1e-4
+    assert float((got - expected).norm() / expected.norm()) < 3e-4
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -300,7 +300,7 @@ def test_the_executor_in_a_notebook(checkpoint: Callable[[str], Path]) -> None:
         session = tenant_sdk.connect(endpoint, privacy="plain")
         got = fixed_result(session.load_model(progress=False), token_ids())
     expected = fixed_result(load_local(checkpoint("llama")), token_ids())
-    torch.testing.assert_close(got, expected)
+    assert relative_error(got, expected) < 3e-4  # integers: docs/numerics.md
     with pytest.raises(ConnectionLost):
         product(session, torch.ones(1, 64))
     session.close()

@@ -97,6 +97,7 @@ def test_every_byte_that_is_used_is_checked(who: str, trio: Callable[[str], Trio
 
 
 @pytest.mark.parametrize("who", ["provider", "source"])
+@pytest.mark.skipif(PLANES < 2, reason="there is no other plane")
 def test_the_other_plane_of_a_fingerprint_is_used_by_nobody(
     who: str, trio: Callable[[str], Trio], proxy: Proxy
 ) -> None:

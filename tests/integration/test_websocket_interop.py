@@ -36,7 +36,7 @@ from websockets.sync.server import ServerConnection, serve
 from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost
 from shared.ring.mask_stream import MaskStream
-from shared.wire.header import Direction, Operation
+from shared.wire.header import RINGS, Direction, Operation
 from shared.wire.messages import encode
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.handshake import client_context, open_connection
@@ -147,7 +147,7 @@ def test_their_client_gets_integers(
             sent = payload if isinstance(payload, bytes) else payload.numpy().tobytes()
             websocket.send(header(operation, **fields) + sent)
             head, body = receive(websocket)
-            assert head[1:] == (REPLY, FORWARD, 6, 0, 7, 5, 2 * (64 + 32), 0, 0, 0b11)
+            assert head[1:] == (REPLY, FORWARD, 6, 0, 7, 5, RINGS[RING] * (64 + 32), 0, 0, 0b11)
             answers.append(torch.frombuffer(bytearray(body), dtype=torch.int32))
         seeded, effect, masked, plain = answers
         assert torch.equal(seeded, effect)
