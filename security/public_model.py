@@ -62,8 +62,9 @@ class PublicModel:
         return self.planes(group).scales
 
     def planes(self, group: int) -> Planes:
-        """The integers of a ring executor's group."""
-        return group_planes(self._checkpoint, self.manifest.groups[group], RINGS[self.manifest.numerics])
+        """A group's integers on the ring of the manifest, or on the usual one."""
+        count = RINGS.get(self.manifest.numerics, RINGS["ring"])
+        return group_planes(self._checkpoint, self.manifest.groups[group], count)
 
     @contextmanager
     def watching(self, groups: list[int], *, stop: bool = False) -> Iterator[dict[int, torch.Tensor]]:

@@ -14,7 +14,7 @@ FRAME_BYTES = 14  # of a masked websocket frame's header, 65,536 bytes and more;
 
 
 # Fingerprints are made with products in the other direction, of numbers of rows that are known.
-FINGERPRINT_ROWS = (8, 40)
+FINGERPRINT_ROWS = (4, 8, 40)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from channels import error_of
-from conftest import RING, TENANT
+from conftest import RING, TENANT, relative_error
 from forking import in_child, refused
 from lanes import HeldLane, service_on
 from parity import fixed_result, load_local, token_ids
