@@ -17,7 +17,8 @@ for name in ("shared", "provider", "tenant_sdk", "security"):
     package = importlib.import_module(name)
     assert package.__file__.startswith(sys.argv[1]), package.__file__
     for module in pkgutil.walk_packages(package.__path__, name + "."):
-        if "._" not in module.name and not (module.name.endswith("triton_kernel") and find_spec("triton") is None):
+        gpu = module.name.endswith("triton_kernel")
+        if "._" not in module.name and (find_spec("triton") or not gpu):
             importlib.import_module(module.name)
             print(module.name)
 """
