@@ -2,7 +2,8 @@
 
     python benchmarks/quality.py
 
-The bundled model: held-out perplexity, the losses of 200 LoRA steps, greedy text of 64 prompts; a pretrained
+Single layers of many shapes. The bundled model: held-out perplexity, the losses of 200 LoRA steps, greedy
+text of 64 prompts; a pretrained
 MiniLM: hidden states and the embeddings of sentences. Each against the same model in float32 in this process.
 Executors run in this process, and rows are not masked: masks change no bit of what the ring computes, which
 tests/unit/test_ring_rows.py and tests/integration/test_bit_identity.py hold. Prints tables, and writes
@@ -28,6 +29,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, logging
 
 import tenant_sdk
 from provider import inprocess
+from provider.executor.weights import RingWeight
+from shared.ring.fixed_point import bounds, capacity, quantize_weight
+from shared.ring.rows import hide, reveal
+from shared.wire.header import RINGS, Direction
 from tenant_sdk.tuning.finetuning import Blocks, pack, perplexity, read_tokens
 
 logging.set_verbosity_error()
@@ -35,6 +40,8 @@ logging.disable_progress_bar()
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NUMERICS = ("float32", "bfloat16", "ring-fine", "ring")
 LENGTH, BATCH, STEPS, PROMPTS, PROMPT, TOKENS = 64, 8, 200, 64, 16, 64
+# Outputs and inputs; the last three are those of Llama 2 7B and 70B, gate and up together.
+SHAPES = ((768, 768), (3072, 768), (4096, 4096), (8192, 8192), (22016, 4096), (4096, 11008), (57344, 8192))
 console = Console()
 
 
@@ -118,6 +125,45 @@ def encoder(numerics: str | None) -> dict[str, torch.Tensor]:
     return {"states": states[real], "embeddings": (states * weights).sum(1) / weights.sum(1)}
 
 
+def layer(outputs: int, inputs: int, numerics: str, direction: Direction) -> float:
+    """The error of one layer with normal weights and rows, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.02 * torch.randn(outputs, inputs, generator=generator)
+    forward = direction == Direction.FORWARD
+    columns, answered = (inputs, outputs) if forward else (outputs, inputs)
+    rows = torch.randn(16, columns, generator=generator)
+    true = rows.double() @ (weight.double().T if forward else weight.double())
+    if numerics == "bfloat16":
+        mine = rows.bfloat16() @ (weight.bfloat16().T if forward else weight.bfloat16())
+        return distance(mine.double(), true)
+    planes, scales = quantize_weight(weight, RINGS[numerics])
+    limit = bounds(planes)
+    room = capacity(limit.forward if forward else limit.backward, columns)
+    request = torch.zeros(16, columns, dtype=torch.int32)
+    hidden = hide([rows], None if forward else scales, room, request, None)
+    assert hidden is not None
+    (answer,) = RingWeight(planes, [outputs]).apply(direction, 1, [request])
+    out = torch.empty(16, answered)
+    reveal(answer, [], hidden[0], scales if forward else None, [out], None, None)
+    return distance(out.double(), true)
+
+
+def show_layers() -> list[dict[str, Any]]:
+    """Errors of layers of many shapes."""
+    table = Table(title="One layer: relative error against float64", highlight=False)
+    found = []
+    for column in ("layer", "", "bfloat16", *RINGS):
+        table.add_column(column)
+    for outputs, inputs in SHAPES:
+        for direction in (Direction.FORWARD, Direction.BACKWARD):
+            errors = {name: layer(outputs, inputs, name, direction) for name in ("bfloat16", *RINGS)}
+            name = direction.name.lower()
+            table.add_row(f"{inputs} -> {outputs}", name, *(f"{error:.1e}" for error in errors.values()))
+            found.append({"inputs": inputs, "outputs": outputs, "direction": name, **errors})
+    console.print(table)
+    return found
+
+
 def distance(mine: torch.Tensor, true: torch.Tensor) -> float:
     """Relative, L2."""
     return float((mine - true).norm() / true.norm())
@@ -178,6 +224,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
+    layers = show_layers()
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "base_model")
     found: dict[str, dict[str, Any]] = {}
     for numerics in (None, *NUMERICS):
@@ -194,7 +241,7 @@ def main() -> None:
         table.add_row(name, *(f"{each[name]:.4g}" for each in figures.values()))
     console.print(table)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "quality.json").write_text(json.dumps(figures, indent=1))
+    (options.output / "quality.json").write_text(json.dumps({"layers": layers, "models": figures}, indent=1))
     plot(figures, options.output / "quality.png")
     console.print(f"wrote {options.output}/quality.json and .png")
 

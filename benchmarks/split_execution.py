@@ -54,7 +54,7 @@ MODES: dict[str, dict[str, Any]] = {
     "one-time, effects ahead": {"privacy": "one-time", "verify": "always", "mask_budget_mib": 0},
 }
 AHEAD = "one-time, effects ahead"
-ITERATION_BUDGET, DECODE_BUDGET = 1400 << 20, 400 << 20  # bytes of effects for one of each
+ITERATION_BUDGET, DECODE_BUDGET = 700 << 20, 200 << 20  # bytes of effects for one of each
 BATCH, SEQUENCE, PROMPT, NEW_TOKENS = 2, 512, 64, 32
 # A file or pipe has no width of its own, and eighty columns would break the table.
 console = Console(width=None if sys.stdout.isatty() else 150)

@@ -12,7 +12,9 @@ enum {
     PANEL = 48,      /* columns that are packed together: a whole number of every tile's */
     DEPTH = 1024,    /* of the inner size at once, so that a panel stays in a core's own cache */
     CHUNK = 8 << 20, /* bytes of rows at once */
-    FEW = 16,        /* rows that are multiplied without packing the weight */
+    FEW = 16,        /* rows that are multiplied without packing the weight, if that is by_rows */
+    FEW_COLUMNS = 4, /* else */
+    STRIP = 1024,    /* columns at once then */
     SMALL = 1 << 20  /* products for which a second thread is not woken */
 };
 
@@ -51,6 +53,8 @@ AVX2 static inline __m128i fold8(__m256i v)
 #define SPREAD(x) _mm512_set1_epi32(x)
 #define ADD(a, b) _mm512_add_epi32(a, b)
 #define SHIFT(a) _mm512_slli_epi32(a, 16)
+#define LOWER(a, b) _mm512_unpacklo_epi16(a, b)
+#define UPPER(a, b) _mm512_unpackhi_epi16(a, b)
 #define STORE(p, v) _mm512_storeu_si512(p, v)
 #define FOLD(v) fold8(_mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)))
 #define SUM4(a, b, c, d) sum4(FOLD(a), FOLD(b), FOLD(c), FOLD(d))
@@ -79,6 +83,8 @@ AVX2 static inline __m128i fold8(__m256i v)
 #undef SPREAD
 #undef ADD
 #undef SHIFT
+#undef LOWER
+#undef UPPER
 #undef STORE
 #undef FOLD
 
@@ -93,6 +99,8 @@ AVX2 static inline __m128i fold8(__m256i v)
 #define SPREAD(x) _mm256_set1_epi32(x)
 #define ADD(a, b) _mm256_add_epi32(a, b)
 #define SHIFT(a) _mm256_slli_epi32(a, 16)
+#define LOWER(a, b) _mm256_unpacklo_epi16(a, b)
+#define UPPER(a, b) _mm256_unpackhi_epi16(a, b)
 #define STORE(p, v) _mm256_storeu_si256((void *)(p), v)
 #define FOLD(v) fold8(v)
 #define MADD(s, a, b) ADD_PRODUCTS(s, a, b, "x")
@@ -137,6 +145,8 @@ AVX2 static void turn(const char *weight, int64_t stride, int bytes, int32_t *ou
 #define SPREAD(x) vdupq_n_s32(x)
 #define ADD(a, b) vaddq_s32(a, b)
 #define SHIFT(a) vshlq_n_s32(a, 16)
+#define LOWER(a, b) vreinterpretq_s32_s16(vzip1q_s16(HALVES(a), HALVES(b)))
+#define UPPER(a, b) vreinterpretq_s32_s16(vzip2q_s16(HALVES(a), HALVES(b)))
 #define STORE(p, v) vst1q_s32(p, v)
 #define SUM4(a, b, c, d) vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d))
 #define FOUR int32x4_t
@@ -162,10 +172,12 @@ static void turn(const char *weight, int64_t stride, int bytes, int32_t *out)
 
 typedef struct {
     const char *name;
-    int tile_rows, tile_columns;
+    int tile_rows, tile_columns, lanes;
     void (*tile)(const int32_t *rows, const int32_t *panel, int64_t pairs, int32_t *out);
     void (*dot)(const int16_t *low, const int16_t *high, const void *weight, int64_t stride, int bytes,
                 int64_t columns, int64_t inner, int32_t *out);
+    void (*add_rows)(const int32_t *pairs, const void *const *weights, int bytes, int64_t columns, int32_t *low,
+                     int32_t *high);
 } kernel;
 
 /* The kernels of this processor, the best first; how many. */
@@ -175,13 +187,13 @@ static int kernels(kernel *found)
 #if defined(__x86_64__) && defined(__GNUC__)
     int avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
     if (avx512 && __builtin_cpu_supports("avx512vnni"))
-        found[count++] = (kernel){"avx512-vnni", 4, 48, tile_vnni, dot_vnni};
+        found[count++] = (kernel){"avx512-vnni", 4, 48, 16, tile_vnni, dot_vnni, add_rows_vnni};
     if (avx512)
-        found[count++] = (kernel){"avx512", 4, 48, tile_avx512, dot_avx512};
+        found[count++] = (kernel){"avx512", 4, 48, 16, tile_avx512, dot_avx512, add_rows_avx512};
     if (__builtin_cpu_supports("avx2"))
-        found[count++] = (kernel){"avx2", 3, 16, tile_avx2, dot_avx2};
+        found[count++] = (kernel){"avx2", 3, 16, 8, tile_avx2, dot_avx2, add_rows_avx2};
 #elif defined(__aarch64__) && defined(__GNUC__)
-    found[count++] = (kernel){"neon", 4, 12, tile_neon, dot_neon};
+    found[count++] = (kernel){"neon", 4, 12, 4, tile_neon, dot_neon, add_rows_neon};
 #endif
     return count;
 }
@@ -284,6 +296,61 @@ static int few(const kernel *use, const int32_t *rows, int64_t row_stride, int64
     return 0;
 }
 
+/* Few rows and a weight [inner][columns], which is read once, eight of its rows at a time. */
+static int few_columns(const kernel *use, const int32_t *rows, int64_t row_stride, int64_t count, int64_t inner,
+                       const char *weight, int64_t weight_stride, int bytes, int64_t columns, int32_t *out,
+                       int64_t out_stride, int threads)
+{
+    int failed = 0, block = 2 * use->lanes;
+    int64_t eights = (inner + 7) / 8, share = ((columns + threads - 1) / threads + block - 1) / block * block;
+    int64_t strip = share < STRIP ? share : STRIP;
+    int32_t *pairs = calloc((size_t)(count * eights), 8 * sizeof(int32_t));
+    if (pairs == NULL)
+        return 1;
+    for (int64_t t = 0; t < count; t++)
+        split_pairs(rows + t * row_stride, inner, 1, pairs + t * eights * 8);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+    for (int64_t at = 0; at < columns; at += strip) {
+        int64_t wide = columns - at < strip ? columns - at : strip, whole = wide / block * block;
+        int32_t *sums = calloc((size_t)(count * 2 * strip), sizeof(int32_t));
+        if (sums == NULL) {
+            failed = 1;
+            continue;
+        }
+        for (int64_t eight = 0; eight < eights; eight++) {
+            const void *weights[8];
+            for (int64_t j = 0; j < 8; j++) {
+                /* Beyond the end the numbers of the row are 0, and any row of the weight will do. */
+                int64_t k = 8 * eight + j < inner ? 8 * eight + j : inner - 1;
+                weights[j] = weight + (k * weight_stride + at) * bytes;
+            }
+            for (int64_t t = 0; t < count; t++)
+                use->add_rows(pairs + (t * eights + eight) * 8, weights, bytes, whole, sums + 2 * t * strip,
+                              sums + (2 * t + 1) * strip);
+        }
+        for (int64_t t = 0; t < count; t++) {
+            const int32_t *low = sums + 2 * t * strip, *high = low + strip;
+            int32_t *to = out + t * out_stride + at;
+            for (int64_t n = 0; n < whole; n++) {
+                int64_t in = n % block, place = n - in + in / 8 * 4 + in % 4 + (in % 8 < 4 ? 0 : use->lanes);
+                to[n] = (int32_t)((uint32_t)low[place] + ((uint32_t)high[place] << 16));
+            }
+            for (int64_t n = whole; n < wide; n++) {
+                uint32_t sum = 0;
+                for (int64_t k = 0; k < inner; k++) {
+                    const char *from = weight + (k * weight_stride + at + n) * bytes;
+                    int32_t element = bytes == 2 ? *(const int16_t *)from : *(const int8_t *)from;
+                    sum += (uint32_t)rows[t * row_stride + k] * (uint32_t)element;
+                }
+                to[n] = (int32_t)sum;
+            }
+        }
+        free(sums);
+    }
+    free(pairs);
+    return failed;
+}
+
 /* A block of rows and a panel: out gets, or with more than one DEPTH has added to it, what they make. */
 CLONES static void put(const int32_t *from, int64_t rows, int64_t columns, int32_t *out, int64_t out_stride, int add)
 {
@@ -312,6 +379,9 @@ int ring_multiply(int which, const int32_t *rows, int64_t row_stride, int64_t co
     if (by_rows && count <= FEW)
         return few(use, rows, row_stride, count, inner, weight, weight_stride, bytes, columns, out, out_stride,
                    threads);
+    if (!by_rows && count <= FEW_COLUMNS)
+        return few_columns(use, rows, row_stride, count, inner, weight, weight_stride, bytes, columns, out,
+                           out_stride, threads);
     int64_t pairs = (inner + 1) / 2, chunk = CHUNK / (pairs * 8) / tall * tall;
     chunk = chunk < 96 ? 96 : chunk; /* a whole number of every tile's rows */
     chunk = chunk > count ? (count + tall - 1) / tall * tall : chunk;

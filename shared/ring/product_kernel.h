@@ -7,6 +7,7 @@
  *   SPREAD(x)        the same pair everywhere
  *   MADD(s, a, b)    add to s both products of each pair, modulo 2^32
  *   SUM4(a, b, c, d) the sums of all lanes of each, a FOUR
+ *   LOWER(a, b), UPPER(a, b)  pairs of int16 of a and b, of the lower and upper half of each 16 bytes
  *
  * Sums have names of their own, and not places in an array, because compilers keep those in registers.
  */
@@ -90,6 +91,50 @@ TARGET static void NAME(dot)(const int16_t *low, const int16_t *high, const void
     }
 }
 
+/* Eight rows of a weight [inner][columns] times as many numbers of one row, added to low and high [columns], whose
+ * order within 2 * LANES is that of LOWER and then UPPER. pairs [4][2] as in a tile; columns a multiple of 2 * LANES.
+ */
+#define EACH_PAIR(DO) DO(0) DO(1) DO(2) DO(3)
+#define PAIR(p)                                                                                    \
+    {                                                                                              \
+        VEC first = READ((const ELEMENT *)weights[2 * p] + n);                                     \
+        VEC second = READ((const ELEMENT *)weights[2 * p + 1] + n);                                \
+        VEC lower = LOWER(first, second), upper = UPPER(first, second), row = SPREAD(pairs[2 * p]); \
+        MADD(low_0, row, lower)                                                                    \
+        MADD(low_1, row, upper)                                                                    \
+        row = SPREAD(pairs[2 * p + 1]);                                                            \
+        MADD(high_0, row, lower)                                                                   \
+        MADD(high_1, row, upper)                                                                   \
+    }
+#define ADD_ROWS                                                         \
+    for (int64_t n = 0; n < columns; n += 2 * LANES) {                   \
+        VEC low_0 = LOAD(low + n), low_1 = LOAD(low + n + LANES);        \
+        VEC high_0 = LOAD(high + n), high_1 = LOAD(high + n + LANES);    \
+        EACH_PAIR(PAIR)                                                  \
+        STORE(low + n, low_0);                                           \
+        STORE(low + n + LANES, low_1);                                   \
+        STORE(high + n, high_0);                                         \
+        STORE(high + n + LANES, high_1);                                 \
+    }
+
+TARGET static void NAME(add_rows)(const int32_t *pairs, const void *const *weights, int bytes, int64_t columns,
+                                  int32_t *low, int32_t *high)
+{
+    if (bytes == 2) {
+#define ELEMENT int16_t
+#define READ LOAD
+        ADD_ROWS
+#undef ELEMENT
+#undef READ
+    } else {
+#define ELEMENT int8_t
+#define READ WIDEN
+        ADD_ROWS
+#undef ELEMENT
+#undef READ
+    }
+}
+
 #undef ZERO
 #undef ZERO_ROW
 #undef WEIGHT
@@ -105,4 +150,7 @@ TARGET static void NAME(dot)(const int16_t *low, const int16_t *high, const void
 #undef MULTIPLY
 #undef REST
 #undef TOTAL
+#undef EACH_PAIR
+#undef PAIR
+#undef ADD_ROWS
 #undef DOT

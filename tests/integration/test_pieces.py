@@ -59,8 +59,14 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
         for channel in (Channel, WebsocketChannel):
             monkeypatch.setattr(channel, "piece_bytes", int(on))
 
+    monkeypatch.setattr(websocket_channel, "travels", lambda sock: True)  # though it is this machine
     switch(False)
     return switch
+
+
+def test_on_one_machine_nothing_is_cut(trio: Callable[[str], Trio]) -> None:
+    with trio("llama")[0].connect() as session:
+        assert session.executor.channel.piece_bytes == 0
 
 
 def floats(session: Session, kind: Kind, seed: int = 0) -> list[torch.Tensor]:
