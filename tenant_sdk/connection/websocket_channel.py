@@ -31,7 +31,7 @@ READS_AT_ONCE = 1024  # before looking at the clock again
 
 
 def travels(sock: socket.socket) -> bool:
-    """Whether bytes go over a network. On one machine they take no time, and a request in pieces only more work."""
+    """Whether bytes go over a network. On one machine they take no time, and pieces only more work."""
     try:
         return not ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback
     except OSError:  # it has gone already, which the first request will notice
