@@ -3,8 +3,8 @@
     python benchmarks/quality.py
 
 Single layers of many shapes. The bundled model: held-out perplexity, the losses of 200 LoRA steps, greedy
-text of 64 prompts; a pretrained
-MiniLM: hidden states and the embeddings of sentences. Each against the same model in float32 in this process.
+text of 64 prompts. A pretrained MiniLM: hidden states and the embeddings of sentences. Each against the same
+model in float32 in this process.
 Executors run in this process, and rows are not masked: masks change no bit of what the ring computes, which
 tests/unit/test_ring_rows.py and tests/integration/test_bit_identity.py hold. Prints tables, and writes
 quality.json and quality.png into --output.

@@ -4,10 +4,9 @@
     python benchmarks/ring.py --products --instructions avx2
 
 Products of one layer as executors compute them in each numerics, against float32's (oneDNN), in turn, weights
-changing so that they come from memory; with AVX2 alone for all of them, if that is asked for; what
-verification adds to an iteration of
-benchmarks/split_execution.py; bytes on the wire against what the format needs; and one private layer
-of 768 -> 3072, one row, through the whole protocol, against the encrypted product of
+changing so that they come from memory; with AVX2 alone for all of them, if that is asked for. What
+verification adds to an iteration of benchmarks/split_execution.py. Bytes on the wire against what the format
+needs. One private layer of 768 -> 3072, one row, through the whole protocol, against the encrypted product of
 concrete-ml-extensions, if that is installed (``pip install -e '.[encrypted-baseline]'``).
 Writes ring.json and ring.png into --output.
 """
@@ -309,6 +308,8 @@ def main() -> None:
     products = measure_products(options.rounds)
     if options.products:
         show_products(products)
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "products.json").write_text(json.dumps(products, indent=1))
         return
     verification = measure_verification(options.rounds)
     with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
