@@ -40,8 +40,8 @@ logging.disable_progress_bar()
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NUMERICS = ("float32", "bfloat16", "ring-fine", "ring")
 LENGTH, BATCH, STEPS, PROMPTS, PROMPT, TOKENS = 64, 8, 200, 64, 16, 64
-# Outputs and inputs; the last three are those of Llama 2 7B and 70B, gate and up together.
-SHAPES = ((768, 768), (3072, 768), (4096, 4096), (8192, 8192), (22016, 4096), (4096, 11008), (57344, 8192))
+# Outputs and inputs; the last two are those of Llama 2 7B, gate and up together and down.
+SHAPES = ((768, 768), (3072, 768), (4096, 4096), (8192, 8192), (22016, 4096), (4096, 11008))
 console = Console()
 
 
@@ -125,39 +125,37 @@ def encoder(numerics: str | None) -> dict[str, torch.Tensor]:
     return {"states": states[real], "embeddings": (states * weights).sum(1) / weights.sum(1)}
 
 
-def layer(outputs: int, inputs: int, numerics: str, direction: Direction) -> float:
-    """The error of one layer with normal weights and rows, against float64."""
-    generator = torch.Generator().manual_seed(0)
-    weight = 0.02 * torch.randn(outputs, inputs, generator=generator)
+def layer(weight: torch.Tensor, direction: Direction) -> dict[str, float]:
+    """The errors of one layer with normal rows, against float64."""
     forward = direction == Direction.FORWARD
-    columns, answered = (inputs, outputs) if forward else (outputs, inputs)
-    rows = torch.randn(16, columns, generator=generator)
-    true = rows.double() @ (weight.double().T if forward else weight.double())
-    if numerics == "bfloat16":
-        mine = rows.bfloat16() @ (weight.bfloat16().T if forward else weight.bfloat16())
-        return distance(mine.double(), true)
-    planes, scales = quantize_weight(weight, RINGS[numerics])
-    limit = bounds(planes)
-    room = capacity(limit.forward if forward else limit.backward, columns)
-    request = torch.zeros(16, columns, dtype=torch.int32)
-    hidden = hide([rows], None if forward else scales, room, request, None)
-    assert hidden is not None
-    (answer,) = RingWeight(planes, [outputs]).apply(direction, 1, [request])
-    out = torch.empty(16, answered)
-    reveal(answer, [], hidden[0], scales if forward else None, [out], None, None)
-    return distance(out.double(), true)
+    rows = torch.randn(16, weight.shape[1 if forward else 0], generator=torch.Generator().manual_seed(1))
+    turned = weight.T if forward else weight
+    true = rows.double() @ turned.double()
+    errors = {"bfloat16": distance((rows.bfloat16() @ turned.bfloat16()).double(), true)}
+    for numerics, count in RINGS.items():
+        planes, scales = quantize_weight(weight, count)
+        limit = bounds(planes)
+        room = capacity(limit.forward if forward else limit.backward, rows.shape[1])
+        request = torch.zeros(rows.shape, dtype=torch.int32)
+        hidden = hide([rows], None if forward else scales, room, request, None)
+        assert hidden is not None
+        (answer,) = RingWeight(planes, [len(weight)]).apply(direction, 1, [request])
+        out = torch.empty(true.shape)
+        reveal(answer, [], hidden[0], scales if forward else None, [out], None, None)
+        errors[numerics] = distance(out.double(), true)
+    return errors
 
 
 def show_layers() -> list[dict[str, Any]]:
-    """Errors of layers of many shapes."""
+    """Errors of layers of many shapes, with normal weights."""
     table = Table(title="One layer: relative error against float64", highlight=False)
     found = []
     for column in ("layer", "", "bfloat16", *RINGS):
         table.add_column(column)
     for outputs, inputs in SHAPES:
+        weight = 0.02 * torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
         for direction in (Direction.FORWARD, Direction.BACKWARD):
-            errors = {name: layer(outputs, inputs, name, direction) for name in ("bfloat16", *RINGS)}
-            name = direction.name.lower()
+            errors, name = layer(weight, direction), direction.name.lower()
             table.add_row(f"{inputs} -> {outputs}", name, *(f"{error:.1e}" for error in errors.values()))
             found.append({"inputs": inputs, "outputs": outputs, "direction": name, **errors})
     console.print(table)
