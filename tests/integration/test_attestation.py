@@ -65,7 +65,7 @@ def test_a_file_that_nobody_else_has_is_refused(
     else:
         options = {"privacy": "plain"}
         if attested == "fingerprints":
-            key = write_fingerprints(trusted, trusted / "prints")
+            key = write_fingerprints(trusted, trusted / "prints", numerics=RING)
             options |= {"fingerprints": trusted / "prints", "fingerprint_key": key}
         else:
             with hostile({}).connect() as session:
@@ -88,7 +88,7 @@ def test_a_parameter_that_nobody_else_has_is_refused(
     elif attested == "local":
         options["mask_sources"] = [f"local:{folder}"]
     else:
-        key = write_fingerprints(folder, tmp_path / "prints")
+        key = write_fingerprints(folder, tmp_path / "prints", numerics=RING)
         options = {"privacy": "plain", "fingerprints": tmp_path / "prints", "fingerprint_key": key}
 
     def one_bit(tensors: dict[str, torch.Tensor]) -> None:
@@ -228,7 +228,7 @@ def test_the_head_is_the_head(
         return
     options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [f"local:{tmp_path}"]}
     if attested == "fingerprints":
-        key = write_fingerprints(tmp_path, tmp_path / "prints")
+        key = write_fingerprints(tmp_path, tmp_path / "prints", numerics=RING)
         options = {"privacy": "plain", "fingerprints": tmp_path / "prints", "fingerprint_key": key}
     hostile({}, "gpt2", serve_head=True).connect(**options).close()  # the honest one
     with pytest.raises(ModelMismatch, match="leaves out the parameter"):

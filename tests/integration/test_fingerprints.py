@@ -35,7 +35,7 @@ class Trusted:
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.path = path
-        self.key = write_fingerprints(folder, path)
+        self.key = write_fingerprints(folder, path, numerics=RING)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def test_only_its_owner_may_read_it_and_it_does_not_hold_its_key(
     path.chmod(0o644)
     umask = os.umask(0)
     try:
-        key = write_fingerprints(checkpoint("gpt2"), path)
+        key = write_fingerprints(checkpoint("gpt2"), path, numerics=RING)
     finally:
         os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -318,7 +318,7 @@ def test_challenges_are_drawn_afresh(checkpoint: Callable[[str], Path], tmp_path
     key = Fernet.generate_key().decode()
     made = []
     for name in ("one", "other"):
-        assert write_fingerprints(checkpoint("gpt2"), tmp_path / name, key=key) == key
+        assert write_fingerprints(checkpoint("gpt2"), tmp_path / name, key=key, numerics=RING) == key
         made.append(StoredFingerprints(tmp_path / name, key)._tensors)
     challenges = [name for name in made[0] if name.endswith("challenge")]
     assert len(challenges) == 9 + 2  # one for each layer's outputs, one for each width of inputs
@@ -333,19 +333,19 @@ def test_challenges_are_drawn_afresh(checkpoint: Callable[[str], Path], tmp_path
 def test_places_that_cannot_be_written(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder = checkpoint("gpt2")
     for key in ("", None):
-        write_fingerprints(folder, tmp_path / "new folder" / "file", key=key)
+        write_fingerprints(folder, tmp_path / "new folder" / "file", key=key, numerics=RING)
     with pytest.raises(ConfigurationError, match="cannot be a file"):
-        write_fingerprints(folder, tmp_path)
+        write_fingerprints(folder, tmp_path, numerics=RING)
     with pytest.raises(ConfigurationError, match="cannot be a file"):
-        write_fingerprints(folder, tmp_path / "new folder" / "file" / "below")
+        write_fingerprints(folder, tmp_path / "new folder" / "file" / "below", numerics=RING)
     with pytest.raises(ConfigurationError, match="44 characters"):
-        write_fingerprints(folder, tmp_path / "file", key="too short")
+        write_fingerprints(folder, tmp_path / "file", key="too short", numerics=RING)
     assert {path.name for path in tmp_path.iterdir()} == {"new folder"}
 
 
 def test_folders_that_are_no_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        write_fingerprints(tmp_path, tmp_path / "file")
+        write_fingerprints(tmp_path, tmp_path / "file", numerics=RING)
     load_local(checkpoint("llama")).save_pretrained(tmp_path / "folder")
     config = tmp_path / "folder" / "config.json"
     for changes, message in (
@@ -357,7 +357,7 @@ def test_folders_that_are_no_checkpoint(checkpoint: Callable[[str], Path], tmp_p
         original = json.loads(config.read_text())
         config.write_text(json.dumps({**original, **changes}))
         with pytest.raises(CheckpointError, match=message):
-            write_fingerprints(tmp_path / "folder", tmp_path / "file")
+            write_fingerprints(tmp_path / "folder", tmp_path / "file", numerics=RING)
         config.write_text(json.dumps(original))
     assert not (tmp_path / "file").exists()
 
@@ -378,3 +378,16 @@ def test_it_is_used_unless_told_otherwise(
 
 def test_the_error_is_part_of_the_package() -> None:
     assert issubclass(VerificationError, tenant_sdk.SymbiosisError)
+
+
+def test_the_file_of_other_numerics(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Their integers are others, which the file says before any answer would be found wrong."""
+    (other,) = {"ring", "ring-fine"} - {RING}
+    key = write_fingerprints(checkpoint("llama"), tmp_path / "prints", numerics=other)
+    executor = serve(checkpoint("llama"), numerics=RING)
+    with pytest.raises(ConfigurationError, match=f"fingerprint --numerics {RING}"):
+        executor.connect(fingerprints=tmp_path / "prints", fingerprint_key=key)
+    with pytest.raises(ConfigurationError, match="'float32' cannot be checked"):
+        write_fingerprints(checkpoint("llama"), tmp_path / "prints", numerics="float32")

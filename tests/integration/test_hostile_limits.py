@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from conftest import Executor, make_model
+from conftest import RING, Executor, make_model
 from hostile_files import BYTE_LEVEL, RULES, changed, config_of, replace, sequence
 from lanes import HeldLane, service_on
 from raw_peers import eventually
@@ -75,7 +75,7 @@ def test_fingerprints_attest_also_where_nothing_is_verified(
     hostile: Callable[..., Executor], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The provider says what it computes in; that must not decide whether its files are looked at."""
-    key = write_fingerprints(checkpoint("llama"), tmp_path / "prints")
+    key = write_fingerprints(checkpoint("llama"), tmp_path / "prints", numerics=RING)
     options = {"fingerprints": tmp_path / "prints", "fingerprint_key": key, "verify": "off"}
     for numerics in ("ring", "float32"):
         executor = hostile({"tokenizer_config.json": b"{}"}, numerics=numerics)
