@@ -209,7 +209,7 @@ def plot(figures: dict[str, dict[str, Any]], path: Path) -> None:
     for name in NUMERICS:
         gaps = [max(1e-7, abs(a - b)) for a, b in zip(figures[name]["losses"], true, strict=True)]
         right.plot(gaps, label=name, linewidth=0.9)
-    right.set(xlabel="step", ylabel="distance from local, nats", yscale="log")
+    right.set(xlabel="step", ylabel="distance from local, nats", yscale="log", ylim=(5e-8, 3e-2))
     right.legend(frameon=False, ncols=2)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
