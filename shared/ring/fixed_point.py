@@ -18,6 +18,7 @@ rows gets the same bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -145,10 +146,10 @@ def column_squares(planes: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.sum(1) for part in _squares(planes)]).sum(0)
 
 
-def _squares(planes: torch.Tensor) -> list[torch.Tensor]:
+def _squares(planes: torch.Tensor) -> Iterator[torch.Tensor]:
     """Elements squared, some rows after the other; sums of integers are int64."""
     step = max(1, _STEP_ELEMENTS // planes.shape[2])
-    return [part.to(torch.int32).square_() for part in planes.split(step, 1)]
+    return (part.to(torch.int32).square_() for part in planes.split(step, 1))
 
 
 def capacity(bound: int, width: int) -> float:

@@ -2,15 +2,13 @@
 
 Several ways to compute the same integers, and a measurement that chooses:
 
-``triton``   one kernel for GPUs (``triton_kernel.py``), which does that in registers. native       compiled
-code (``product.c``), named after the instructions that it uses: rows are split into halves
-             of 16 bits, and no half and no half's product ever goes through memory.
-``int8``     rows are split into four signed base-256 digits, int16 weights into two, each an int8 matrix:
-int8
-             products with int32 sums, which processors with VNNI or AMX and GPUs have instructions for.
+native       compiled code (``product.c``), named after its instructions: rows are split into halves of 16
+             bits, and no half and no half's product ever goes through memory.
+``triton``   digits of 8 bits in a GPU's registers (``triton_kernel.py``).
+``int8``     rows are split into four signed base-256 digits, int16 weights into two, each an int8 matrix,
+             with int32 sums, which processors with VNNI or AMX and GPUs have instructions for.
 ``float64``  a float64 holds a half's sums exactly: for processors whose int8 product is slow or, without
-VNNI,
-             saturates.
+             VNNI, saturates.
 """
 
 from __future__ import annotations
@@ -117,9 +115,8 @@ if find_spec("triton") is not None and torch.cuda.is_available():
     from shared.ring.triton_kernel import triton_kernel
 
     KERNELS["triton"] = triton_kernel
-ONLY = {"triton": "cuda"} | dict.fromkeys(
-    ring_native.KERNELS, "cpu"
-)  # devices of kernels that run on one kind
+# Kernels that run on one kind of device.
+ONLY = {"triton": "cuda"} | dict.fromkeys(ring_native.KERNELS, "cpu")
 
 
 def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
@@ -156,9 +153,9 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
     rows = torch.randint(-(2**31), 2**31, (64, 768), generator=generator, dtype=torch.int32).to(device)
     weight = torch.randint(-LARGEST, LARGEST, (768, 768), generator=generator, dtype=torch.int16).to(device)
     out = torch.empty((64, 768), dtype=torch.int32, device=device)
-    seconds = {}
+    seconds, kind = {}, torch.device(device).type
     for name, kernel in KERNELS.items():
-        if ONLY.get(name, device) != device.partition(":")[0]:
+        if ONLY.get(name, kind) != kind:
             continue
         try:
             reason = "" if is_exact(kernel, device) else "it computes wrong integers"

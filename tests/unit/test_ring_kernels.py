@@ -167,3 +167,25 @@ def test_without_an_exact_kernel_nothing_is_served(choose: Callable[..., Kernel]
 def test_this_machine_has_a_kernel() -> None:
     assert fastest_kernel() in KERNELS.values()
     assert fastest_kernel() is fastest_kernel()
+
+
+def test_a_device_with_a_number_has_the_kernels_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cuda:0`` is a GPU, whose fallbacks are there, and where no code for processors runs."""
+    tried: list[str] = []
+
+    def refusing(name: str) -> Kernel:
+        def call(*_: torch.Tensor) -> None:
+            tried.append(name)
+            raise RuntimeError("not on this machine")
+
+        return call
+
+    names = ("int8", "avx2", "triton")
+    monkeypatch.setattr(ring_product, "KERNELS", {name: refusing(name) for name in names})
+    monkeypatch.setattr(ring_product, "ONLY", {"triton": "cuda", "avx2": "cpu"})
+    monkeypatch.setattr(ring_product, "is_exact", lambda kernel, device: kernel())
+    for device, wanted in (("meta:0", ["int8"]), ("cpu", ["int8", "avx2"])):
+        tried.clear()
+        with pytest.raises(ConfigurationError):
+            fastest_kernel.__wrapped__(device)
+        assert tried == wanted
