@@ -20,7 +20,7 @@ help: ## show this list
 
 install: $(VENV)/.installed ## make .venv with everything that is needed
 
-$(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/product_kernel.h shared/ring/rows.c constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/product_kernel.h shared/ring/product_amx.h shared/ring/rows.c constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3'; exit 1; }
 	@echo 'Installing into $(VENV); this takes a minute or a few.'

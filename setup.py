@@ -7,7 +7,7 @@ setup(
         Extension(
             "shared.ring._native",
             ["shared/ring/product.c", "shared/ring/rows.c"],
-            depends=["shared/ring/product_kernel.h"],
+            depends=["shared/ring/product_kernel.h", "shared/ring/product_amx.h"],
             # The rounding mode and floating-point traps are nobody's business here, which lets
             # rounding be done by vectors.
             extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"],

@@ -286,7 +286,7 @@ def plot(products: list[dict[str, Any]], path: Path) -> None:
 def use_only(instructions: str) -> None:
     """Compute with these and no better ones; oneDNN and torch, if nobody asked them yet."""
     known = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512-vnni": "AVX512_CORE_VNNI"}
-    os.environ["ONEDNN_MAX_CPU_ISA"] = known[instructions]
+    os.environ["ONEDNN_MAX_CPU_ISA"] = known.get(instructions, "ALL")
     os.environ["ATEN_CPU_CAPABILITY"] = "avx2" if instructions == "avx2" else "avx512"
     if instructions == "avx2":
         NUMERICS.remove("bfloat16")  # for which there are no instructions
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("out/bench"))
     parser.add_argument("--products", action="store_true", help="only those")
-    parser.add_argument("--instructions", help="for products: avx2, avx512, avx512-vnni; default: all")
+    parser.add_argument("--instructions", help="for products: avx2, avx512, avx512-vnni, amx; default: all")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     keep_freed_memory()

@@ -4,14 +4,16 @@
  * which all processors have an instruction that adds up two of them at once. Sums wrap, as they should. Every
  * function computes exactly what its counterpart in torch does. Sizes and pointers are checked by the caller.
  */
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
     PANEL = 48,      /* columns that are packed together: a whole number of every tile's */
-    DEPTH = 1024,    /* of the inner size at once, so that a panel stays in a core's own cache */
-    CHUNK = 8 << 20, /* bytes of rows at once */
+    DEPTH = 512,     /* of the inner size at once, so that a panel stays in a core's own cache */
+    ROWS = 480,      /* at once, so that they stay there too; a whole number of every tile's */
+    AHEAD = 16,      /* rows of a weight that are fetched before they are needed */
     FEW = 16,        /* rows that are multiplied without packing the weight, if that is by_rows */
     FEW_COLUMNS = 4, /* else */
     STRIP = 1024,    /* columns at once then */
@@ -129,6 +131,19 @@ AVX2 static void turn(const char *weight, int64_t stride, int bytes, int32_t *ou
     }
 }
 
+/* Eight columns of two rows of a weight [inner][columns], side by side in pairs. */
+AVX2 static inline void zip(const char *weight, int64_t stride, int bytes, int32_t *out)
+{
+    __m128i row[2];
+    for (int j = 0; j < 2; j++) {
+        const void *from = weight + j * stride * bytes;
+        __builtin_prefetch(weight + (AHEAD + j) * stride * bytes);
+        row[j] = bytes == 2 ? _mm_loadu_si128(from) : _mm_cvtepi8_epi16(_mm_loadl_epi64(from));
+    }
+    _mm_storeu_si128((void *)out, _mm_unpacklo_epi16(row[0], row[1]));
+    _mm_storeu_si128((void *)(out + 4), _mm_unpackhi_epi16(row[0], row[1]));
+}
+
 #elif defined(__aarch64__) && defined(__GNUC__)
 #include <arm_neon.h>
 #define CLONES
@@ -168,48 +183,25 @@ static void turn(const char *weight, int64_t stride, int bytes, int32_t *out)
             memcpy(out + pair * PANEL + column, both, 4);
         }
 }
+
+static inline void zip(const char *weight, int64_t stride, int bytes, int32_t *out)
+{
+    int16x8_t row[2];
+    for (int j = 0; j < 2; j++) {
+        const char *from = weight + j * stride * bytes;
+        row[j] = bytes == 2 ? vld1q_s16((const int16_t *)(const void *)from) : vmovl_s8(vld1_s8((const int8_t *)from));
+    }
+    vst1q_s32(out, vreinterpretq_s32_s16(vzip1q_s16(row[0], row[1])));
+    vst1q_s32(out + 4, vreinterpretq_s32_s16(vzip2q_s16(row[0], row[1])));
+}
 #endif
 
-typedef struct {
-    const char *name;
-    int tile_rows, tile_columns, lanes;
-    void (*tile)(const int32_t *rows, const int32_t *panel, int64_t pairs, int32_t *out);
-    void (*dot)(const int16_t *low, const int16_t *high, const void *weight, int64_t stride, int bytes,
-                int64_t columns, int64_t inner, int32_t *out);
-    void (*add_rows)(const int32_t *pairs, const void *const *weights, int bytes, int64_t columns, int32_t *low,
-                     int32_t *high);
-} kernel;
-
-/* The kernels of this processor, the best first; how many. */
-static int kernels(kernel *found)
-{
-    int count = 0;
-#if defined(__x86_64__) && defined(__GNUC__)
-    int avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && __builtin_cpu_supports("avx512vnni"))
-        found[count++] = (kernel){"avx512-vnni", 4, 48, 16, tile_vnni, dot_vnni, add_rows_vnni};
-    if (avx512)
-        found[count++] = (kernel){"avx512", 4, 48, 16, tile_avx512, dot_avx512, add_rows_avx512};
-    if (__builtin_cpu_supports("avx2"))
-        found[count++] = (kernel){"avx2", 3, 16, 8, tile_avx2, dot_avx2, add_rows_avx2};
-#elif defined(__aarch64__) && defined(__GNUC__)
-    found[count++] = (kernel){"neon", 4, 12, 4, tile_neon, dot_neon, add_rows_neon};
-#endif
-    return count;
-}
-
-/* The name of a kernel that runs here, or NULL if there are not so many. */
-const char *ring_kernel(int which)
-{
-    kernel found[4];
-    return which < kernels(found) ? found[which].name : NULL;
-}
-
-#if (defined(__x86_64__) || defined(__aarch64__)) && defined(__GNUC__)
+#ifdef CLONES
 
 /* Pairs of a row's halves, for tiles: out [pair][tile_rows][2]. */
-CLONES static void split_pairs(const int32_t *row, int64_t inner, int tile_rows, int32_t *out)
+CLONES static void split_pairs(const int32_t *row, int64_t inner, int place, int tile_rows, int32_t *out)
 {
+    out += 2 * place;
     for (int64_t g = 0; g < (inner + 1) / 2; g++) {
         uint32_t a = (uint32_t)row[2 * g], b = 2 * g + 1 < inner ? (uint32_t)row[2 * g + 1] : 0;
         out[g * tile_rows * 2] = (int32_t)((a & 0xffff) | b << 16);
@@ -227,52 +219,88 @@ CLONES static void split_halves(const int32_t *row, int64_t inner, int16_t *low,
     }
 }
 
-/* Two rows of a weight [inner][columns], side by side in pairs. */
-#define PAIR_ROWS(NAME, TYPE)                                                                     \
-    CLONES static void NAME(const TYPE *first, const TYPE *second, int64_t columns, int16_t *out) \
-    {                                                                                             \
-        for (int64_t n = 0; n < columns; n++) {                                                   \
-            out[2 * n] = first[n];                                                                \
-            out[2 * n + 1] = second ? second[n] : 0;                                              \
-        }                                                                                         \
-    }
-PAIR_ROWS(pair_rows_2, int16_t)
-PAIR_ROWS(pair_rows_1, int8_t)
-
-/* At most PANEL columns of a weight as out [pair][PANEL], zeros beyond its ends. The weight, of so many bytes an
+/* PANEL columns of a weight, or fewer, as out [pair][PANEL], zeros beyond its ends. The weight, of so many bytes an
  * element, is [columns][inner] if by_rows, else [inner][columns].
  */
+#if defined(__x86_64__)
+AVX2
+#endif
 static void pack(const char *weight, int64_t stride, int bytes, int by_rows, int64_t inner, int64_t columns,
                  int32_t *out)
 {
-    columns = columns > PANEL ? PANEL : columns;
     if (columns < PANEL)
         memset(out, 0, (size_t)((inner + 1) / 2 * PANEL * 4));
-    if (!by_rows) {
-        for (int64_t k = 0; k < inner; k += 2) {
-            const char *first = weight + k * stride * bytes;
-            const char *second = k + 1 < inner ? first + stride * bytes : NULL;
-            int16_t *to = (int16_t *)(out + k / 2 * PANEL);
-            if (bytes == 2)
-                pair_rows_2((const int16_t *)first, (const int16_t *)second, columns, to);
-            else
-                pair_rows_1((const int8_t *)first, (const int8_t *)second, columns, to);
-        }
-        return;
-    }
-    int64_t turned = inner / 16 * 16, whole = columns / 8 * 8;
-    for (int64_t n = 0; n < whole; n += 8)
-        for (int64_t k = 0; k < turned; k += 16)
-            turn(weight + (n * stride + k) * bytes, stride, bytes, out + k / 2 * PANEL + n);
+    int64_t turned = by_rows ? inner / 16 * 16 : inner / 2 * 2, whole = columns / 8 * 8;
+    if (by_rows)
+        for (int64_t n = 0; n < whole; n += 8)
+            for (int64_t k = 0; k < turned; k += 16)
+                turn(weight + (n * stride + k) * bytes, stride, bytes, out + k / 2 * PANEL + n);
+    else
+        for (int64_t k = 0; k < turned; k += 2)
+            for (int64_t n = 0; n < whole; n += 8)
+                zip(weight + (k * stride + n) * bytes, stride, bytes, out + k / 2 * PANEL + n);
     for (int64_t n = 0; n < columns; n++)
         for (int64_t k = n < whole ? turned : 0; k < inner; k += 2) {
             int16_t both[2] = {0, 0};
             for (int64_t j = k; j < inner && j < k + 2; j++) {
-                const char *from = weight + (n * stride + j) * bytes;
+                const char *from = weight + (by_rows ? n * stride + j : j * stride + n) * bytes;
                 both[j - k] = bytes == 2 ? *(const int16_t *)from : *(const int8_t *)from;
             }
             memcpy(out + k / 2 * PANEL + n, both, 4);
         }
+}
+
+#if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#include "product_amx.h"
+#endif
+
+typedef struct {
+    const char *name;
+    int tile_rows, tile_columns, lanes;
+    int whole; /* elements of a row: for tiles, rows are split up in whole numbers of them */
+    void (*split)(const int32_t *row, int64_t inner, int place, int tile_rows, int32_t *out);
+    void (*pack)(const char *weight, int64_t stride, int bytes, int by_rows, int64_t inner, int64_t columns,
+                 int32_t *out);
+    void (*tile)(const int32_t *rows, const int32_t *panel, int64_t pairs, int32_t *out);
+    void (*dot)(const int16_t *low, const int16_t *high, const void *weight, int64_t stride, int bytes,
+                int64_t columns, int64_t inner, int32_t *out);
+    void (*add_rows)(const int32_t *pairs, const void *const *weights, int bytes, int64_t columns, int32_t *low,
+                     int32_t *high);
+    /* Before and after tiles, on every thread. */
+    void (*begin)(void);
+    void (*end)(void);
+} kernel;
+
+/* The kernels of this processor, the best first; how many. */
+static int kernels(kernel *found)
+{
+    int count = 0;
+#if defined(__x86_64__) && defined(__GNUC__)
+    int avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#if defined(AMX)
+    if (avx512 && __builtin_cpu_supports("avx512vnni") && has_tiles())
+        found[count++] = (kernel){"amx", 16, 16, 16, 64, split_amx, pack_amx, tile_amx, dot_vnni, add_rows_vnni,
+                                  begin_amx, end_amx};
+#endif
+    if (avx512 && __builtin_cpu_supports("avx512vnni"))
+        found[count++] = (kernel){"avx512-vnni", 4, 48, 16, 2, split_pairs, pack, tile_vnni, dot_vnni,
+                                  add_rows_vnni, NULL, NULL};
+    if (avx512)
+        found[count++] = (kernel){"avx512", 4, 48, 16, 2, split_pairs, pack, tile_avx512, dot_avx512,
+                                  add_rows_avx512, NULL, NULL};
+    if (__builtin_cpu_supports("avx2"))
+        found[count++] = (kernel){"avx2", 3, 16, 8, 2, split_pairs, pack, tile_avx2, dot_avx2, add_rows_avx2, NULL, NULL};
+#elif defined(__aarch64__) && defined(__GNUC__)
+    found[count++] = (kernel){"neon", 4, 12, 4, 2, split_pairs, pack, tile_neon, dot_neon, add_rows_neon, NULL, NULL};
+#endif
+    return count;
+}
+
+/* The name of a kernel that runs here, or NULL if there are not so many. */
+const char *ring_kernel(int which)
+{
+    kernel found[4];
+    return which < kernels(found) ? found[which].name : NULL;
 }
 
 /* Few rows: every weight is read once, in the order in which it lies in memory, which is the limit. */
@@ -308,7 +336,7 @@ static int few_columns(const kernel *use, const int32_t *rows, int64_t row_strid
     if (pairs == NULL)
         return 1;
     for (int64_t t = 0; t < count; t++)
-        split_pairs(rows + t * row_stride, inner, 1, pairs + t * eights * 8);
+        split_pairs(rows + t * row_stride, inner, 0, 1, pairs + t * eights * 8);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
     for (int64_t at = 0; at < columns; at += strip) {
         int64_t wide = columns - at < strip ? columns - at : strip, whole = wide / block * block;
@@ -382,49 +410,47 @@ int ring_multiply(int which, const int32_t *rows, int64_t row_stride, int64_t co
     if (!by_rows && count <= FEW_COLUMNS)
         return few_columns(use, rows, row_stride, count, inner, weight, weight_stride, bytes, columns, out,
                            out_stride, threads);
-    int64_t pairs = (inner + 1) / 2, chunk = CHUNK / (pairs * 8) / tall * tall;
-    chunk = chunk < 96 ? 96 : chunk; /* a whole number of every tile's rows */
-    chunk = chunk > count ? (count + tall - 1) / tall * tall : chunk;
-    int32_t *split = aligned_alloc(64, (size_t)((chunk * pairs * 8 + 63) / 64 * 64));
-    int failed = split == NULL;
-    for (int64_t first = 0; first < count && !failed; first += chunk) {
-        int64_t here = count - first < chunk ? count - first : chunk;
+    enum { PANEL_SIZE = DEPTH / 2 * PANEL };
+    int64_t block = count < ROWS ? (count + tall - 1) / tall * tall : ROWS;
+    int32_t *panels = aligned_alloc(64, (size_t)(threads * PANEL_SIZE + block * DEPTH) * 4);
+    if (panels == NULL)
+        return 1;
+    int32_t *split = panels + threads * PANEL_SIZE;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-        {
-            int32_t *panel = aligned_alloc(64, DEPTH / 2 * PANEL * 4);
-            if (panel == NULL)
-                failed = 1;
+    {
+        int32_t *panel = panels + omp_get_thread_num() * PANEL_SIZE;
+        if (use->begin)
+            use->begin();
+        for (int64_t first = 0; first < count; first += block)
+            for (int64_t depth = 0; depth < inner; depth += DEPTH) {
+                int64_t here = count - first < block ? count - first : block;
+                int64_t deep = inner - depth < DEPTH ? inner - depth : DEPTH;
+                int64_t size = (deep + use->whole - 1) / use->whole * use->whole; /* of a row that is split */
 #pragma omp for schedule(static)
-            for (int64_t t = 0; t < (here + tall - 1) / tall * tall; t++) {
-                /* [tile][pair][row of the tile][2]; the last tile's rows beyond the end are the last again. */
-                int64_t row = first + (t < here ? t : here - 1);
-                split_pairs(rows + row * row_stride, inner, tall,
-                            split + t / tall * tall * pairs * 2 + t % tall * 2);
-            }
+                for (int64_t t = 0; t < (here + tall - 1) / tall * tall; t++) {
+                    /* The last tile's rows beyond the end are the last again. */
+                    const int32_t *row = rows + (first + (t < here ? t : here - 1)) * row_stride + depth;
+                    use->split(row, deep, (int)(t % tall), tall, split + t / tall * tall * size);
+                }
 #pragma omp for schedule(dynamic)
-            for (int64_t at = 0; at < columns; at += PANEL) {
-                if (panel == NULL)
-                    continue;
-                for (int64_t depth = 0; depth < inner; depth += DEPTH) {
-                    int64_t deep = inner - depth < DEPTH ? inner - depth : DEPTH;
-                    pack((const char *)weight + (by_rows ? at * weight_stride + depth : depth * weight_stride + at) * bytes,
-                         weight_stride, bytes, by_rows, deep, columns - at, panel);
+                for (int64_t at = 0; at < columns; at += PANEL) {
+                    int64_t corner = by_rows ? at * weight_stride + depth : depth * weight_stride + at;
+                    int64_t wide = columns - at < PANEL ? columns - at : PANEL;
+                    use->pack((const char *)weight + corner * bytes, weight_stride, bytes, by_rows, deep, wide, panel);
                     for (int64_t t = 0; t < here; t += tall) {
-                        int32_t sums[4 * PANEL];
-                        int64_t wide = columns - at < PANEL ? columns - at : PANEL;
+                        int32_t sums[16 * PANEL];
                         for (int64_t n = 0; n < wide; n += use->tile_columns)
-                            use->tile(split + (t * pairs + depth / 2 * tall) * 2, panel + n, (deep + 1) / 2,
-                                      sums + n);
+                            use->tile(split + t * size, panel + n, (deep + 1) / 2, sums + n);
                         put(sums, here - t < tall ? here - t : tall, wide, out + (first + t) * out_stride + at,
                             out_stride, depth > 0);
                     }
                 }
             }
-            free(panel);
-        }
+        if (use->end)
+            use->end();
     }
-    free(split);
-    return failed;
+    free(panels);
+    return 0;
 }
 
 #else
@@ -434,6 +460,11 @@ int ring_multiply(int which, const int32_t *rows, int64_t row_stride, int64_t co
                   int64_t out_stride, int threads)
 {
     return 1;
+}
+
+const char *ring_kernel(int which)
+{
+    return NULL;
 }
 
 #endif

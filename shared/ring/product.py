@@ -3,7 +3,7 @@
 Several ways to compute the same integers, and a measurement that chooses:
 
 native       compiled code (``product.c``), named after its instructions: rows are split into halves of 16
-             bits, and no half and no half's product ever goes through memory.
+             bits, with ``amx`` into bytes, and none of their products ever goes through memory.
 ``triton``   digits of 8 bits in a GPU's registers (``triton_kernel.py``).
 ``int8``     rows are split into four signed base-256 digits, int16 weights into two, each an int8 matrix,
              with int32 sums, which processors with VNNI or AMX and GPUs have instructions for.

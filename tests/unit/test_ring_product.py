@@ -35,7 +35,7 @@ ENDS = {torch.int8: (-128, 127), torch.int16: (-LARGEST, LARGEST)}
 DTYPES = pytest.mark.parametrize("dtype", ENDS, ids=str)
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-NATIVE = ["avx512-vnni", "avx512", "avx2", "neon"]
+NATIVE = ["amx", "avx512-vnni", "avx512", "avx2", "neon"]
 WHERE = [
     pytest.param("cpu", "int8", id="int8"),
     pytest.param("cpu", "float64", id="float64"),
