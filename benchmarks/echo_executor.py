@@ -30,7 +30,7 @@ class Echo(ProcessLane):
 
 def echo_service(folder: Path) -> Service:
     """Everything of an executor but the products."""
-    base, metrics = BaseExecutor(folder), Metrics()
+    base, metrics = BaseExecutor(folder, numerics="float32"), Metrics()
     return Service(base, Engine.of(base, lambda _: Unbatched(), lane=Echo, on_batch=metrics.batch), metrics)
 
 

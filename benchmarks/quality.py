@@ -42,6 +42,8 @@ NUMERICS = ("float32", "bfloat16", "ring-fine", "ring")
 LENGTH, BATCH, STEPS, PROMPTS, PROMPT, TOKENS = 64, 8, 200, 64, 16, 64
 # Outputs and inputs; the last two are those of Llama 2 7B, gate and up together and down.
 SHAPES = ((768, 768), (3072, 768), (4096, 4096), (8192, 8192), (22016, 4096), (4096, 11008))
+# One input of a layer is so many times the others, and its weights are, as some are in trained models.
+OUTLIERS = ((14336, 4096, 1, 10), (4096, 4096, 100, 0.02), (4096, 4096, 1000, 0.02))
 console = Console()
 
 
@@ -125,10 +127,11 @@ def encoder(numerics: str | None) -> dict[str, torch.Tensor]:
     return {"states": states[real], "embeddings": (states * weights).sum(1) / weights.sum(1)}
 
 
-def layer(weight: torch.Tensor, direction: Direction) -> dict[str, float]:
-    """The errors of one layer with normal rows, against float64."""
+def layer(weight: torch.Tensor, direction: Direction, outlier: float) -> dict[str, float]:
+    """The errors of one layer with normal rows, and forward an outlier in each, against float64."""
     forward = direction == Direction.FORWARD
     rows = torch.randn(16, weight.shape[1 if forward else 0], generator=torch.Generator().manual_seed(1))
+    rows[:, 7] *= outlier if forward else 1
     turned = weight.T if forward else weight
     true = rows.double() @ turned.double()
     errors = {"bfloat16": distance((rows.bfloat16() @ turned.bfloat16()).double(), true)}
@@ -147,17 +150,21 @@ def layer(weight: torch.Tensor, direction: Direction) -> dict[str, float]:
 
 
 def show_layers() -> list[dict[str, Any]]:
-    """Errors of layers of many shapes, with normal weights."""
+    """Errors of layers of many shapes, with normal weights, and of some with outliers."""
     table = Table(title="One layer: relative error against float64", highlight=False)
     found = []
     for column in ("layer", "", "bfloat16", *RINGS):
         table.add_column(column)
-    for outputs, inputs in SHAPES:
+    for outputs, inputs, outlier, column in [*((*shape, 1, 1) for shape in SHAPES), *OUTLIERS]:
         weight = 0.02 * torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+        weight[:, 7] *= column
+        what = f"{inputs} -> {outputs}"
+        if (outlier, column) != (1, 1):
+            what += f", an input {outlier} times, its weights {column} times the others"
         for direction in (Direction.FORWARD, Direction.BACKWARD):
-            errors, name = layer(weight, direction), direction.name.lower()
-            table.add_row(f"{inputs} -> {outputs}", name, *(f"{error:.1e}" for error in errors.values()))
-            found.append({"inputs": inputs, "outputs": outputs, "direction": name, **errors})
+            errors, name = layer(weight, direction, outlier), direction.name.lower()
+            table.add_row(what, name, *(f"{error:.1e}" for error in errors.values()))
+            found.append({"layer": what, "direction": name, **errors})
     console.print(table)
     return found
 

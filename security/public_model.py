@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class PublicModel:
         """Of the ring's planes, float32 [O]: what backward rows are multiplied by before they are sent."""
         return self.planes(group).scales
 
+    @cache  # noqa: B019 - of one model, for as long as it lives
     def planes(self, group: int) -> Planes:
         """A group's integers on the ring of the manifest, or on the usual one."""
         count = RINGS.get(self.manifest.numerics, RINGS["ring"])

@@ -83,7 +83,7 @@ def serve(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Callable[...,
     servers: list[Server] = []
 
     def start(folder: Path, *, limits: Limits | None = None, **options: Any) -> Executor:
-        base = BaseExecutor(folder, limits=limits, **options)
+        base = BaseExecutor(folder, limits=limits, **{"numerics": "float32", **options})
         server = Server(
             Service.of(base),
             context=server_context(tls_dir),

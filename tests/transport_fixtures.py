@@ -40,7 +40,7 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
         max_connections: int = 256,
         **options: Any,
     ) -> Everywhere:
-        made = service(BaseExecutor(folder, limits=limits, **options))
+        made = service(BaseExecutor(folder, limits=limits, **{"numerics": "float32", **options}))
         tokens = TokenFile(token_file[0])
         server = Server(
             made, context=server_context(tls_dir), tokens=tokens, port=0, max_connections=max_connections

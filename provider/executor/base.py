@@ -45,7 +45,7 @@ class BaseExecutor(GroupExecutor):
         self,
         folder: str | Path,
         *,
-        numerics: str = "float32",
+        numerics: str,
         device: str = "cpu",
         limits: Limits | None = None,
         serve_head: bool = False,

@@ -28,6 +28,7 @@ LIMIT = 2**31 - 1
 MAX_NORM = 2.0**24
 _STEP_ELEMENTS = 1 << 18  # of a weight at once: in the processor's cache
 MARGIN = 1.0 + 2.0**-30  # the norm is itself rounded, to float64
+EVEN = 4  # times the share that each column had of evenly spread weights
 LARGEST = 0x7F7F  # norm of a row of int16, so that no element needs more than two signed digits of 8 bits
 
 
@@ -59,10 +60,34 @@ def quantize_weight(weight: torch.Tensor, planes: int) -> Planes:
 
 
 def _one_plane(weight: torch.Tensor) -> Planes:
-    """Rows of one norm, which is chosen by what their columns then are: see ``best_norm``."""
-    made = _of_norm(weight, LARGEST)
-    norm = best_norm(int(column_squares(made.planes).max()), *weight.shape)
-    return made if norm == LARGEST else _of_norm(weight, norm)
+    """Rows of one norm, which is chosen by what their columns then are: see ``best_norm``.
+
+    ``W1 = round(W / s)`` with ``s = |W_j| / norm``, in float64 with ties to even. The norms |W_j| come from
+    sums of integers, since those of floats depend on the order of the terms.
+    """
+    outputs, inputs = weight.shape
+    planes = torch.empty((1, outputs, inputs), dtype=torch.int16)
+    norms = torch.empty(outputs, dtype=torch.float64)
+    columns = torch.zeros(inputs, dtype=torch.int64)
+    for at in _steps_over(planes):
+        rows = weight[at].to(torch.float64, copy=True)
+        unit = _largest(rows) / LARGEST
+        integers = (rows / torch.where(unit > 0, unit, torch.inf).unsqueeze(1)).round_()
+        norms[at] = unit * integers.mul_(integers).long().sum(1).double().sqrt()
+        _fill(planes[0, at], rows, norms[at] / LARGEST)
+        columns += _squares(planes[0, at]).sum(0)
+    norm = best_norm(int(columns.max()), outputs, inputs)
+    scales = norms / norm
+    if norm != LARGEST:
+        for at in _steps_over(planes):
+            _fill(planes[0, at], weight[at].to(torch.float64, copy=True), scales[at])
+    return Planes(planes, _rounded(scales))
+
+
+def _fill(plane: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
+    """Integers of rows in float64, which are lost; see ``_rounded``."""
+    rows.div_(torch.where(_rounded(scales) > 0, scales, torch.inf).unsqueeze(1))
+    plane.copy_(rows.round_().clamp_(-LARGEST, LARGEST))
 
 
 def best_norm(largest_column: int, outputs: int, inputs: int) -> float:
@@ -72,39 +97,18 @@ def best_norm(largest_column: int, outputs: int, inputs: int) -> float:
     costs ``sqrt(D / 12) norm / 2^31`` forward, since larger integers in the weight leave room for smaller
     ones in the row; backward that times ``sqrt(b O / D)``, where ``norm^2 b`` is the largest column's squared
     norm. The sum of the squares is least here; as groups of two are usual, whose columns add up, b and O
-    count twice.
+    count twice. But for the gradients of a layer with one very large column, its outputs are not given up:
+    a column counts as EVEN even ones at most.
 
     Args:
         largest_column: squared L2 norm, for rows of norm LARGEST.
         outputs: O.
         inputs: D.
     """
-    columns = 2 * largest_column / LARGEST**2
+    columns = 2 * min(largest_column / LARGEST**2, EVEN * outputs / inputs)
     # Roots and not powers, which are not the same everywhere.
     norm = 2.0**15 * math.sqrt(2 * math.sqrt(2 / (1 + columns * 2 * outputs / inputs)))
     return min(float(LARGEST), norm)
-
-
-def _of_norm(weight: torch.Tensor, norm: float) -> Planes:
-    """``W1 = round(W / s)`` with ``s = |W_j| / norm``, in float64 with ties to even.
-
-    Norms come from sums of integers, since those of floats depend on the order of the terms.
-    """
-    outputs, inputs = weight.shape
-    planes = torch.empty((1, outputs, inputs), dtype=torch.int16)
-    scales = torch.empty(outputs)
-    step = max(1, _STEP_ELEMENTS // inputs)
-    for at in range(0, outputs, step):
-        rows = weight[at : at + step].double()
-        unit = rows.abs().amax(1) / LARGEST
-        squares = (
-            (rows / torch.where(unit > 0, unit, torch.inf).unsqueeze(1)).round_().square_().long().sum(1)
-        )
-        scale = unit * squares.double().sqrt() / norm
-        rounded = scales[at : at + step] = _rounded(scale)
-        integers = (rows / torch.where(rounded > 0, scale, torch.inf).unsqueeze(1)).round_()
-        planes[0, at : at + step] = integers.clamp_(-LARGEST, LARGEST)
-    return Planes(planes, scales)
 
 
 def _two_planes(weight: torch.Tensor) -> Planes:
@@ -115,16 +119,21 @@ def _two_planes(weight: torch.Tensor) -> Planes:
     outputs, inputs = weight.shape
     planes = torch.empty((2, outputs, inputs), dtype=torch.int8)
     scales = torch.empty(outputs)
-    step = max(1, _STEP_ELEMENTS // inputs)
-    for at in range(0, outputs, step):
-        rows = weight[at : at + step].double()
-        scale = rows.abs().amax(1) / 127.0
-        rounded = scales[at : at + step] = _rounded(scale)
-        ratio = rows / torch.where(rounded > 0, scale, torch.inf).unsqueeze(1)
+    for at in _steps_over(planes):
+        ratio = weight[at].to(torch.float64, copy=True)
+        scale = _largest(ratio) / 127.0
+        rounded = scales[at] = _rounded(scale)
+        ratio.div_(torch.where(rounded > 0, scale, torch.inf).unsqueeze(1))
         first = ratio.round()
-        planes[0, at : at + step] = first
-        planes[1, at : at + step] = ((ratio - first) * 256.0).round().clamp(-128, 127)
+        planes[0, at] = first
+        planes[1, at] = ratio.sub_(first).mul_(256.0).round_().clamp_(-128, 127)
     return Planes(planes, scales)
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """Magnitude in each row; NaN where there is one."""
+    least, most = rows.aminmax(dim=1)
+    return torch.maximum(most.abs(), least.abs())
 
 
 def _rounded(scale: torch.Tensor) -> torch.Tensor:
@@ -137,25 +146,38 @@ def _rounded(scale: torch.Tensor) -> torch.Tensor:
 
 def bounds(planes: torch.Tensor) -> Bounds:
     """Of planes [P, O, D]; O of all members together."""
-    rows = [int(part.sum(2).max()) for part in _squares(planes)]
-    return Bounds(max(rows), int(column_squares(planes).max()))
+    row, columns = squared_norms(planes)
+    return Bounds(row, int(columns.max()))
 
 
-def column_squares(planes: torch.Tensor) -> torch.Tensor:
-    """Squared L2 norms of the columns of planes [P, O, D]: int64 [P, D]; members' add up."""
-    return torch.stack([part.sum(1) for part in _squares(planes)]).sum(0)
+def squared_norms(planes: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Squared L2 norms of planes [P, O, D]: of the longest row, and of all columns, int64 [P, D]; the
+    columns of a group's members add up.
+    """
+    row, columns = 0, torch.zeros((len(planes), planes.shape[2]), dtype=torch.int64)
+    for at in _steps_over(planes):
+        squares = _squares(planes[:, at])
+        row = max(row, int(squares.sum(2).max()))
+        columns += squares.sum(1)
+    return row, columns
 
 
-def _squares(planes: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Elements squared, some rows after the other; sums of integers are int64."""
+def _steps_over(planes: torch.Tensor) -> Iterator[slice]:
+    """Rows that fit into a core's cache, some after the other."""
     step = max(1, _STEP_ELEMENTS // planes.shape[2])
-    return (part.to(torch.int32).square_() for part in planes.split(step, 1))
+    return (slice(at, at + step) for at in range(0, planes.shape[1], step))
+
+
+def _squares(integers: torch.Tensor) -> torch.Tensor:
+    """In int32, whose sums are int64."""
+    wide = integers.to(torch.int32)
+    return wide.mul_(wide)
 
 
 def capacity(bound: int, width: int) -> float:
-    """The largest L2 norm that ``x / 2^e`` may have, before rounding, so that no product overflows.
+    """The largest L2 norm that ``x / step`` may have, before rounding, so that no product overflows.
 
-    ``(|x / 2^e| + sqrt(width) / 2) sqrt(bound) <= 2^31 - 1``, where the second term is what rounding
+    ``(|x / step| + sqrt(width) / 2) sqrt(bound) <= 2^31 - 1``, where the second term is what rounding
     can add.
 
     Args:
@@ -175,7 +197,7 @@ def exponents(norms: torch.Tensor, room: float) -> torch.Tensor:
     """The exponent for each row of the smallest step with ``norm / step <= room``.
 
     Steps are ``(8 + c) / 16 * 2^p``, c of 0 to 7, and their exponents ``8 p + c``: an eighth of an octave
-    wastes little of the room, and multiplying by such a step is as exact as float32 is.
+    wastes little of the room, and multiplying by such a step rounds once.
 
     Args:
         norms: float64 [T], L2 norms of the rows.
@@ -218,7 +240,7 @@ def dequantize(
         scales: float32 [N], or None backward, where they went into the rows.
         out: float32 [T, N].
     """
-    # Whether a step, and what it multiplies, stays clear of float32's ends.
+    # Whether a step, and what it multiplies with scales of trained weights, stays clear of float32's ends.
     near = (exponent >> 3).abs() < 64
     if near.all():
         _join(planes, exponent, scales, out)

@@ -99,8 +99,10 @@ def multiply(which: int, rows: torch.Tensor, weight: torch.Tensor, out: torch.Te
         raise RuntimeError("there is no native code")
     if rows.stride(1) != 1 or out.stride(1) != 1 or 1 not in weight.stride():
         raise ValueError("the elements of a row lie side by side")
-    if weight.dtype not in (torch.int8, torch.int16):
-        raise ValueError(f"a weight of int8 or int16 is wanted, not {weight.dtype}")
+    if weight.dtype not in (torch.int8, torch.int16) or not rows.dtype == out.dtype == torch.int32:
+        raise ValueError(f"int32 times int8 or int16 is wanted, not {rows.dtype} times {weight.dtype}")
+    if weight.shape != (rows.shape[1], out.shape[1]) or len(rows) != len(out):
+        raise ValueError(f"rows {[*rows.shape]} times a weight {[*weight.shape]} do not make {[*out.shape]}")
     by_rows = weight.stride(1) != 1
     failed = LIBRARY.ring_multiply(
         which, _address(rows), rows.stride(0), rows.shape[0], rows.shape[1], _address(weight),

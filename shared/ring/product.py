@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from importlib.util import find_spec
 
 import torch
 
@@ -43,6 +42,9 @@ _TILE_BYTES = 8 << 20
 _TILE_ROWS = 256
 _CUDA_TILE_ROWS = 4096  # for memory
 _EXACT_COLUMNS = 1 << 21  # 2^16 * 2^15 * 2^21 = 2^52: sums of so many products are exact in float64
+# 2 * 2^7 * 2^7 * 2^16 = 2^31: sums of so many digits' products, two of which share a sum, stay within int32.
+# Tensor cores' instructions do not all wrap beyond.
+_INT8_COLUMNS = 1 << 16
 
 
 def digits(rows: torch.Tensor) -> torch.Tensor:
@@ -109,14 +111,40 @@ def float64_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
                 total.add_((product * factor).to(torch.int32))
 
 
-KERNELS: dict[str, Kernel] = {"int8": int8_kernel, "float64": float64_kernel}
-KERNELS |= {name: partial(ring_native.multiply, which) for name, which in ring_native.KERNELS.items()}
-if find_spec("triton") is not None and torch.cuda.is_available():
-    from shared.ring.triton_kernel import triton_kernel
+def _triton_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``Kernel``."""
+    from shared.ring.triton_kernel import triton_kernel  # which not every machine can import
 
-    KERNELS["triton"] = triton_kernel
+    triton_kernel(rows, weight, out)
+
+
+def in_pieces(kernel: Kernel, most: int) -> Kernel:
+    """The same products for any inner size, by a kernel that is exact up to ``most``."""
+
+    def whole(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        kernel(rows[:, :most], weight[:most], out)
+        for at in range(most, rows.shape[1], most):
+            more = torch.empty_like(out, memory_format=torch.contiguous_format)
+            kernel(rows[:, at : at + most], weight[at : at + most], more)
+            out.add_(more)
+
+    return whole
+
+
+KERNELS: dict[str, Kernel] = {
+    "int8": in_pieces(int8_kernel, _INT8_COLUMNS),
+    "float64": float64_kernel,
+    "triton": in_pieces(_triton_kernel, _INT8_COLUMNS),
+}
+KERNELS |= {name: partial(ring_native.multiply, which) for name, which in ring_native.KERNELS.items()}
 # Kernels that run on one kind of device.
 ONLY = {"triton": "cuda"} | dict.fromkeys(ring_native.KERNELS, "cpu")
+
+
+# Odd and round, more than a kernel takes at once, and enough for several threads; rows, inner, columns.
+_TRIED = ((1, 1, 1), (30, 1, 5), (1, 64, 33), (3, 257, 8), (70, 130, 96), (33, 128, 192), (20, 1100, 48))
+
+_WIDE = (17, _INT8_COLUMNS + 600, 8)  # where sums of tensor cores that saturate would
 
 
 def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
@@ -125,7 +153,7 @@ def is_exact(kernel: Kernel, device: str = "cpu") -> bool:
     An int8 product that saturates, or a broken library, shows on rows and weights of -128.
     """
     generator = torch.Generator().manual_seed(0)
-    for rows, inner, columns in ((1, 1, 1), (30, 1, 5), (1, 64, 33), (3, 257, 8), (70, 130, 96)):
+    for rows, inner, columns in _TRIED if device == "cpu" else (*_TRIED, _WIDE):
         wide = torch.randint(-(2**31), 2**31, (rows, inner), generator=generator, dtype=torch.int32)
         # Every digit -128; every half -32768.
         extreme = [torch.full_like(wide, value) for value in (0x7F7F7F80, 0x7FFF8000)]
@@ -149,19 +177,17 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
     Raises:
         ConfigurationError: none is exact.
     """
+    kind = torch.device(device).type
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(-(2**31), 2**31, (64, 768), generator=generator, dtype=torch.int32).to(device)
-    weight = torch.randint(-LARGEST, LARGEST, (768, 768), generator=generator, dtype=torch.int16).to(device)
-    out = torch.empty((64, 768), dtype=torch.int32, device=device)
-    seconds, kind = {}, torch.device(device).type
+    count, size = (1024, 4096) if kind == "cuda" else (64, 768)
+    rows = torch.randint(-(2**31), 2**31, (count, size), generator=generator, dtype=torch.int32).to(device)
+    weight = torch.randint(-LARGEST, LARGEST, (size, size), generator=generator, dtype=torch.int16).to(device)
+    out = torch.empty((count, size), dtype=torch.int32, device=device)
+    seconds = {}
     for name, kernel in KERNELS.items():
         if ONLY.get(name, kind) != kind:
             continue
-        try:
-            reason = "" if is_exact(kernel, device) else "it computes wrong integers"
-        except Exception as error:  # of a compiler or driver, which others do without
-            reason = str(error).partition("\n")[0] or repr(error)
-        if reason:
+        if reason := fault(kernel, device):
             log.warning("the ring kernel %s is not used on this machine: %s", name, reason)
             continue
         best = float("inf")
@@ -178,8 +204,22 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
         )
     chosen = min(seconds, key=lambda name: seconds[name])
     measured = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
-    log.info("ring kernel: %s (64 rows of 768 x 768: %s)", chosen, measured)
+    log.info("ring kernel: %s (%d rows of %d x %d: %s)", chosen, count, size, size, measured)
+    if kind == "cpu" and not ring_native.KERNELS:
+        log.warning(
+            "products of the ring take many times as long here, because its native code was not compiled: "
+            "install the package again with a C compiler at hand, or serve with --numerics ring-fine, which "
+            "does better without"
+        )
     return KERNELS[chosen]
+
+
+def fault(kernel: Kernel, device: str) -> str:
+    """Why a kernel cannot be used on a device; empty if it can."""
+    try:
+        return "" if is_exact(kernel, device) else "it computes wrong integers"
+    except Exception as error:  # of a library, compiler or driver, which others do without
+        return str(error).partition("\n")[0] or repr(error)
 
 
 def group_planes(checkpoint: Checkpoint, info: GroupInfo, planes: int) -> Planes:

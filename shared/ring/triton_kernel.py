@@ -22,7 +22,7 @@ def _digit(numbers):  # type: ignore[no-untyped-def]
     return digit.to(tl.int8), (numbers - digit) >> 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # else some numbers of rows would be compiled while tenants wait
 def _product(  # type: ignore[no-untyped-def]
     rows, weight, out, count, inner, columns,
     row_stride, weight_inner, weight_column, out_stride,
@@ -64,13 +64,14 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 def triton_kernel(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``shared.ring.product.Kernel``."""
+    """See ``shared.ring.product.Kernel``; inner sizes up to 2^16, beyond which some tensor cores saturate."""
     if rows.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("the elements of a row lie side by side")
     (count, inner), columns = rows.shape, weight.shape[1]
     tile = 16 if count <= 16 else 32 if count <= 32 else 64
     grid = (triton.cdiv(count, tile), triton.cdiv(columns, 64))
-    _product[grid](
-        rows, weight, out, count, inner, columns, rows.stride(0), *weight.stride(), out.stride(0),
-        WIDE=weight.dtype == torch.int16, ROWS=tile, COLUMNS=64, INNER=64,
-    )  # fmt: skip
+    with torch.cuda.device_of(rows):  # which need not be the current one
+        _product[grid](
+            rows, weight, out, count, inner, columns, rows.stride(0), *weight.stride(), out.stride(0),
+            WIDE=weight.dtype == torch.int16, ROWS=tile, COLUMNS=64, INNER=64,
+        )  # fmt: skip

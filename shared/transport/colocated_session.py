@@ -160,7 +160,7 @@ def _request_session(directory: Path, url: str, token: str, timeout: float) -> O
     if info.code == "unauthorized":
         raise AuthenticationError(f"{url} refused the token: {message}")
     if info.code == "protocol_version":
-        raise ProtocolVersionError(f"{url}: {message}")
+        raise ProtocolVersionError(f"{url}: {message}; this tenant speaks {SUBPROTOCOL}")
     raise ConnectError(f"{url} opened no session: {message}", retry_after=peer_seconds(info.retry_after))
 
 

@@ -6,6 +6,7 @@ whether it will serve such a request, the tenant's whether it waits for such an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -173,9 +174,12 @@ def validate_manifest(manifest: Manifest) -> None:
         widths = [group.inputs, *(m.outputs for m in group.members)]
         if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
             raise WireError("manifest", "the executor's manifest has a group of impossible shape")
-        # No int8 squared is over 2^14, no int16 over 2^30.
-        bits = 14 if RINGS.get(manifest.numerics, 0) > 1 else 30
-        most = (group.inputs << bits, sum(m.outputs for m in group.members) << bits)
+        outputs = sum(m.outputs for m in group.members)
+        # No int8 squared is over 2^14, no int16 over 2^30; rows of one plane have norms of 32,639 and
+        # what rounding adds, half of each element at most.
+        fine = (group.inputs << 14, outputs << 14)
+        coarse = ((32_640 + math.isqrt(group.inputs) // 2) ** 2, outputs << 30)
+        most = fine if RINGS.get(manifest.numerics, 0) > 1 else coarse
         if manifest.numerics in RINGS and not (
             group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True))
         ):

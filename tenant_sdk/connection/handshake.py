@@ -186,7 +186,7 @@ def _refusal(response: Response, url: str) -> SymbiosisError:
     if response.status_code == 401:
         return AuthenticationError(f"{url} refused the token: {message or 'unauthorized'}")
     if code == "protocol_version":
-        return ProtocolVersionError(f"{url}: {message}")
+        return ProtocolVersionError(f"{url}: {message}; this tenant speaks {SUBPROTOCOL}")
     if response.status_code == 503 and message:
         return ConnectError(f"{url}: {message}", retry_after=retry_after)
     return ConnectError(f"{url} answered HTTP {response.status_code}; is this an executor's port?")

@@ -161,7 +161,9 @@ class RemoteExecutor:
                 wire_dtype = torch.int32
             if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
                 raise ConfigurationError(
-                    f"the executor takes {', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}"
+                    f"the executor computes in {self.manifest.numerics!r} and takes "
+                    f"{', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}; give another "
+                    "wire_dtype, or install a version of the SDK that knows these numerics"
                 )
         except BaseException:
             self._channel.close()

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
-from shared.ring.fixed_point import Bounds, bounds, column_squares, quantize_weight
+from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
 from shared.wire.header import RINGS, Direction, member_indices
 from shared.wire.messages import GroupInfo, Manifest, Member
@@ -230,14 +230,14 @@ def _add(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor, coun
     if common not in tensors:
         tensors[common] = draw_challenge(os.urandom, count, inputs)
     challenge = draw_challenge(os.urandom, count, outputs)
-    limit = bounds(planes)
+    longest, columns = squared_norms(planes)
     tensors |= {
         f"{name}/challenge": challenge,
         f"{name}/forward": multiply_challenge(challenge, product(Direction.BACKWARD, inputs)),
         f"{name}/backward": multiply_challenge(tensors[common], product(Direction.FORWARD, outputs)),
         f"{name}/scales": scales,
-        f"{name}/row bound": torch.tensor(limit.forward),
-        f"{name}/column squares": column_squares(planes),
+        f"{name}/row bound": torch.tensor(longest),
+        f"{name}/column squares": columns,
     }
 
 

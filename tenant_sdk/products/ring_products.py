@@ -141,6 +141,10 @@ class RingProducts:
             request,
             print_.factor if print_ else None,
         )
+        if hidden is None and not all(block.isfinite().all() for block in rows):
+            raise NonFiniteError(
+                "the rows hold NaN or infinity; nothing was sent. Look for what diverged before this layer"
+            )
         if hidden is None:
             raise NonFiniteError(
                 "the rows are too large for float32 once they are scaled; nothing was sent. Lower the "

@@ -67,7 +67,8 @@ def multiply_challenge(
     """``W z`` modulo 2^64: int64 [C] from z [P, N] and the transposed product, [n, N] to [n, P C].
 
     That product is modulo 2^32, so z is multiplied digit by digit, in base 256, which keeps each far
-    below: the digits are random, and so sums of N terms are near sqrt(N) 2^14, not N 2^14. Each plane's
+    below: the digits are random, and so a sum is near 2^7 times the norm of a column, not times its elements'
+    sum. Each plane's
     part of z wants that plane's product alone; the others are left.
     """
     rest, digits = challenge.long(), []

@@ -117,8 +117,9 @@ def open_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
             f"the checkpoint {folder} does not hold the weights that the executor serves "
             f"({manifest.model}, weights {manifest.weights[:16]})"
         )
-    for member in (member for group in manifest.groups for member in group.members):
-        _check_tensor(checkpoint, member)
+    for group in manifest.groups:
+        for member in group.members:
+            _check_tensor(checkpoint, member, group.inputs)
     return checkpoint
 
 
@@ -133,8 +134,8 @@ def trusted_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
     return checkpoint
 
 
-def _check_tensor(checkpoint: Checkpoint, member: Member) -> None:
-    """Refuse a layer that is said to have another layer's weight, of which the digest shows nothing."""
+def _check_tensor(checkpoint: Checkpoint, member: Member, inputs: int) -> None:
+    """Refuse a layer that is said to have another layer's weight, or shape: the digest shows neither."""
 
     def belongs(tensor: str) -> bool:
         return f".{tensor}".endswith(f".{member.name}.weight")
@@ -144,6 +145,13 @@ def _check_tensor(checkpoint: Checkpoint, member: Member) -> None:
         raise ModelMismatch(
             f"the executor says that {member.name} has the weight {member.tensor}, which is another layer's "
             f"in {checkpoint.folder}"
+        )
+    shape, _ = checkpoint.describe(member.tensor)
+    told = (member.outputs, inputs)
+    if shape != (told[::-1] if member.transposed else told):
+        raise ModelMismatch(
+            f"the executor says that {member.name} has {inputs} inputs and {member.outputs} outputs, but "
+            f"{member.tensor} in {checkpoint.folder} is {list(shape)}"
         )
 
 

@@ -245,3 +245,22 @@ def test_the_same_text_has_as_many_rows_as_with_the_trusted_tokenizer(
         ours = session.load_tokenizer()
     text = "Seen for diabetes."
     assert len(theirs(text)["input_ids"]) > len(ours(text)["input_ids"]) + 8
+
+
+@pytest.mark.parametrize("what", ["inputs", "outputs"])
+def test_a_layer_of_another_shape_is_refused_before_anything_is_made_of_it(
+    what: str, hostile: Callable[..., Executor], trusted: Path
+) -> None:
+    """By the checkpoint of a tenant's own, which else would make planes as large as somebody says."""
+
+    def lie(manifest: Manifest) -> Manifest:
+        first, *others = manifest.groups
+        if what == "inputs":
+            changed = msgspec.structs.replace(first, inputs=2**31 - 1)
+        else:
+            member = msgspec.structs.replace(first.members[0], outputs=2**31 - 1)
+            changed = msgspec.structs.replace(first, members=(member, *first.members[1:]))
+        return msgspec.structs.replace(manifest, groups=(changed, *others))
+
+    with pytest.raises(ModelMismatch, match=r"inputs and .* outputs, but .* is \["):
+        hostile({}, lie=lie).connect(privacy="one-time", mask_sources=[f"local:{trusted}"])

@@ -31,6 +31,7 @@ from shared.errors import (
     ProtocolVersionError,
     TlsError,
 )
+from shared.wire.header import PROTOCOL_VERSION
 
 pytest_plugins = ("wire_fixtures",)
 pytestmark = pytest.mark.usefixtures("goes_on")
@@ -293,7 +294,10 @@ def test_a_request_may_come_in_pieces(llama: Executor, size: int) -> None:
         assert sock.recv(4096).startswith(b"HTTP/1.1 101 ")
 
 
-@pytest.mark.parametrize("offered", ["symbiosis.v1", "symbiosis", "chat", ""])
+OLD = f"symbiosis.v{PROTOCOL_VERSION - 1}"
+
+
+@pytest.mark.parametrize("offered", ["symbiosis.v1", OLD, "symbiosis", "chat", ""])
 def test_another_version_in_the_handshake(llama: Executor, offered: str) -> None:
     with (
         counted(llama, "symbiosis_handshakes_failed_total", reason="protocol_version"),
@@ -312,7 +316,8 @@ def test_one_of_several_offered_versions_is_chosen(llama: Executor) -> None:
 def test_another_version_is_a_version_error(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("tenant_sdk.connection.handshake")
     monkeypatch.setattr(module, "SUBPROTOCOL", "symbiosis.v9")
-    with pytest.raises(ProtocolVersionError, match=r"symbiosis\.v3"):
+    said = r"speaks symbiosis\.v3; install a matching version; this tenant speaks symbiosis\.v9"
+    with pytest.raises(ProtocolVersionError, match=said):
         llama.connect()
 
 

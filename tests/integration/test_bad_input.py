@@ -35,7 +35,7 @@ from raw_peers import (
 import provider.serve.websocket_connection
 import tenant_sdk
 from shared.errors import NonFiniteError
-from shared.wire.header import RINGS
+from shared.wire.header import PROTOCOL_VERSION, RINGS
 from shared.wire.messages import Limits
 
 pytest_plugins = ("wire_fixtures",)
@@ -267,6 +267,9 @@ FATAL: dict[str, tuple[bytes, str, int]] = {
     "shorter than a header": (frame(GOOD[:31], mask=b"abcd"), "header", 1002),
     "version 0": (frame(b"\0" + GOOD[1:], mask=b"abcd"), "protocol_version", 1002),
     "version 1": (frame(b"\1" + GOOD[1:], mask=b"abcd"), "protocol_version", 1002),
+    "the version before": (
+        frame(bytes([PROTOCOL_VERSION - 1]) + GOOD[1:], mask=b"abcd"), "protocol_version", 1002
+    ),
     "oversized by far": (frame(b"", mask=b"abcd", length=2**64 - 1), "too_large", 1009),
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ from shared.errors import (
     ProtocolVersionError,
     RequestTimeout,
 )
-from shared.wire.header import Direction, Operation
+from shared.wire.header import PROTOCOL_VERSION, Direction, Operation
 from shared.wire.messages import Limits
 from tenant_sdk.connection.colocated import Areas, ColocatedChannel, open_colocated
 from tenant_sdk.doctor import Target, examine
@@ -63,6 +63,7 @@ ROW = 64 * 4  # bytes
         ((), "protocol_version"),
         ((b"",), "protocol_version"),
         ((b"symbiosis.v1", b"token"), "protocol_version"),
+        ((b"symbiosis.v%d" % (PROTOCOL_VERSION - 1), b"token"), "protocol_version"),
         ((b"symbiosis.v3",), "unauthorized"),
         ((b"symbiosis.v3", b"wrong"), "unauthorized"),
         ((b"symbiosis.v3", b"\xff\0"), "unauthorized"),
@@ -219,7 +220,7 @@ def test_another_version() -> None:
     body = b'{"code":"protocol_version","message":"I speak symbiosis.v9"}'
     with (
         scripted_listener(b"refused", body) as url,
-        pytest.raises(ProtocolVersionError, match="v9"),
+        pytest.raises(ProtocolVersionError, match=r"v9; this tenant speaks symbiosis\.v3"),
     ):
         open_colocated(url, "token", SECONDS)
 

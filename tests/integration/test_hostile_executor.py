@@ -80,7 +80,7 @@ def test_missing_blocks_are_never_filled_with_noise(
     llama: Executor, altered: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CheckpointError, match="fewer blocks"):
-        BaseExecutor(altered(num_hidden_layers=3))
+        BaseExecutor(altered(num_hidden_layers=3), numerics="float32")
     with llama.connect() as session:
         kept = tuple(p for p in session.manifest.parameters if "layers.1.input" not in p.name)
         session.executor.manifest = msgspec.structs.replace(session.manifest, parameters=kept)
@@ -97,7 +97,7 @@ def test_a_configuration_that_makes_no_sense_is_a_checkpoint_error(
     changes: dict[str, Any], altered: Callable[..., Path]
 ) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json cannot be used"):
-        BaseExecutor(altered(**changes))
+        BaseExecutor(altered(**changes), numerics="float32")
 
 
 def test_another_class_than_the_models_is_a_mismatch(llama: Executor) -> None:

@@ -45,7 +45,7 @@ def test_the_same_bytes_of_another_type_are_another_parameter(
 ) -> None:
     """Otherwise a provider calls bfloat16 float16, or gives a matrix another shape, under the same hash."""
     trusted = CheckpointContents.of(Checkpoint(checkpoint("llama")))
-    manifest = BaseExecutor(checkpoint("llama")).manifest
+    manifest = BaseExecutor(checkpoint("llama"), numerics="float32").manifest
     make_model("llama").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.norm.weight"
@@ -77,7 +77,7 @@ def test_fingerprints_attest_also_where_nothing_is_verified(
     """The provider says what it computes in; that must not decide whether its files are looked at."""
     key = write_fingerprints(checkpoint("llama"), tmp_path / "prints", numerics=RING)
     options = {"fingerprints": tmp_path / "prints", "fingerprint_key": key, "verify": "off"}
-    for numerics in ("ring", "float32"):
+    for numerics in (RING, "float32"):
         executor = hostile({"tokenizer_config.json": b"{}"}, numerics=numerics)
         with pytest.raises(ModelMismatch, match=r"tokenizer(_config)?\.json is not that of"):
             executor.connect(**options)
@@ -225,7 +225,7 @@ def test_no_message_holds_control_characters(llama: Executor) -> None:
 
 def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -> None:
     """A reply that nobody reads is held, and who asks for many takes turns."""
-    base = BaseExecutor(checkpoint("llama"))
+    base = BaseExecutor(checkpoint("llama"), numerics="float32")
     size = base.manifest.files[0].size
     quotas = Quotas(Quota(bytes_in_flight=size + 1))
 
@@ -266,7 +266,10 @@ def test_files_and_parameters_count_as_well(checkpoint: Callable[[str], Path]) -
 
 def test_who_leaves_gives_back_what_it_had(checkpoint: Callable[[str], Path]) -> None:
     """At once what nobody works on, the rest when it is back: memory is held until then."""
-    base, quotas = BaseExecutor(checkpoint("llama")), Quotas(Quota(bytes_in_flight=1 << 30))
+    base, quotas = (
+        BaseExecutor(checkpoint("llama"), numerics="float32"),
+        Quotas(Quota(bytes_in_flight=1 << 30)),
+    )
     service, lane = service_on(base, HeldLane, quotas=quotas)
     width, size = base.manifest.groups[0].inputs, base.manifest.files[0].size
     gone = TenantSession(service, "alice", lambda *_: None)

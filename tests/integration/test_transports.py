@@ -232,7 +232,7 @@ def test_draining_answers_what_has_arrived(
 def test_an_engine_that_was_closed_answers_nobody_of_this_process(
     checkpoint: Callable[[str], Path], threads: ThreadPoolExecutor
 ) -> None:
-    service, lane = service_on(BaseExecutor(checkpoint("llama")), HeldLane)
+    service, lane = service_on(BaseExecutor(checkpoint("llama"), numerics="float32"), HeldLane)
     executor = provider.inprocess.InprocessExecutor(service)
     with (
         tenant_sdk.connect(executor, privacy="plain") as waits,

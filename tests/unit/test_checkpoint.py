@@ -91,21 +91,21 @@ def test_the_digest_changes_with_one_bit_of_one_served_weight(
 
 
 def test_the_digest_covers_what_tenants_download(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    original = BaseExecutor(checkpoint("llama")).manifest
+    original = BaseExecutor(checkpoint("llama"), numerics="float32").manifest
     model = make_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight += 1
     model.save_pretrained(tmp_path)
-    changed = BaseExecutor(tmp_path).manifest
+    changed = BaseExecutor(tmp_path, numerics="float32").manifest
     assert original.weights == changed.weights
     assert original.digest != changed.digest
     assert digest_of(changed) == changed.digest
     (tmp_path / "generation_config.json").write_text("{}")
-    assert BaseExecutor(tmp_path).manifest.digest not in (original.digest, changed.digest)
+    assert BaseExecutor(tmp_path, numerics="float32").manifest.digest not in (original.digest, changed.digest)
 
 
 def test_a_file_that_no_tenant_takes_is_not_served(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(" " * (1 << 16) + "{}")
     with pytest.raises(CheckpointError, match="no tenant takes more than 65536"):
-        BaseExecutor(tmp_path)
+        BaseExecutor(tmp_path, numerics="float32")

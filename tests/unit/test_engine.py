@@ -239,7 +239,7 @@ def test_a_product_without_memory_fails_whoever_asked_for_too_much(counted: Coun
 
 
 def test_rows_that_are_no_numbers_fail_alone(checkpoint: Callable[[str], Path], engines: Engines) -> None:
-    base = BaseExecutor(checkpoint("llama"))
+    base = BaseExecutor(checkpoint("llama"), numerics="float32")
     lane = CountedLane(base)
     engine = engines(base, lane=lambda _: lane)
     width = base.manifest.groups[0].inputs

@@ -17,11 +17,11 @@ from shared.ring.fixed_point import (
     Bounds,
     bounds,
     capacity,
-    column_squares,
     dequantize,
     exponents,
     quantize_rows,
     quantize_weight,
+    squared_norms,
     steps,
 )
 
@@ -66,12 +66,12 @@ def test_bounds_are_the_largest_squared_norms(seed: int, outputs: int, inputs: i
     found = bounds(planes)
     assert found == Bounds(max(rows), max(columns))
     assert all(type(bound) is int for bound in found)
-    squares = column_squares(planes)
+    squares = squared_norms(planes)[1]
     assert squares.dtype == torch.int64
     assert squares.flatten().tolist() == columns
     split = min(split, outputs - 1)
     if split:  # members' squares add up to the group's
-        parts = [column_squares(planes[:, :split]), column_squares(planes[:, split:])]
+        parts = [squared_norms(planes[:, :split])[1], squared_norms(planes[:, split:])[1]]
         assert torch.equal(parts[0] + parts[1], squares)
 
 

@@ -59,3 +59,29 @@ def test_a_tensor_of_another_device_is_refused_and_not_read(
             function([each.to("meta") if i == at else each for i, each in enumerate(tensors)])
     with pytest.raises(AssertionError, match="was called"):
         function(tensors)
+
+
+@pytest.mark.parametrize(
+    ("at", "instead", "reason"),
+    [
+        (0, torch.zeros((3, 5), dtype=torch.int64), "int32 times"),
+        (1, torch.zeros((5, 7), dtype=torch.int32), "int32 times"),
+        (0, torch.zeros((3, 6), dtype=torch.int32), "do not make"),
+        (1, torch.zeros((5, 8), dtype=torch.int8), "do not make"),
+        (2, torch.zeros((2, 7), dtype=torch.int32), "do not make"),
+        (2, torch.zeros((3, 7), dtype=torch.int16), "int32 times"),
+    ],
+)
+def test_a_product_of_other_shapes_or_types_is_refused_and_not_read(
+    at: int, instead: torch.Tensor, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "LIBRARY", Untouched())
+    fitting = [
+        torch.zeros((3, 5), dtype=torch.int32),
+        torch.zeros((5, 7), dtype=torch.int16),
+        torch.zeros((3, 7), dtype=torch.int32),
+    ]
+    with pytest.raises(ValueError, match=reason):
+        multiply([instead if i == at else each for i, each in enumerate(fitting)])
+    with pytest.raises(AssertionError, match="was called"):
+        multiply(fitting)

@@ -48,9 +48,10 @@ WHERE = [
         )
         for name in NATIVE
     ),
-    pytest.param("cuda", "int8", id="cuda-int8", marks=NO_CUDA),
-    pytest.param("cuda", "float64", id="cuda-float64", marks=NO_CUDA),
+    *(pytest.param("cuda", name, id=f"cuda-{name}", marks=NO_CUDA) for name in ("int8", "float64", "triton")),
 ]
+ON_CPU = [each for each in WHERE if each.values[0] == "cpu"]
+ON_CUDA = [each for each in WHERE if each.values[0] == "cuda"]
 
 
 def expected(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -177,8 +178,10 @@ def test_extremes(device: str, name: str, inner: int, dtype: torch.dtype) -> Non
             assert (run(KERNELS[name], device, rows[:1], weight.T.contiguous().T) == total).all()
 
 
-@pytest.mark.parametrize(("device", "name"), WHERE[:-2])
-def test_threads_share_a_product(device: str, name: str) -> None:
+@DTYPES
+@pytest.mark.parametrize(("device", "name"), ON_CPU)
+def test_threads_share_a_product(device: str, name: str, dtype: torch.dtype) -> None:
+    """Also where there are products enough that threads are woken."""
     generator, threads = seeded(), torch.get_num_threads()
     try:
         for count, inner, columns in (
@@ -186,9 +189,12 @@ def test_threads_share_a_product(device: str, name: str) -> None:
             (16, 300, 600),
             (17, 300, 600),
             (97, 200, 333),
+            (3, 1100, 601),
+            (100, 601, 50),
             (5, 7, 3),
         ):
-            rows, weight = some_rows(generator, count, inner), some_weight(generator, inner, columns)
+            rows = some_rows(generator, count, inner)
+            weight = some_weight(generator, inner, columns, dtype=dtype)
             for number in (1, 2, 3):
                 torch.set_num_threads(number)
                 for layout in ("rows", "columns"):
@@ -209,7 +215,7 @@ def test_float64_is_exact_as_far_as_it_is_trusted(monkeypatch: pytest.MonkeyPatc
     assert EXACT_COLUMNS << 15 + 15 <= 2**53
 
 
-@pytest.mark.parametrize(("device", "name"), WHERE[-2:])
+@pytest.mark.parametrize(("device", "name"), ON_CUDA)
 def test_a_gpu_gives_the_same_bits(device: str, name: str) -> None:
     generator = seeded(3)
     for count, inner, columns in [*SHAPES, (1, 768, 2304), (129, 768, 770), (2048, 515, 1030)]:

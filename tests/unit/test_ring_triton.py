@@ -11,9 +11,9 @@ import pytest
 
 PROGRAM = """
 import torch
-from shared.ring.product import is_exact
-from shared.ring.triton_kernel import triton_kernel
+from shared.ring.product import KERNELS, is_exact
 
+triton_kernel = KERNELS["triton"]
 assert is_exact(triton_kernel)
 generator = torch.Generator().manual_seed(0)
 for count, inner, columns in ((1, 1, 1), (17, 65, 3), (70, 64, 130)):
@@ -24,9 +24,14 @@ for count, inner, columns in ((1, 1, 1), (17, 65, 3), (70, 64, 130)):
             weight = torch.randint(-most, most + 1, shape, generator=generator, dtype=dtype)
             weight = weight.T if turned else weight
             around = torch.full((count, columns + 5), 77, dtype=torch.int32)
+            expected = (rows.long() @ weight.long()).to(torch.int32)
             triton_kernel(rows, weight, around[:, 2:-3])
-            assert torch.equal(around[:, 2:-3], (rows.long() @ weight.long()).to(torch.int32))
+            assert torch.equal(around[:, 2:-3], expected)
             assert (around[:, :2] == 77).all() and (around[:, -3:] == 77).all()
+            # Members' parts of wider rows and of a group's weight.
+            wide, high = torch.cat([rows, rows], 1)[:, inner:], torch.cat([weight, weight])[inner:]
+            triton_kernel(wide, high, around[:, 2:-3])
+            assert torch.equal(around[:, 2:-3], expected)
 """
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_ring import FLOAT_MAX, SEEDS, matrices, seeded
 
 import shared.ring.fixed_point
-from shared.ring.fixed_point import LARGEST, best_norm, bounds, column_squares, quantize_weight
+from shared.ring.fixed_point import EVEN, LARGEST, best_norm, bounds, quantize_weight, squared_norms
 
 
 def reference(row: list[float]) -> tuple[float, list[int], list[int]]:
@@ -129,8 +129,8 @@ def test_no_other_norm_rounds_less(outputs: int, inputs: int, share: float, othe
     columns = max(1, round(LARGEST**2 * outputs * (share + (1 - share) / inputs)))
     norm = best_norm(columns, outputs, inputs)
     assert norm <= LARGEST
+    ratio = min(columns / LARGEST**2, EVEN * outputs / inputs)
     if norm * other <= LARGEST:
-        ratio = columns / LARGEST**2
         least = error_of_norm(norm, outputs, inputs, ratio)
         assert error_of_norm(norm * other, outputs, inputs, ratio) >= least * (1 - 1e-9)
 
@@ -181,12 +181,12 @@ def test_a_scale_that_float32_does_not_hold() -> None:
 def test_large_weights_are_done_in_pieces(values: torch.Tensor, elements: int, count: int) -> None:
     weight = values.float()
     whole = quantize_weight(weight, count)
-    squares = column_squares(whole.planes)
+    squares = squared_norms(whole.planes)[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared.ring.fixed_point, "_STEP_ELEMENTS", elements)
         pieces = quantize_weight(weight, count)
         assert torch.equal(pieces.planes, whole.planes)
         assert torch.equal(pieces.scales, whole.scales)
-        assert torch.equal(column_squares(whole.planes), squares)
+        assert torch.equal(squared_norms(whole.planes)[1], squares)
         found = bounds(whole.planes)
     assert found == bounds(whole.planes)

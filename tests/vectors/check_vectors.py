@@ -295,7 +295,8 @@ def plane_of_norm(weight: list[list[float]], norm: float) -> tuple[list[list[int
 def one_plane_of(weight: list[list[float]]) -> tuple[list[list[list[int]]], list[float]]:
     """The plane of numerics ``ring``, in a list, and the scales."""
     plane, scales = plane_of_norm(weight, LARGEST)
-    share = 2 * max(dot(v, v) for v in transposed(plane)) / LARGEST**2
+    share = max(dot(v, v) for v in transposed(plane)) / LARGEST**2
+    share = 2 * min(share, 4 * len(weight) / len(weight[0]))
     norm = 2**15 * math.sqrt(2 * math.sqrt(2 / (1 + share * 2 * len(weight) / len(weight[0]))))
     if norm < LARGEST:
         plane, scales = plane_of_norm(weight, norm)

@@ -67,6 +67,8 @@ def some_weights() -> list[tuple[str, torch.Tensor]]:
     outlier = uniform(2, 7, 13).float()
     outlier[2, 3], outlier[5] = torch.finfo(torch.float32).max, 2.0**-140 * outlier[5]
     tiny = torch.tensor([[1e-44, 1.0], [3e-43, 1e-60], [4e-44, 5e-324]], dtype=torch.float64)
+    wide = uniform(6, 24, 6)
+    wide[:, 2] *= 100
     return [
         ("scales that are powers of two, ties, zeros, subnormals", WEIGHT),
         ("any float32", uniform(1, 7, 13).float()),
@@ -75,6 +77,7 @@ def some_weights() -> list[tuple[str, torch.Tensor]]:
         ("float16", uniform(4, 2, 5).half()),
         ("float64", uniform(5, 2, 5)),
         ("float64 below the smallest float32", tiny),
+        ("a column much larger than the others", wide),
     ]
 
 
