@@ -11,7 +11,7 @@
 
 enum {
     PANEL = 48,      /* columns that are packed together: a whole number of every tile's */
-    DEPTH = 512,     /* of the inner size at once, so that a panel stays in a core's own cache */
+    DEPTH = 1024,    /* of the inner size at once, so that a panel stays in a core's own cache */
     ROWS = 480,      /* at once, so that they stay there too; a whole number of every tile's */
     AHEAD = 16,      /* rows of a weight that are fetched before they are needed */
     FEW = 16,        /* rows that are multiplied without packing the weight, if that is by_rows */
