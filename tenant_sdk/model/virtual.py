@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ class Group:
         self._together = [set(everyone) for _ in everyone]  # whom to ask for along with a member
         self._threads = threading.local()
         self._outputs: dict[int, list[int]] = {}  # widths of members
+        self.handle = next(_handles)
+        _groups[self.handle] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """Copies of a model share the session."""
@@ -113,8 +116,19 @@ class Group:
         """Outputs [..., O_m] of the members for x [..., D], outside autograd."""
         rows = x.detach() if x.requires_grad else x
         rows = rows.reshape(-1, x.shape[-1]) if rows.dim() != 2 else rows
-        blocks = self.product(Direction.FORWARD, members, [rows], request_class)
+        blocks = self._ask(Direction.FORWARD, members, [rows], request_class)
+        if torch.compiler.is_compiling():
+            return tuple(block.view(*x.shape[:-1], block.shape[-1]) for block in blocks)
         return tuple(own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
+
+    def _ask(
+        self, direction: Direction, members: int, blocks: list[torch.Tensor], request_class: RequestClass
+    ) -> list[torch.Tensor]:
+        """``product``, or what stands for it in a graph that is being made."""
+        if torch.compiler.is_compiling():
+            answers: list[torch.Tensor] = _products(blocks, self.handle, direction, members, request_class)
+            return answers
+        return self.product(direction, members, blocks, request_class)
 
     def product(
         self,
@@ -129,9 +143,7 @@ class Group:
             NonFiniteError: before anything is sent.
             ModelMismatch: the model's own configuration makes rows that do not fit these layers.
         """
-        outputs = self._outputs.get(members)
-        if outputs is None:
-            outputs = self._outputs[members] = [m.outputs for m in self._members(members)]
+        outputs = self.widths(members)
         widths = [self.info.inputs] if direction == Direction.FORWARD else outputs
         if [block.shape[-1] for block in blocks] != widths:
             names = ", ".join(member.name for member in self._members(members))
@@ -153,6 +165,13 @@ class Group:
         results = self._products.submit(self.identity, direction, members, here, request_class).result()
         return to_device(results, first.device, first.dtype)
 
+    def widths(self, members: int) -> list[int]:
+        """Outputs of the members."""
+        outputs = self._outputs.get(members)
+        if outputs is None:
+            outputs = self._outputs[members] = [m.outputs for m in self._members(members)]
+        return outputs
+
     def _members(self, members: int) -> list[Member]:
         return [self.info.members[i] for i in member_indices(members)]
 
@@ -167,6 +186,39 @@ class Group:
             f"the output gradient of {names} holds NaN or infinity; nothing was sent. Lower the learning "
             "rate or the loss scale"
         )
+
+
+# -- inside torch.compile --------------------------------------------------------------------------
+#
+# Dynamo looks into a model, and must not look into this: what it would see depends on addresses, counters
+# and sockets. It takes ``_traced_output`` as it is; that runs while the graph is made, once for each layer,
+# which puts one ``symbiosis::products`` into it for all members with the same input, forward and backward.
+
+_handles = itertools.count()
+_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("symbiosis::products", mutates_args=())
+def _products(
+    blocks: list[torch.Tensor], handle: int, direction: int, members: int, request_class: int
+) -> list[torch.Tensor]:
+    results = _groups[handle].product(Direction(direction), members, blocks, RequestClass(request_class))
+    # Answers of several members may lie in one block of memory, which operators must not give.
+    return results if len(results) == 1 else [result.clone() for result in results]
+
+
+@_products.register_fake
+def _(
+    blocks: list[torch.Tensor], handle: int, direction: int, members: int, request_class: int
+) -> list[torch.Tensor]:
+    group, (first, *_) = _groups[handle], blocks
+    widths = group.widths(members) if direction == Direction.FORWARD else [group.info.inputs]
+    return [first.new_empty((first.shape[0], width)) for width in widths]
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _traced_output(x: torch.Tensor, handle: int, member: int) -> torch.Tensor:
+    return _groups[handle].output(member, x)
 
 
 class _GroupProduct(torch.autograd.Function):
@@ -194,7 +246,7 @@ class _GroupProduct(torch.autograd.Function):
             return None, None, None
         members = sum(1 << index for index, _ in reached)
         blocks = [grad.reshape(-1, grad.shape[-1]) for _, grad in reached]
-        (gradient,) = ctx.group.product(Direction.BACKWARD, members, blocks, RequestClass.FINETUNING)
+        (gradient,) = ctx.group._ask(Direction.BACKWARD, members, blocks, RequestClass.FINETUNING)
         return gradient.view(ctx.shape), None, None
 
 
@@ -232,7 +284,10 @@ class _Virtual(nn.Module):
                 f"{self._group.info.members[self._member].name} is to be trained in full, but its weight "
                 "stays with the provider; train an adapter, or keep the layer local with exclude="
             )
-        out = self._group.output(self._member, x)
+        if torch.compiler.is_compiling():
+            out: torch.Tensor = _traced_output(x, self._group.handle, self._member)
+        else:
+            out = self._group.output(self._member, x)
         bias = parameters["bias"]
         return out if bias is None else out.add_(bias)
 
