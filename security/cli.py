@@ -18,9 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.options import version
 
 app = typer.Typer(
-    help="Attack every privacy mode, and report what leaked.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -113,6 +113,21 @@ def attack(
     tables: list[Any] = attack_transcript(transcript, model, view, cut=cut, show=show, seed=seed, stage=stage)
     for table in tables:
         console.print(table)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"symbiosis-audit {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Attack every privacy mode, and report what leaked."""
 
 
 def main() -> None:
