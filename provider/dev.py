@@ -1,10 +1,11 @@
-"""``serve --dev``: certificates, tokens, a mask source and a tenant's profile, to try it all on one machine."""
+"""``serve --dev``: certificates, tokens, a mask source and a tenant's profile, to try it on one machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -63,6 +64,7 @@ class Development:
     def __enter__(self) -> Development:
         """Make what is missing, and start the mask source, which loads the model by itself."""
         try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_profile()
             self._tokens = [_party(self._folder / name) for name in ("provider", "masks")]
             self._ready.unlink(missing_ok=True)
@@ -109,7 +111,7 @@ class Development:
             token=token,
             mask_token=mask_token,
             profile=shlex.quote(str(self._profile)),
-            data=shlex.quote(str(_NOTES)) if _NOTES.exists() else "YOUR_TEXT.txt",
+            data=shlex.quote(os.path.relpath(_NOTES)) if _NOTES.exists() else "YOUR_TEXT.txt",
             adapter=shlex.quote(str(self._folder / "adapter")),
         )
 
@@ -150,7 +152,7 @@ class Development:
 
 def _party(folder: Path) -> str:
     """Certificates, unless there are valid ones, and a fresh token."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC)
     if not still_valid(folder, now + datetime.timedelta(days=1)):
         write_certificates(folder, now=now)

@@ -45,10 +45,15 @@ def stage(what: str) -> Iterator[None]:
 @app.command()
 def run(
     report: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")],
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")] = _EXAMPLES / "base_model",
-    text: Annotated[Path, typer.Option(help="Real text that the tenants work on, a line each.")] = _EXAMPLES
-    / "data"
-    / "clinic_notes_train.txt",
+    model: Annotated[
+        Path, typer.Option(help="Checkpoint folder.", show_default="that of the examples")
+    ] = _EXAMPLES / "base_model",
+    text: Annotated[
+        Path,
+        typer.Option(
+            help="Real text that the tenants work on, a line each.", show_default="that of the examples"
+        ),
+    ] = _EXAMPLES / "data" / "clinic_notes_train.txt",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: wider intervals.")] = False,
     seed: Annotated[int, typer.Option(help="Of everything random but masks.")] = 0,
 ) -> None:

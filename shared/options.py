@@ -154,7 +154,7 @@ def takes(
         taken = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         taken += [parameter(field) for field in fields]
         kinds = {each.name: _kind(each.annotation) for each in taken}
-        text = "TOML file with options, names with underscores; those given here win."
+        text = "TOML file with options of this command, names with underscores; those given here win."
         file = option(help=text, metavar="FILE", is_eager=True, callback=read)
         taken.append(
             inspect.Parameter(

@@ -86,9 +86,9 @@ class ExecutorOptions:
         Optional[str],  # noqa: UP045
         _option(
             _EXECUTORS,
-            "TOML file of a session: executors, authorities, where their tokens are, privacy. A path, or NAME "
-            "for ~/.config/symbiosis/NAME.toml. Default without --provider: ./symbiosis.toml, if it is there. "
-            "Options given here win, and those of --config, a command's own options, which may name a profile.",
+            "TOML file of a session: executors, their authorities, where their tokens are, privacy; a path, "
+            "or NAME for ~/.config/symbiosis/NAME.toml. Default without --provider: ./symbiosis.toml, if it is "
+            "there. Options given here win, and so do those in the file of --config.",
             metavar="FILE",
         ),
     ] = None

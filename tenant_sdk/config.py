@@ -137,8 +137,8 @@ class SessionConfig:
             )
         if self.pad_rows and self.privacy != "one-time":
             raise ConfigurationError(
-                f"pad_rows={self.pad_rows} adds rows of zeros, which privacy={self.privacy!r} would show: they "
-                "would give away its masks, or that they are zeros. Use it with one-time masks"
+                f"pad_rows={self.pad_rows} adds rows of zeros, which privacy={self.privacy!r} would show: "
+                "they would give away its masks, or that they are zeros. Use it with one-time masks"
             )
         if not 0 < self.verify_rate <= 1:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The socket at which an executor listens: its port is taken first, and opened once there is what to serve."""
+"""The socket at which an executor listens: its port is taken first, and opened once it can serve."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def listen(sock: socket.socket) -> socket.socket:
     try:
         sock.listen(BACKLOG)
     except OSError as error:
-        raise _refused(*sock.getsockname()[:2], error) from error
+        host, port, *_ = sock.getsockname()
+        raise _refused(host, port, error) from error
     return sock
 
 
