@@ -8,14 +8,9 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 
 import tenant_sdk
 
-with tenant_sdk.connect(
-    os.environ["SYMBIOSIS_URL"],
-    token=os.environ["SYMBIOSIS_TOKEN"],
-    ca=os.environ["SYMBIOSIS_CA"],
-    mask_sources=[os.environ["SYMBIOSIS_MASK_SOURCE"]],  # of another operator; or local:FOLDER
-    mask_source_token=os.environ.get("SYMBIOSIS_MASK_TOKEN"),  # its own: operators share neither tokens
-    mask_source_ca=os.environ.get("SYMBIOSIS_MASK_CA"),  # nor authorities
-) as session:
+# Which executors, and where the tokens for them are: `symbiosis-provider serve MODEL --dev` makes this file.
+profile = os.environ.get("SYMBIOSIS_PROFILE", "symbiosis-dev/symbiosis.toml")
+with tenant_sdk.connect(profile=profile) as session:
     tokenizer = session.load_tokenizer()
     lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(session.load_model(), lora)  # the frozen layers stay with the executor

@@ -7,11 +7,13 @@ import gc
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 # Threads that spin for long between products take the processor from TLS, and from tenants on the
 # same machine. Must be set before torch loads its runtime; docs/performance.md has the effect.
@@ -24,21 +26,39 @@ from rich.markup import escape
 from tqdm import tqdm
 
 from provider.config import ServeConfig
+from provider.dev import Development
 from provider.observe.log import console as _errors
 from provider.observe.log import log_to_console
-from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
+from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, own_certificate, write_certificates
+from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import takes
+from shared.options import check_model_folder, in_options, option_names, takes, version
+
+if TYPE_CHECKING:
+    from provider.serve.provider import Provider
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
 app.add_typer(token_app, name="token")
 
 
+_NAMES = option_names(ServeConfig)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"symbiosis-provider {version()}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     """Host the frozen layers of a language model for tenants."""
 
 
@@ -91,7 +111,9 @@ def _declared(hint: Any) -> Any:
         return Annotated[kind, typer.Argument(help=option.text)]
     most = None if option.most == math.inf else option.most
     bounds = {} if option.least is None else {"min": option.least, "max": most}
-    return Annotated[kind, typer.Option(help=option.text, rich_help_panel=option.group, **bounds)]
+    return Annotated[
+        kind, typer.Option(*option.names, help=option.text, rich_help_panel=option.group, **bounds)
+    ]
 
 
 @app.command()
@@ -100,40 +122,66 @@ def serve(config: ServeConfig) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
     log_to_console()
     keep_freed_memory()
+    # Whatever can be wrong is told before what takes seconds to import, or minutes to load.
+    check_model_folder(config.model_dir)
+    if not config.dev:
+        own_certificate(config.certificates, config.client_ca)
+        TokenFile(config.tokens).check_readable()
+    with ExitStack() as opened:
+        listener = opened.enter_context(bound(config.host, config.port))
+        development = opened.enter_context(Development(config)) if config.dev else None
+        _errors.print(f"reading {escape(str(config.model_dir))}", highlight=False)
+        _serve(config, listener, development)
+
+
+def _serve(config: ServeConfig, listener: socket.socket, development: Development | None) -> None:
+    """Until a signal, or until a mask source that this started has ended."""
     from provider.serve.provider import Provider
 
     def progress(items: Any, what: str) -> Any:
         return tqdm(items, desc=what, unit="group", file=sys.stderr)
 
-    provider = Provider(config, progress=progress)
+    provider = Provider(config, listener=listener, progress=progress)
     provider.start()
     # What is loaded stays: the garbage collector need not walk it again in the middle of requests.
     gc.collect()
     gc.freeze()
+    _introduce(provider)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if development is not None:
+        print(development.instructions(provider.url), flush=True)
+    provider.announce()
+    # With a timeout: a signal that another thread takes runs its handler only when this one wakes.
+    freed = FreedMemory()
+    while not stop.wait(0.5) and (development is None or development.alive):
+        freed.give_back()
+    lost = not stop.is_set()
+    _errors.print("draining")
+    if development is not None:
+        development.stop()
+    clean = provider.drain(config.drain_seconds)
+    provider.close()
+    _errors.print("stopped" if clean else "stopped; some requests were cut off")
+    if development is not None and lost:
+        development.check()
+
+
+def _introduce(provider: Provider) -> None:
+    """Say what is served, and where."""
+    config, manifest = provider.config, provider.manifest
     if provider.recording is not None:
         _errors.print(
             f"[bold red]RECORDING[/] everything that tenants send into {provider.recording.path}; tenants "
             "are told, and refuse unless they allow it"
         )
-    manifest = provider.manifest
     urls = " and ".join(filter(None, (provider.url, provider.local_url)))
     _errors.print(
         f"serving [bold]{manifest.model}[/] ({manifest.architecture}, {config.numerics}, "
         f"{len(manifest.groups)} groups, digest {manifest.digest[:16]}) "
         f"to {provider.tenants} tenants at {urls}; status at {provider.admin_url}/"
     )
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    provider.announce()
-    # With a timeout: a signal that another thread takes runs its handler only when this one wakes.
-    freed = FreedMemory()
-    while not stop.wait(0.5):
-        freed.give_back()
-    _errors.print("draining")
-    clean = provider.drain(config.drain_seconds)
-    provider.close()
-    _errors.print("stopped" if clean else "stopped; some requests were cut off")
 
 
 def run(application: Callable[[], Any]) -> None:
@@ -141,7 +189,8 @@ def run(application: Callable[[], Any]) -> None:
     try:
         application()
     except SymbiosisError as error:
-        _errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        message = escape(in_options(str(error), _NAMES))
+        _errors.print(f"[bold red]error:[/] {message}", highlight=False)
         sys.exit(1)
 
 

@@ -15,7 +15,7 @@ class Option:
     """What a field of ``ServeConfig`` is: ``text`` stands in the help, under the heading ``group``.
 
     ``least``, ``most``: bounds of a number, which is never infinite. ``choices``: all that a word may be.
-    ``argument``: it is given without a name.
+    ``argument``: it is given without a name. ``names``: those that the field's own does not make.
     """
 
     group: str
@@ -24,6 +24,7 @@ class Option:
     most: float = math.inf
     choices: tuple[str, ...] = ()
     argument: bool = False
+    names: tuple[str, ...] = ()
 
     def check(self, name: str, value: object) -> None:
         """Refuse what cannot be.
@@ -32,20 +33,16 @@ class Option:
             ConfigurationError: which option, and what it may be.
         """
         if self.choices and value not in self.choices:
-            raise ConfigurationError(
-                f"unknown {_spelled(name)} {value!r}; choose from {', '.join(self.choices)}"
-            )
+            raise ConfigurationError(f"{name}={value!r} cannot be; choose from {', '.join(self.choices)}")
         if self.least is None or not isinstance(value, (int, float)):
             return
         if not self.least <= value <= self.most or value == math.inf:
             most = "" if self.most == math.inf else f" and at most {self.most:g}"
-            raise ConfigurationError(f"{_spelled(name)} is at least {self.least:g}{most}, not {value!r}")
+            raise ConfigurationError(f"{name}={value!r} cannot be: it is at least {self.least:g}{most}")
 
 
-def _spelled(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_TRIED = "To try it out"
 _SERVED = "What is served"
 _ADMITTED = "Who may come in"
 _LOCAL = "Tenants of this machine"
@@ -75,8 +72,10 @@ class ServeConfig:
     serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.")] = False
     device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
     threads: Annotated[int, Option(_SERVED, "Threads of one product; 0: one a core.", least=0)] = 0
-    tls_dir: Annotated[Path, Option(_ADMITTED, "Folder with server.pem and server.key.")]
-    token_file: Annotated[Path, Option(_ADMITTED, "Made by `token add`.")]
+    tls_dir: Annotated[
+        Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
+    ] = None
+    token_file: Annotated[Path | None, Option(_ADMITTED, "Made by `token add`. Needed without --dev.")] = None
     host: Annotated[str, Option(_ADMITTED, "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(_ADMITTED, "0 picks a free port.", least=0, most=65535)] = 8765
     client_ca: Annotated[
@@ -150,8 +149,48 @@ class ServeConfig:
         Path | None,
         Option(_OBSERVED, "Record what tenants send into this folder, for an audit; tenants are told."),
     ] = None
+    dev: Annotated[
+        bool,
+        Option(
+            _TRIED,
+            "Make certificates and tokens, run a mask source as well, and print a tenant's commands.",
+            names=("--dev",),
+        ),
+    ] = False
+    dev_dir: Annotated[Path, Option(_TRIED, "Folder for what --dev makes; used again.")] = Path(
+        "symbiosis-dev"
+    )
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
         for name, hint in get_type_hints(ServeConfig, include_extras=True).items():
             hint.__metadata__[0].check(name, getattr(self, name))
+        for name in ("tls_dir", "token_file", "client_ca"):
+            given = getattr(self, name)
+            if self.dev and given is not None:
+                raise ConfigurationError(
+                    f"dev=True makes what it needs in dev_dir={self.dev_dir}: leave out {name}={given}"
+                )
+            if not self.dev and given is None and name != "client_ca":
+                raise ConfigurationError(
+                    f"{name}=PATH is missing: see `symbiosis-provider certs` and `token add`; or try it all "
+                    "out on one machine with dev=True, which makes what it needs"
+                )
+        if self.dev and not self.numerics.startswith("ring"):
+            raise ConfigurationError(
+                f"dev=True is for one-time masks, which need integers: leave out numerics={self.numerics!r}"
+            )
+        if self.dev and self.host not in LOOPBACK:
+            raise ConfigurationError(
+                f"dev=True is for one machine: host={self.host} is none of {', '.join(LOOPBACK)}"
+            )
+
+    @property
+    def certificates(self) -> Path:
+        """The folder with ``server.pem`` and ``server.key``."""
+        return self.tls_dir or self.dev_dir / "provider"
+
+    @property
+    def tokens(self) -> Path:
+        """The file with the tokens' hashes."""
+        return self.token_file or self.dev_dir / "provider" / "tokens.json"

@@ -18,9 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.options import version
 
 app = typer.Typer(
-    help="Attack every privacy mode, and report what leaked.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,10 +45,15 @@ def stage(what: str) -> Iterator[None]:
 @app.command()
 def run(
     report: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")],
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")] = _EXAMPLES / "base_model",
-    text: Annotated[Path, typer.Option(help="Real text that the tenants work on, a line each.")] = _EXAMPLES
-    / "data"
-    / "clinic_notes_train.txt",
+    model: Annotated[
+        Path, typer.Option(help="Checkpoint folder.", show_default="that of the examples")
+    ] = _EXAMPLES / "base_model",
+    text: Annotated[
+        Path,
+        typer.Option(
+            help="Real text that the tenants work on, a line each.", show_default="that of the examples"
+        ),
+    ] = _EXAMPLES / "data" / "clinic_notes_train.txt",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: wider intervals.")] = False,
     seed: Annotated[int, typer.Option(help="Of everything random but masks.")] = 0,
 ) -> None:
@@ -113,6 +118,21 @@ def attack(
     tables: list[Any] = attack_transcript(transcript, model, view, cut=cut, show=show, seed=seed, stage=stage)
     for table in tables:
         console.print(table)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"symbiosis-audit {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Attack every privacy mode, and report what leaked."""
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
+from shared.options import check_model_folder
 from shared.wire.header import DTYPE_CODES
 from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
 
@@ -34,11 +35,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not (self.folder / "config.json").is_file():
-            raise CheckpointError(
-                f"{self.folder} is not a checkpoint folder: it has no config.json. Give the folder that "
-                "`save_pretrained` wrote or that a model hub's download made"
-            )
+        check_model_folder(self.folder)
         self._file_of = self._find_tensors()
 
     def _find_tensors(self) -> dict[str, Path]:

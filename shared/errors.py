@@ -10,6 +10,7 @@
     ├── WireError                   a peer broke the protocol or asked for what cannot be (has a code)
     ├── RequestRefused              the executor answered with a typed error (has its code)
     ├── ConnectError                no session could be opened
+    │   ├── NobodyListens           no executor there, or not yet
     │   ├── TlsError                certificate, host name or TLS version
     │   ├── AuthenticationError     token or client certificate
     │   └── ProtocolVersionError    the two sides speak different versions
@@ -19,7 +20,9 @@
     ├── NonFiniteError              NaN or infinity would have been sent
     └── RemoteWeightUnavailable     something read the values of a weight that stays with the provider
 
-Errors carry a stable ``code`` and say what to do. What a peer is told is made of
+Errors carry a stable ``code`` and say what to do. They name an option as Python does, with its value or a
+word for that: ``ca=FILE``, ``privacy='plain'``. Command lines show it as theirs
+(``shared.options.in_options``). What a peer is told is made of
 ``code`` and ``message`` alone: no paths, no traces.
 """
 
@@ -117,10 +120,21 @@ class ConnectError(SymbiosisError):
     code = "connect"
 
 
+class NobodyListens(ConnectError):
+    """Nobody listens there: the executor does not run, or not yet, or the port is wrong."""
+
+
 class TlsError(ConnectError):
-    """The TLS handshake failed: untrusted, expired or wrong-host certificate, or an old TLS version."""
+    """The TLS handshake failed: untrusted, expired or wrong-host certificate, or an old TLS version.
+
+    ``untrusted``: no authority that was given, or that the system knows, signed the certificate.
+    """
 
     code = "tls"
+
+    def __init__(self, message: str, *, untrusted: bool = False, retry_after: float | None = None) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.untrusted = untrusted
 
 
 class AuthenticationError(ConnectError):

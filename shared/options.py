@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +14,80 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from shared.errors import ConfigurationError
+from shared.errors import CheckpointError, ConfigurationError
+
+# ``name=value`` as errors write it; the value may be a word, a quoted one, or several in brackets.
+_ARGUMENT = re.compile(
+    r"(?<![^\s(`])([a-z_]+)=(\[[^]]*\]|\{[^}]*\}|\([^)]*\)|'[^']*'|[\w/*~-](?:[^\s,;()`]*[\w/*~-])?|)"
+)
+
+
+def in_options(message: str, options: Mapping[str, str]) -> str:
+    """An error's message for who types commands: ``mask_sources=['URL']`` becomes ``--mask-source URL``.
+
+    Args:
+        options: of each argument's name the option; one with a space in it stands as it is, without a value.
+    """
+
+    def spelled(found: re.Match[str]) -> str:
+        option, value = options.get(found[1]), found[2]
+        if option is None:
+            return found[0]
+        if " " in option or value in ("", "True"):
+            return option
+        values = value[1:-1].split(",") if value[0] in "[{(" else [value]
+        return " ".join(f"{option} {each.strip().strip(_QUOTE)}" for each in values)
+
+    return _ARGUMENT.sub(spelled, message)
+
+
+_QUOTE = "'"
+
+
+def option_names(configuration: type[Any]) -> dict[str, str]:
+    """What ``in_options`` wants for the fields of a dataclass: each an option of its own name."""
+    return {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(configuration)}
+
+
+def version() -> str:
+    """What ``--version`` prints."""
+    try:
+        return importlib.metadata.version("symbiosis")
+    except importlib.metadata.PackageNotFoundError:  # run from a folder, without an installation
+        return "of a folder that is not installed"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuse what is no checkpoint folder, before anything is imported that could read it.
+
+    Raises:
+        CheckpointError: it has no ``config.json``.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is not a checkpoint folder: it has no config.json. Give the folder that "
+            "`save_pretrained` wrote or that a model hub's download made"
+        )
+
+
+def check_options(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
+    """Refuse unknown names and values of other types.
+
+    Args:
+        kinds: of every option the type that TOML has for its values.
+        where: in front of an error's message.
+
+    Raises:
+        ConfigurationError: with the list of known names.
+    """
+    for key, value in given.items():
+        try:
+            if key not in kinds:
+                raise msgspec.ValidationError("there is no such option")
+            msgspec.convert(value, kinds[key])
+        except msgspec.ValidationError as error:
+            allowed = ", ".join(sorted(kinds))
+            raise ConfigurationError(f"{where}: {key}: {error}; the keys are {allowed}") from error
 
 
 def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,14 +105,7 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # of tomllib, or of the decoder
         raise ConfigurationError(f"{path} is not TOML: {error}") from error
-    for key, value in given.items():
-        try:
-            if key not in kinds:
-                raise msgspec.ValidationError("there is no such option")
-            msgspec.convert(value, kinds[key])
-        except msgspec.ValidationError as error:
-            allowed = ", ".join(sorted(kinds))
-            raise ConfigurationError(f"{path}: {key}: {error}; the keys are {allowed}") from error
+    check_options(given, kinds, str(path))
     return given
 
 
@@ -86,7 +154,7 @@ def takes(
         taken = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         taken += [parameter(field) for field in fields]
         kinds = {each.name: _kind(each.annotation) for each in taken}
-        text = "TOML file with options, names with underscores; those given here win."
+        text = "TOML file with options of this command, names with underscores; those given here win."
         file = option(help=text, metavar="FILE", is_eager=True, callback=read)
         taken.append(
             inspect.Parameter(

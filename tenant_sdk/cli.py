@@ -24,8 +24,10 @@ from shared.errors import (
     VerificationError,
     peer_text,
 )
-from shared.options import takes
+from shared.options import in_options, takes, version
 from tenant_sdk import cli_options as options
+from tenant_sdk.config import SessionConfig
+from tenant_sdk.connection.urls import url_of
 
 if TYPE_CHECKING:
     from tenant_sdk.session import Session
@@ -36,8 +38,18 @@ _status = Console(stderr=True, highlight=False, soft_wrap=True)
 _results = Console(highlight=False, soft_wrap=True)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"symbiosis-tenant {version()}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     """Use a language model whose frozen layers a provider hosts, keeping text and adapters here."""
 
 
@@ -64,18 +76,25 @@ def _load(session: Session, tokenizer: Path | None) -> tuple[Any, Any]:
     return (model.to("cuda") if torch.cuda.is_available() else model), words
 
 
-def _print_stats(session: Session, connection: options.SessionOptions, to: Console) -> None:
+def _say_first(config: SessionConfig) -> None:
+    """Libraries that take seconds to import come after this."""
+    sources = [url_of(source) for source in config.mask_sources]
+    others = f", masks from {' and '.join(sources)}" if sources else ""
+    _status.print(f"connecting to {escape(url_of(config.provider))}{escape(others)}")
+
+
+def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
     stats = session.stats
     waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
-    sources = len(connection.mask_source or ())
+    sources = len(config.mask_sources)
     masked = {
         "one-time": f"every row, each under a mask of its own ({sources} mask source{'s'[: sources != 1]}; "
         f"effects of {stats.effect_rows:,} rows fetched)",
         "noise-bank": "with banks of masks that serve many rows each",
         "plain": "nothing; the executor saw every activation",
-    }[connection.privacy]
+    }[config.privacy]
     checked = f"{stats.verified_rows:,} of {stats.rows:,} rows" if stats.verified_rows else "nothing"
-    if 0 < stats.verified_rows < stats.rows and connection.verify in (None, "always"):
+    if 0 < stats.verified_rows < stats.rows and config.when_verified == "always":
         checked += "; the others made the fingerprints"
     to.print(
         f"session: {stats.requests:,} requests, {stats.rows:,} rows, {stats.bytes_sent / 1e6:.1f} MB sent, "
@@ -128,6 +147,7 @@ def finetune(
     find_method(method)
     check_new_folder(output)
     config = connection.session()
+    _say_first(config)
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.finetuning import TrainingOptions
     from tenant_sdk.tuning.finetuning import finetune as train
@@ -190,7 +210,7 @@ def finetune(
         _results.print(
             f"held-out perplexity: {report.perplexity_before:.2f} before, {report.perplexity_after:.2f} after"
         )
-    _print_stats(session, connection, _results)
+    _print_stats(session, config, _results)
     _results.print(f"adapter: {escape(str(output))}")
 
 
@@ -214,6 +234,7 @@ def generate(
 
     config = connection.session()
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    _say_first(config)
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.adapters import load_adapter
     from tenant_sdk.tuning.generation import stream
@@ -224,7 +245,7 @@ def generate(
             model = load_adapter(model, adapter)
         tokens, seconds = stream(model, words, prompt, sampling)
     _status.print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s")
-    _print_stats(session, connection, _status)
+    _print_stats(session, config, _status)
 
 
 @app.command()
@@ -264,22 +285,34 @@ def fingerprint(
 
 @app.command()
 @takes(options.ExecutorOptions, typer.Option)
-def doctor(executors: options.ExecutorOptions) -> None:
+def doctor(
+    executors: options.ExecutorOptions,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for an executor to listen.")
+    ] = 30.0,
+) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""
+    targets, allowed = executors.targets(wait)
+    _status.print(f"examining {escape(' and '.join(target.url for target in targets))}")
     from tenant_sdk.doctor import diagnose
 
     failed = False
-    for title, results in diagnose(executors):
+    for title, results in diagnose(targets, allowed):
         if title:
             _results.print(f"[bold]{escape(title)}[/]")
         for result in results:
             mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[result.ok]
-            _results.print(f"{mark} {result.step:<12}{escape(result.detail)}")
+            _results.print(f"{mark} {result.step:<12}{_escaped(result.detail)}")
             if result.remedy:
-                _results.print(f"  {'':<12}→ {escape(result.remedy)}")
+                _results.print(f"  {'':<12}→ {_escaped(result.remedy)}")
             failed |= result.ok is False
     if failed:
         raise typer.Exit(1)
+
+
+def _escaped(message: str) -> str:
+    """What errors say, in the words of this command line and without markup."""
+    return escape(in_options(message, options.NAMES))
 
 
 def run(application: Callable[[], Any]) -> None:
@@ -292,7 +325,7 @@ def run(application: Callable[[], Any]) -> None:
     try:
         application()
     except SymbiosisError as error:
-        _status.print(f"[bold red]error:[/] {escape(str(error))}")
+        _status.print(f"[bold red]error:[/] {_escaped(str(error))}")
         sys.exit(1)
     except BaseException as error:
         # How the compiled part of a tokenizer gives up on a text; the class has no name that can be imported.

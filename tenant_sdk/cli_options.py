@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 
 from shared.errors import ConfigurationError
-from tenant_sdk.config import PRIVACY_MODES, VERIFY_MODES, SessionConfig
-from tenant_sdk.trust.operators import SIGNS, allowed_signs
+from shared.options import option_names
+from tenant_sdk.config import PRIVACY_MODES, VERIFY_MODES, SessionConfig, for_each
+from tenant_sdk.profiles import HERE, Secret, merged, read_profile, revealed
+from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
 
 T = TypeVar("T")
+
+# How errors that name an argument of ``connect`` say it to who types a command.
+NAMES = option_names(SessionConfig) | {
+    "profile": "--profile",
+    "token": "--token-env",
+    "mask_sources": "--mask-source",
+    "mask_source_token": "--mask-source-token-env",
+    "fingerprint_key": "--fingerprint-key-env",
+    "client_certificate": "--client-certificate FILE --client-key FILE",
+}
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -24,14 +36,70 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 _EXECUTORS, _PRIVACY, _CHECKS = "Executors", "Privacy", "Verification"
 
 
-# Typer reads the annotations at run time, where it wants Optional.
+@dataclass(frozen=True)
+class Target:
+    """What `doctor` examines, as the other commands would use it. ``token`` None: none is at hand.
+
+    ``wait``: seconds for which somebody may still begin to listen. ``source``: it is a mask source.
+    """
+
+    url: str
+    ca: str | Path | None = None
+    client_certificate: tuple[Path, Path] | None = None
+    token: Secret | None = None
+    wire_dtype: str = SessionConfig.wire_dtype
+    digest: str | None = None
+    timeout: float = 10.0
+    wait: float = 0.0
+    source: bool = False
+
+    @property
+    def authority(self) -> str | Path | None:
+        """PEM file; None: the operating system's."""
+        return None if str(self.ca) == SYSTEM else self.ca
+
+    @functools.cached_property
+    def secret(self) -> str:
+        """The token, asked for once; empty, if none is at hand.
+
+        Raises:
+            ConfigurationError: it is not where it should be, or is none.
+        """
+        token = self.token.read() if self.token else ""
+        if any(c.isspace() or not c.isprintable() for c in token):
+            raise ConfigurationError(f"the token in {self.token} holds white space")
+        return token
+
+    def option(self, name: str) -> str:
+        """How the command line calls the ``provider``, ``ca`` or ``token`` of this party."""
+        if self.source:
+            name = {"provider": "mask_sources"}.get(name, f"mask_source_{name}")
+        return NAMES[name]
+
+
+# Typer reads the annotations at run time, where it wants Optional. None: not given, so that of the profile.
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
     """Which executors, and how to reach them."""
 
+    profile: Annotated[
+        Optional[str],  # noqa: UP045
+        _option(
+            _EXECUTORS,
+            "TOML file of a session: executors, their authorities, where their tokens are, privacy; a path, "
+            "or NAME for ~/.config/symbiosis/NAME.toml. Default without --provider: ./symbiosis.toml, if it is "
+            "there. Options given here win, and so do those in the file of --config.",
+            metavar="FILE",
+        ),
+    ] = None
     provider: Annotated[
-        str, _option(_EXECUTORS, "URL of the executor: wss://host:port; on this machine ipc://DIRECTORY.")
-    ]
+        Optional[str],  # noqa: UP045
+        _option(
+            _EXECUTORS,
+            "URL of the executor: wss://host:port; on this machine ipc://DIRECTORY.",
+            metavar="URL",
+        ),
+    ] = None
     token_env: Annotated[
         Optional[str],  # noqa: UP045
         _option(_EXECUTORS, "Environment variable that holds the token.", metavar="VAR"),
@@ -69,16 +137,27 @@ class ExecutorOptions:
     ] = None
     client_key: Annotated[Optional[Path], _option(_EXECUTORS, "Its key.")] = None  # noqa: UP045
     wire_dtype: Annotated[
-        str,
+        Optional[str],  # noqa: UP045
         _option(
-            _EXECUTORS, "float32, or bfloat16 for half the bytes and fewer digits; not with ring numerics."
+            _EXECUTORS,
+            "float32, or bfloat16 for half the bytes and fewer digits; not with ring numerics.",
+            metavar="NAME",
+            show_default=SessionConfig.wire_dtype,
         ),
-    ] = SessionConfig.wire_dtype
+    ] = None
     digest: Annotated[
         Optional[str],  # noqa: UP045
         _option(_EXECUTORS, "Refuse executors with another digest of weights, parameters and files."),
     ] = None
-    timeout: Annotated[float, _option(_EXECUTORS, "Seconds that each step may take.")] = 10.0
+    timeout: Annotated[
+        Optional[float],  # noqa: UP045
+        _option(
+            _EXECUTORS,
+            "Seconds without progress after which to give up.",
+            metavar="SECONDS",
+            show_default="60",
+        ),
+    ] = None
     allow_same: Annotated[
         Optional[list[str]],  # noqa: UP045
         _option(
@@ -99,34 +178,86 @@ class ExecutorOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        self.client()
-        allowed_signs(self.allow_same or (), self.allow_same_operator)
-
-    def client(self) -> tuple[Path, Path] | None:
-        """Certificate and key: both files or neither."""
         if (self.client_certificate is None) != (self.client_key is None):
             raise ConfigurationError("--client-certificate and --client-key go together")
-        return (
-            (self.client_certificate, self.client_key)
-            if self.client_certificate and self.client_key
-            else None
-        )
+        allowed_signs(self.allow_same or (), self.allow_same_operator)
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``connect`` would be given: these options, and a profile's where they are silent.
+
+        Raises:
+            ConfigurationError: see ``read_profile``.
+        """
+        given = {
+            name: value
+            for name, value in self._given().items()
+            if value is not None and value is not False and value != []
+        }
+        profile = self.profile
+        if profile is None and "provider" not in given and HERE.is_file():
+            profile = str(HERE.absolute())
+            typer.echo(f"using {HERE} of this folder", err=True)
+        arguments = merged(read_profile(profile), given) if profile is not None else given
+        if "provider" not in arguments:
+            raise ConfigurationError(
+                "which executor? Give --provider URL, or --profile FILE, which names one; "
+                "`symbiosis-provider serve MODEL --dev` makes both, to try it out"
+            )
+        return arguments
+
+    def targets(self, wait: float) -> tuple[list[Target], frozenset[str]]:
+        """The provider and its mask sources, as `doctor` wants them, and which signs they may have in common.
+
+        Raises:
+            ConfigurationError: see ``arguments``.
+        """
+        arguments = self.arguments()
+        sources = arguments.get("mask_sources", ())
+        allowed = allowed_signs(arguments.get("allow_same", ()), arguments.get("allow_same_operator", False))
+        names = ("client_certificate", "wire_dtype", "digest", "timeout")
+        common = {name: arguments[name] for name in names if name in arguments} | {"wait": wait}
+        token, ca = arguments.get("token"), arguments.get("ca")
+        tokens = arguments.get("mask_source_token") or (token if "token" in allowed else None)
+        authorities = arguments.get("mask_source_ca") or (ca if "authority" in allowed else None)
+        found = [Target(arguments["provider"], ca, token=token, **common)]
+        for url, its_token, its_ca in zip(
+            sources,
+            for_each(tokens, sources, "mask_source_token"),
+            for_each(authorities, sources, "mask_source_ca"),
+            strict=True,
+        ):
+            found.append(Target(url, its_ca, token=its_token, source=True, **common))
+        return found, allowed
+
+    def _given(self) -> dict[str, Any]:
+        """The arguments of ``connect`` that the options say; None, False or empty: they do not."""
+        tokens = [Secret("the mask source's token", name) for name in self.mask_source_token_env or ()]
+        return {
+            "provider": self.provider,
+            "token": self.token_env and Secret("the token that the provider gave you", self.token_env),
+            "ca": self.ca,
+            "client_certificate": self.client_certificate and (self.client_certificate, self.client_key),
+            "mask_sources": self.mask_source,
+            "mask_source_token": _one_or_each(tokens),
+            "mask_source_ca": _one_or_each(self.mask_source_ca or ()),
+            "allow_same": self.allow_same,
+            "allow_same_operator": self.allow_same_operator,
+            "wire_dtype": self.wire_dtype,
+            "digest": self.digest,
+            "timeout": self.timeout,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions(ExecutorOptions):
     """A session: which executors, what they may see, and what is checked."""
 
-    # field(): no default, not the one above.
-    token_env: Annotated[
-        str, _option(_EXECUTORS, "Environment variable that holds the token.", metavar="VAR")
-    ] = field()
-    timeout: Annotated[float, _option(_EXECUTORS, "Seconds without progress after which to give up.")] = (
-        SessionConfig.timeout
-    )
-    privacy: Annotated[str, _option(_PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE")] = (
-        SessionConfig.privacy
-    )
+    privacy: Annotated[
+        Optional[str],  # noqa: UP045
+        _option(
+            _PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE", show_default=SessionConfig.privacy
+        ),
+    ] = None
     allow_transcript: Annotated[
         bool,
         _option(
@@ -136,15 +267,23 @@ class SessionOptions(ExecutorOptions):
         ),
     ] = False
     mask_budget_mib: Annotated[
-        float, _option(_PRIVACY, "Memory for masks' effects that are fetched ahead, in MiB.")
-    ] = SessionConfig.mask_budget_mib
+        Optional[float],  # noqa: UP045
+        _option(
+            _PRIVACY,
+            "Memory for masks' effects that are fetched ahead, in MiB.",
+            metavar="MIB",
+            show_default=f"{SessionConfig.mask_budget_mib:g}",
+        ),
+    ] = None
     pad_rows: Annotated[
-        int,
+        Optional[int],  # noqa: UP045
         _option(
             _PRIVACY,
             "Hide how many rows a request has: round up to a power of two, at least this. 0: do not.",
+            metavar="ROWS",
+            show_default=str(SessionConfig.pad_rows),
         ),
-    ] = SessionConfig.pad_rows
+    ] = None
     verify: Annotated[
         Optional[str],  # noqa: UP045
         _option(
@@ -155,8 +294,14 @@ class SessionOptions(ExecutorOptions):
         ),
     ] = None
     verify_rate: Annotated[
-        float, _option(_CHECKS, "With --verify sampled: the fraction of requests that is checked.")
-    ] = SessionConfig.verify_rate
+        Optional[float],  # noqa: UP045
+        _option(
+            _CHECKS,
+            "With --verify sampled: the fraction of requests that is checked.",
+            metavar="RATE",
+            show_default=f"{SessionConfig.verify_rate:g}",
+        ),
+    ] = None
     fingerprints: Annotated[
         Optional[Path],  # noqa: UP045
         _option(_CHECKS, "File of the command fingerprint: check against weights that you trust."),
@@ -166,42 +311,34 @@ class SessionOptions(ExecutorOptions):
         _option(_CHECKS, "Environment variable that holds the file's key.", metavar="VAR"),
     ] = None
 
+    def _given(self) -> dict[str, Any]:
+        variable = self.fingerprint_key_env
+        return super()._given() | {
+            "privacy": self.privacy,
+            "allow_transcript": self.allow_transcript,
+            "mask_budget_mib": self.mask_budget_mib,
+            "pad_rows": self.pad_rows,
+            "verify": self.verify,
+            "verify_rate": self.verify_rate,
+            "fingerprints": self.fingerprints,
+            "fingerprint_key": variable and Secret("the fingerprints' key", variable),
+        }
+
     def session(self) -> SessionConfig:
         """What the options say, checked as far as it can be before anybody is connected to.
 
         Raises:
-            ConfigurationError: a variable is not set; else see ``connect``.
+            ConfigurationError: a secret is not where it should be; else see ``connect``.
         """
-        if self.fingerprints is not None and self.fingerprint_key_env is None:
+        arguments = self.arguments()
+        if "fingerprints" in arguments and "fingerprint_key" not in arguments:
             raise ConfigurationError(
                 "--fingerprints needs --fingerprint-key-env VAR: the variable with the key that "
                 "`symbiosis-tenant fingerprint` printed"
             )
-        config = SessionConfig(
-            provider=self.provider,
-            token=secret(self.token_env, "the token that the provider gave you"),
-            ca=self.ca,
-            client_certificate=self.client(),
-            privacy=self.privacy,
-            mask_sources=self.mask_source or (),
-            mask_source_token=one_or_each(
-                [secret(name, "the mask source's token") for name in self.mask_source_token_env or ()]
-            ),
-            mask_source_ca=one_or_each(self.mask_source_ca or ()),
-            allow_same=self.allow_same or (),
-            allow_same_operator=self.allow_same_operator,
-            allow_transcript=self.allow_transcript,
-            mask_budget_mib=self.mask_budget_mib,
-            pad_rows=self.pad_rows,
-            verify=self.verify,
-            verify_rate=self.verify_rate,
-            fingerprints=self.fingerprints,
-            fingerprint_key=self.fingerprint_key_env
-            and secret(self.fingerprint_key_env, "the fingerprints' key"),
-            wire_dtype=self.wire_dtype,
-            digest=self.digest,
-            timeout=self.timeout,
-        )
+        if "token" not in arguments:
+            raise ConfigurationError("--token-env VAR is missing: the variable with the provider's token")
+        config = SessionConfig(**revealed(arguments))
         config.credentials  # noqa: B018 - refuses tokens and authorities that parties would share
         return config
 
@@ -213,24 +350,6 @@ Tokenizer = Annotated[
 Seed = Annotated[int, typer.Option(help="Of everything random except masks.")]
 
 
-def secret(variable: str, what: str) -> str:
-    """The value of an environment variable: command lines are visible to others, environments are not.
-
-    Raises:
-        ConfigurationError: it is not set.
-    """
-    value = os.environ.get(variable, "")
-    if not value and (len(variable) > 40 or not variable.isidentifier()):
-        raise ConfigurationError(  # which must not show what may be a secret
-            f"name the environment variable that holds {what}, not {what} itself"
-        )
-    if not value:
-        raise ConfigurationError(
-            f"the environment variable {variable} is not set: put {what} there (`export {variable}=...`)"
-        )
-    return value
-
-
-def one_or_each(given: Sequence[T]) -> T | Sequence[T] | None:
+def _one_or_each(given: Sequence[T]) -> T | Sequence[T] | None:
     """As ``connect`` takes it: None, one for all, or one for each."""
     return given[0] if len(given) == 1 else given or None

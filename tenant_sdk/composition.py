@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import ConfigurationError, ConnectError, ModelMismatch
+from shared.errors import ConfigurationError, ConnectError, ModelMismatch, TlsError
 from shared.transport.endpoint import Endpoint
 from shared.wire.header import DTYPE_NAMES, RINGS
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.channel import Channel
-from tenant_sdk.connection.handshake import client_context
+from tenant_sdk.connection.handshake import client_context, why_untrusted
 from tenant_sdk.connection.remote import RemoteExecutor, Stats
 from tenant_sdk.connection.transports import open_channel
 from tenant_sdk.connection.urls import LOCAL, url_of
@@ -28,6 +28,7 @@ from tenant_sdk.products.noise_bank import NoiseBank, NoiseBankOptions
 from tenant_sdk.products.products import PlainProducts, Products, padded
 from tenant_sdk.products.ring_products import RingProducts
 from tenant_sdk.products.verification import Fingerprints, LiveFingerprints, Verifier
+from tenant_sdk.profiles import completed
 from tenant_sdk.session import Session
 from tenant_sdk.trust.attestation import check_agreement
 from tenant_sdk.trust.operators import SIGNS, Operators
@@ -35,9 +36,11 @@ from tenant_sdk.trust.operators import SIGNS, Operators
 log = logging.getLogger(__name__)
 
 
+@completed
 def connect(
-    provider: str | Endpoint,
+    provider: str | Endpoint = "",
     *,
+    profile: str | Path | None = None,
     token: str = "",
     ca: str | Path | None = None,
     client_certificate: tuple[str | Path, str | Path] | None = None,
@@ -64,7 +67,9 @@ def connect(
     Args:
         provider: its URL, ``wss://host:port``, or ``ipc://`` and the absolute path of the directory in which
             an executor on this machine listens (``serve --local-dir``); or what ``provider.inprocess.serve``
-            returns.
+            returns. Not needed with a profile.
+        profile: a TOML file with these arguments (docs/profiles.md): its path, or the NAME of
+            ``~/.config/symbiosis/NAME.toml``. Arguments that are given here win.
         token: as the provider printed it; an executor in this process needs none.
         ca: PEM file of the provider's certificate authority; default: the operating system's. Only for
             ``wss://``, as all about certificates.
@@ -107,7 +112,9 @@ def connect(
         ModelMismatch: other weights, parameters or files than ``digest``, the fingerprints or a mask
             source's.
     """
-    return open_session(SessionConfig(**locals()))  # whose fields have the names of the parameters
+    arguments = locals()  # whose names are those of the fields, but for the profile, which is in them already
+    del arguments["profile"]
+    return open_session(SessionConfig(**arguments))
 
 
 def open_session(config: SessionConfig) -> Session:
@@ -143,13 +150,13 @@ def _open_executors(
 ) -> list[RemoteExecutor]:
     """The provider, and the mask sources that are executors, which serve the same."""
     stats = Stats()
-    provider = _open_executor(config, config.provider, config.token, config.ca, operators, stats)
+    provider = _open_executor(config, config.provider, config.token, config.ca, operators, stats, "ca")
     opened.callback(provider.close)
     _check_fit(url_of(config.provider), provider.manifest, config)
     remotes = [provider]
     for source, (token, ca) in zip(config.mask_sources, credentials, strict=True):
         if not url_of(source).startswith(LOCAL):
-            remotes.append(_open_executor(config, source, token, ca, operators, stats))
+            remotes.append(_open_executor(config, source, token, ca, operators, stats, "mask_source_ca"))
             opened.callback(remotes[-1].close)
             check_agreement(url_of(source), remotes[-1].manifest, provider.manifest)
     if not config.allow_transcript:
@@ -164,6 +171,7 @@ def _open_executor(
     ca: str | Path | None,
     operators: Operators,
     stats: Stats,
+    ca_option: str,
 ) -> RemoteExecutor:
     url = url_of(where)
     context = client_context(ca, config.client_certificate)
@@ -175,9 +183,11 @@ def _open_executor(
                 where, token, context, config.timeout, lambda sock: operators.check_distinct(url, sock, party)
             )
         except ConnectError as error:
-            if url != url_of(config.provider):
+            if isinstance(error, TlsError) and error.untrusted:
+                error.message += why_untrusted(ca, ca_option)
+            if ca_option != "ca":
                 error.message = f"mask source {url}: {error.message}"
-                error.args = (error.message,)
+            error.args = (error.message,)
             raise
 
     return RemoteExecutor(open_one, DTYPE_NAMES[config.wire_dtype], stats)
@@ -260,7 +270,7 @@ def _check_fit(provider: str, manifest: Manifest, config: SessionConfig) -> None
         raise ConfigurationError(
             f"{provider} computes in {manifest.numerics}, and one-time masks need exact integers: ask for "
             "an executor with `serve --numerics ring`. Weaker modes must be asked for: privacy='noise-bank' "
-            "or 'plain'; SECURITY.md says what they are worth"
+            "or privacy='plain'; SECURITY.md says what they are worth"
         )
     if config.when_verified != "off":
         raise ConfigurationError(
@@ -274,7 +284,7 @@ def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:
         if remote.manifest.recorded:
             raise ConfigurationError(
                 f"{remote.url} records what tenants send into a transcript. If that is intended, as for an "
-                "audit: allow_transcript=True (`--allow-transcript`)"
+                "audit: allow_transcript=True"
             )
 
 
@@ -303,7 +313,7 @@ def _live_fingerprints(privacy: str, shapes: list[GroupShape], sources: list[Sou
     if privacy != "one-time":
         raise ConfigurationError(
             f"verification with privacy={privacy!r} needs fingerprints of the weights: make a file with "
-            "`symbiosis-tenant fingerprint CHECKPOINT` and give fingerprints=FILE (`--fingerprints`). Only "
+            "`symbiosis-tenant fingerprint CHECKPOINT` and give fingerprints=FILE. Only "
             "one-time masks can make them through the executors: others would show them to the provider"
         )
     return LiveFingerprints(shapes, os.urandom)

@@ -21,9 +21,9 @@ PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
 WIRE_DTYPES = ("float32", "bfloat16")
 _CHOICES = (
-    "Name one that another operator runs (mask_sources=['wss://...'], `--mask-source`), or the checkpoint "
-    "itself (mask_sources=['local:FOLDER']), which computes the masks' effects here. Weaker modes must be "
-    "asked for: privacy='noise-bank' or 'plain'; SECURITY.md says what they are worth"
+    "Name one that another operator runs, mask_sources=['wss://...'], or the checkpoint itself, "
+    "mask_sources=['local:FOLDER'], which computes the masks' effects here. Weaker modes must be "
+    "asked for: privacy='noise-bank' or privacy='plain'; SECURITY.md says what they are worth"
 )
 
 
@@ -35,7 +35,7 @@ class SessionConfig:
         ConfigurationError: one is wrong, or does not fit the others.
     """
 
-    provider: str | Endpoint
+    provider: str | Endpoint = ""
     token: str = field(default="", repr=False)
     ca: str | Path | None = None
     client_certificate: tuple[str | Path, str | Path] | None = None
@@ -59,14 +59,14 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
+        if not self.provider:
+            raise ConfigurationError("which executor? Give provider=URL, or profile=FILE, which names one")
         self._check_privacy()
         self._check_numbers()
         if self.fingerprint_key and self.fingerprints is None:
-            raise ConfigurationError(
-                "fingerprint_key is of no use without fingerprints=FILE (`--fingerprints`)"
-            )
+            raise ConfigurationError("fingerprint_key=KEY is of no use without fingerprints=FILE")
         if self.when_verified not in VERIFY_MODES:
-            raise ConfigurationError(f"verify is one of {', '.join(VERIFY_MODES)}, not {self.verify!r}")
+            raise ConfigurationError(f"verify={self.verify!r} is none of {', '.join(VERIFY_MODES)}")
         self._check_certificates()
         allowed_signs(self.allow_same, self.allow_same_operator)
 
@@ -110,15 +110,15 @@ class SessionConfig:
         if isinstance(sources, str):
             raise ConfigurationError(f"mask_sources is a list: write [{sources!r}]")
         if self.privacy not in PRIVACY_MODES:
-            raise ConfigurationError(
-                f"unknown privacy mode {self.privacy!r}; choose from {', '.join(PRIVACY_MODES)}"
-            )
+            raise ConfigurationError(f"privacy={self.privacy!r} is none of {', '.join(PRIVACY_MODES)}")
         if self.wire_dtype not in WIRE_DTYPES:
-            raise ConfigurationError(f"wire_dtype is float32 or bfloat16, not {self.wire_dtype!r}")
+            raise ConfigurationError(f"wire_dtype={self.wire_dtype!r} is none of {', '.join(WIRE_DTYPES)}")
         if sources and self.privacy == "plain":
-            raise ConfigurationError("privacy='plain' uses no masks, so mask_sources must be empty")
+            raise ConfigurationError(
+                f"privacy='plain' uses no masks: leave out mask_sources=[{url_of(sources[0])}]"
+            )
         if len(sources) > 1 and self.privacy == "noise-bank":
-            raise ConfigurationError("noise-bank takes one mask source")
+            raise ConfigurationError("privacy='noise-bank' takes one mask source")
         if not sources and self.privacy == "one-time":
             raise ConfigurationError(f"privacy='one-time' needs a mask source. {_CHOICES}")
         if len(set(sources)) < len(sources):
@@ -126,18 +126,24 @@ class SessionConfig:
 
     def _check_numbers(self) -> None:
         if not 0 < self.timeout < math.inf:
-            raise ConfigurationError("timeout is in seconds and more than 0")
+            raise ConfigurationError(f"timeout={self.timeout} cannot be: it is in seconds and more than 0")
         if not 0 <= self.mask_budget_mib < math.inf:
-            raise ConfigurationError("mask_budget_mib is in MiB and not negative")
+            raise ConfigurationError(
+                f"mask_budget_mib={self.mask_budget_mib} cannot be: it is in MiB and not negative"
+            )
         if not 0 <= self.pad_rows <= 1 << 16:
-            raise ConfigurationError("pad_rows is a number of rows from 0 to 65536")
+            raise ConfigurationError(
+                f"pad_rows={self.pad_rows} cannot be: it is a number of rows from 0 to 65536"
+            )
         if self.pad_rows and self.privacy != "one-time":
             raise ConfigurationError(
-                f"pad_rows adds rows of zeros, which privacy={self.privacy!r} would show: they would give "
-                "away its masks, or that they are zeros. Use it with one-time masks"
+                f"pad_rows={self.pad_rows} adds rows of zeros, which privacy={self.privacy!r} would show: "
+                "they would give away its masks, or that they are zeros. Use it with one-time masks"
             )
         if not 0 < self.verify_rate <= 1:
-            raise ConfigurationError("verify_rate is more than 0 and at most 1")
+            raise ConfigurationError(
+                f"verify_rate={self.verify_rate} cannot be: it is more than 0 and at most 1"
+            )
 
     def _check_certificates(self) -> None:
         """Refuse options of TLS that nothing would use: whoever gives them expects TLS."""
@@ -149,8 +155,8 @@ class SessionConfig:
         ):
             if given is not None and users and not any(map(over_tls, users)):
                 raise ConfigurationError(
-                    f"{option} is for TLS, and {url_of(users[0])} is reached without it, on this machine; "
-                    "leave it out. (The authority of mask sources is mask_source_ca, `--mask-source-ca`.)"
+                    f"{option}=FILE is for TLS, and {url_of(users[0])} is reached without it, on this "
+                    "machine; leave it out. (The authority of mask sources is mask_source_ca=FILE.)"
                 )
 
 
@@ -160,8 +166,11 @@ def for_each(given: Any, sources: Sequence[str | Endpoint], option: str) -> list
     Raises:
         ConfigurationError: neither.
     """
-    if given is None or isinstance(given, (str, Path)):
+    if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * len(sources)
     if len(given) != len(sources):
-        raise ConfigurationError(f"{option}: give one for all mask sources, or one for each")
+        raise ConfigurationError(
+            f"{option}= has {len(given)} values: give one for all mask sources, or one for each "
+            f"({len(sources)})"
+        )
     return list(given)

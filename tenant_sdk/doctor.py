@@ -9,9 +9,8 @@ import ssl
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from cryptography import x509
@@ -19,15 +18,16 @@ from cryptography import x509
 from shared.errors import (
     AuthenticationError,
     ConfigurationError,
+    NobodyListens,
     ProtocolVersionError,
     SymbiosisError,
+    TlsError,
     peer_text,
 )
 from shared.transport.colocated import directory_of
 from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation
 from shared.wire.messages import Manifest
-from tenant_sdk.cli_options import ExecutorOptions, one_or_each
-from tenant_sdk.config import for_each
+from tenant_sdk.cli_options import Target
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.colocated import open_colocated
 from tenant_sdk.connection.handshake import (
@@ -36,14 +36,18 @@ from tenant_sdk.connection.handshake import (
     open_tcp,
     start_tls,
     upgrade,
+    why_untrusted,
 )
 from tenant_sdk.connection.key_exchange import agreed, hybrid
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.trust.attestation import check_agreement, trusted_checkpoint
-from tenant_sdk.trust.operators import SIGNS, SYSTEM, Operators, allowed_signs, own_authorities, own_tokens
+from tenant_sdk.trust.operators import SIGNS, Operators, own_authorities, own_tokens
 
+T = TypeVar("T")
+
+RETRY_SECONDS = 0.2  # while nobody listens
 SMALL_REPEATS, LARGE_REPEATS = 30, 5
 LARGE_BYTES = 4 << 20
 # Renewing a certificate takes people, so say early that it will be due.
@@ -65,19 +69,6 @@ class CheckResult:
             object.__setattr__(self, name, peer_text(getattr(self, name), 2000))
 
 
-@dataclass(frozen=True)
-class Target:
-    """What to examine, as the other commands would use it. ``token_env`` None: no token is at hand."""
-
-    url: str
-    ca: Path | None = None
-    client_certificate: tuple[Path, Path] | None = None
-    token_env: str | None = None
-    wire_dtype: str = "float32"
-    digest: str | None = None
-    timeout: float = 10.0
-
-
 class Comparison:
     """What has been learned of several executors, for comparing them."""
 
@@ -86,58 +77,38 @@ class Comparison:
         self.manifests: dict[str, Manifest] = {}
 
 
-def diagnose(options: ExecutorOptions) -> Iterator[tuple[str, Iterator[CheckResult]]]:
-    """Every executor's results, and whether they fit each other, each under a title."""
-    sources = options.mask_source or []
-    client = options.client()
+def diagnose(targets: list[Target], allowed: Collection[str]) -> Iterator[tuple[str, Iterator[CheckResult]]]:
+    """Every executor's results, and whether they fit each other, each under a title.
+
+    Args:
+        targets: the provider, and its mask sources.
+        allowed: what they may have in common.
+    """
+    own, *others = targets
+    sources = [target.url for target in others]
     comparison = Comparison()
-    own = Target(
-        options.provider,
-        options.ca,
-        client,
-        options.token_env,
-        options.wire_dtype,
-        options.digest,
-        options.timeout,
-    )
-    allowed = allowed_signs(options.allow_same or (), options.allow_same_operator)
-    variables = for_each(
-        one_or_each(options.mask_source_token_env or ()) or (own.token_env if "token" in allowed else None),
-        sources,
-        "--mask-source-token-env",
-    )
-    authorities = for_each(
-        one_or_each(options.mask_source_ca or ()) or (own.ca if "authority" in allowed else None),
-        sources,
-        "--mask-source-ca",
-    )
-    yield own.url if sources else "", examine(own, comparison)
-    others, given = [], []
-    for url, variable, ca in zip(sources, variables, authorities, strict=True):
-        if not url.startswith(LOCAL):
-            file = None if ca is None or str(ca) == SYSTEM else Path(ca)
-            others.append(replace(own, url=url, ca=file, token_env=variable))
-            given.append(SYSTEM if str(ca) == SYSTEM else ca)
-            yield url, examine(others[-1], comparison)
+    executors = [target for target in targets if not target.url.startswith(LOCAL)]
+    for target in executors:
+        yield target.url if sources else "", examine(target, comparison)
     if own.url in comparison.manifests:
-        shared = _shared([own, *others], [own.ca, *given], allowed)
+        shared = _shared(executors, allowed)
         yield (
             "one-time masks" if sources else "",
             _together(comparison, comparison.manifests[own.url], sources, shared),
         )
 
 
-def _shared(targets: list[Target], authorities: list[Any], allowed: Collection[str]) -> Iterator[CheckResult]:
+def _shared(targets: list[Target], allowed: Collection[str]) -> Iterator[CheckResult]:
     """Tokens and authorities that provider and mask sources have in common."""
 
     def check_tokens() -> None:
-        tokens = [_token(target) for target in targets]
+        tokens = [target.secret for target in targets]
         if all(tokens):  # else their owner has not given them, and they are not compared
             own_tokens(tokens[0], tokens[1:], allowed)
 
     def check_authorities() -> None:
-        tls = [ca for target, ca in zip(targets[1:], authorities[1:], strict=True) if over_tls(target.url)]
-        own_authorities(authorities[0], tls, allowed)
+        tls = [target.ca and str(target.ca) for target in targets[1:] if over_tls(target.url)]
+        own_authorities(targets[0].ca, tls, allowed)
 
     for what, check in (("tokens", check_tokens), ("authorities", check_authorities)):
         try:
@@ -197,17 +168,18 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             check_environment()
 
             step = "authority"
-            context = client_context(target.ca, target.client_certificate)
-            system = "those of the operating system (no --ca given)"
-            yield CheckResult("authority", True, system if target.ca is None else str(target.ca))
+            context = client_context(target.authority, target.client_certificate)
+            system = f"those of the operating system (no file given with {target.option('ca')})"
+            yield CheckResult("authority", True, str(target.authority or system))
 
             step = "dns"
             yield _resolve(host, port)
 
             step = "tcp"
-            started = time.perf_counter()
-            sock = open_tcp(host, port, target.timeout)
-            milliseconds = (time.perf_counter() - started) * 1e3
+            opening = _Waiting(lambda: open_tcp(host, port, target.timeout), target)
+            yield from opening
+            sock = opening.done
+            milliseconds = opening.seconds * 1e3
             yield CheckResult("tcp", True, f"port {port} is open, connected in {milliseconds:.1f} ms")
 
             step = "tls"
@@ -217,9 +189,9 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             comparison.operators.check_distinct(target.url, tls, object())
 
             step = "token"
-            token = _token(target)
+            token = target.secret
             if not token:
-                yield from _without_token(lambda token: upgrade(tls, target.url, token))
+                yield from _without_token(lambda token: upgrade(tls, target.url, token), target)
                 return
             upgrade(tls, target.url, token)
             channel = WebsocketChannel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
@@ -227,16 +199,20 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             yield CheckResult("url", True, f"directory {directory_of(target.url)}, on this machine")
 
             step = "token"
-            token = _token(target)
+            token = target.secret
 
             step = "directory"
             comparison.operators.check_distinct(target.url, None, object())
             if not token:
-                yield from _without_token(lambda token: open_colocated(target.url, token, target.timeout))
+                yield from _without_token(
+                    lambda token: open_colocated(target.url, token, target.timeout), target
+                )
                 return
-            channel = open_colocated(target.url, token, target.timeout)
+            reaching = _Waiting(lambda: open_colocated(target.url, token, target.timeout), target)
+            yield from reaching
+            channel = reaching.done
             yield CheckResult("directory", True, "an executor listens there")
-        yield CheckResult("token", True, f"accepted (from {target.token_env})")
+        yield CheckResult("token", True, f"accepted (from {target.token})")
         yield CheckResult("protocol", True, f"both sides speak {SUBPROTOCOL}")
 
         step = "manifest"
@@ -255,10 +231,12 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             step = "protocol"
         if isinstance(error, AuthenticationError) and step == "directory":
             step = "token"
-        shown = ""
+        more = ""
+        if isinstance(error, TlsError) and error.untrusted:
+            more = why_untrusted(target.authority, "mask_source_ca" if target.source else "ca")
         if step == "tls":
-            shown = _shown_certificate(target)
-        yield CheckResult(step, False, error.message + shown, _remedy(error, step, target))
+            more += _shown_certificate(target)
+        yield CheckResult(step, False, error.message + more, _remedy(error, step, target))
     finally:
         if channel is not None:
             channel.close()
@@ -266,27 +244,67 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             sock.close()
 
 
+class _Waiting(Generic[T]):
+    """Opens something, for which somebody may have to begin to listen; iterated, tells that it waits.
+
+    Attributes:
+        done: what was opened, at the end of the iteration.
+        seconds: what the attempt took that succeeded.
+    """
+
+    done: T
+    seconds: float
+
+    def __init__(self, attempt: Callable[[], T], target: Target) -> None:
+        self._attempt, self._target = attempt, target
+
+    def __iter__(self) -> Iterator[CheckResult]:
+        """At most one result.
+
+        Raises:
+            SymbiosisError: the last attempt's.
+        """
+        began, told = time.perf_counter(), False
+        while True:
+            started = time.perf_counter()
+            try:
+                self.done = self._attempt()
+            except NobodyListens:
+                if started - began >= self._target.wait:
+                    raise
+                if not told:
+                    told = True
+                    url, wait = self._target.url, self._target.wait
+                    what = f"nobody listens at {url} yet; trying for {wait:g} s (--wait)"
+                    yield CheckResult("waiting", None, what)
+                time.sleep(RETRY_SECONDS)
+            else:
+                self.seconds = time.perf_counter() - started
+                return
+
+
 def _remedy(error: SymbiosisError, step: str, target: Target) -> str:
     if isinstance(error, ProtocolVersionError):
         return "install the version of this package that the provider runs, or ask the provider to update"
     if isinstance(error, AuthenticationError) or step == "token":
-        variable = target.token_env or "TOKEN"
-        return (
-            f"ask the provider for a token (they run `symbiosis-provider token add NAME --token-file FILE`), "
-            f"then `export {variable}=...` and give --token-env {variable}"
-        )
+        ask = "ask its operator for a token (`symbiosis-provider token add NAME --token-file FILE`), then "
+        if target.token and not target.token.variable:
+            return f"{ask}put it where {target.token} finds it"
+        variable = target.token.variable if target.token else "TOKEN"
+        return f"{ask}`export {variable}=...` and give {target.option('token')} {variable}"
+    url, ca = target.option("provider"), target.option("ca")
     return {
-        "url": "give the URL that the provider's `serve` printed with --provider",
+        "url": f"give the URL that `symbiosis-provider serve` printed with {url}",
         "environment": "`unset SSLKEYLOGFILE`, and delete the file that it names if it holds keys",
-        "authority": "give the provider's ca.pem with --ca, and both files of a client certificate or none",
-        "dns": "look for a typing error in --provider; on a private network, ask for its DNS server or VPN",
-        "directory": "compare --provider with what `serve --local-dir` printed; both must run as one user",
-        "tcp": "compare --provider with the URL that `serve` printed; ask whether it runs, and on an address "
+        "authority": f"give its ca.pem with {ca}, and both files of a client certificate or none",
+        "dns": f"look for a typing error in {url}; on a private network, ask for its DNS server or VPN",
+        "directory": f"compare {url} with what `serve --local-dir` printed; both must run as one user",
+        "tcp": f"compare {url} with the URL that `serve` printed; ask whether it runs, and on an address "
         "that this machine may reach (`serve --host`, firewall)",
-        "tls": "ask the provider for the ca.pem that belongs to this server, or for a server certificate "
+        "tls": "ask its operator for the ca.pem that belongs to this server, or for a server certificate "
         "that names this host (`symbiosis-provider certs DIR --host NAME`); never switch the check off",
         "manifest": "compare the versions of both sides and the options given here",
-        "digest": "ask the provider which weights these are before you send anything to them",
+        "digest": "ask its operator which weights these are before you send anything to them",
         "speed": "look into the executor's log at the time of this check",
     }[step]
 
@@ -314,7 +332,7 @@ def _check_tls(sock: ssl.SSLSocket) -> Iterator[CheckResult]:
         "certificate",
         None if soon else True,
         _describe(certificate) + (f"; only {days} days left" if soon else ""),
-        "ask the provider when it will be renewed" if soon else "",
+        "ask its operator when it will be renewed" if soon else "",
     )
 
 
@@ -355,25 +373,14 @@ def _shown_certificate(target: Target) -> str:
         return ""
 
 
-def _token(target: Target) -> str:
-    """Empty, if none is at hand."""
-    token = os.environ.get(target.token_env, "") if target.token_env else ""
-    if target.token_env and not token:
-        raise ConfigurationError(f"the environment variable {target.token_env} is not set, or empty")
-    if any(c.isspace() or not c.isprintable() for c in token):
-        raise ConfigurationError(f"the token in {target.token_env} holds white space")
-    return token
-
-
-def _without_token(show: Callable[[str], object]) -> Iterator[CheckResult]:
+def _without_token(show: Callable[[str], object], target: Target) -> Iterator[CheckResult]:
     """Whether it is an executor shows in how it refuses."""
     try:
         show("none")
     except AuthenticationError:
         yield CheckResult("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
-    yield CheckResult(
-        "token", None, "not checked, nor anything after it", "give --token-env VARIABLE to check the rest"
-    )
+    remedy = f"give {target.option('token')} VARIABLE to check the rest"
+    yield CheckResult("token", None, "not checked, nor anything after it", remedy)
 
 
 def _check_manifest(manifest: Manifest) -> Iterator[CheckResult]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,6 +86,44 @@ def write_certificates(
         descriptor = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(private)
+
+
+def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) -> ssl.SSLContext:
+    """A server's context, with ``server.pem`` and ``server.key`` of the folder.
+
+    Args:
+        client_ca: if given, tenants must also show a certificate that this authority signed.
+
+    Raises:
+        ConfigurationError: a file is missing or does not fit.
+    """
+    context, folder = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Path(tls_dir)
+    if client_ca is not None:
+        try:
+            context.load_verify_locations(client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(f"cannot use client_ca={client_ca}: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(
+            f"no usable certificate in {folder} (server.pem, server.key): {error}. "
+            f"For development: `symbiosis-provider certs {folder}`"
+        ) from error
+    return context
+
+
+def still_valid(folder: Path, at: datetime.datetime) -> bool:
+    """Whether ``write_certificates`` has written to this folder, and they will be valid then."""
+    try:
+        own_certificate(folder)
+        found = [
+            x509.load_pem_x509_certificate((folder / name).read_bytes()) for name in ("ca.pem", "server.pem")
+        ]
+        return all(each.not_valid_before_utc <= at < each.not_valid_after_utc for each in found)
+    except (OSError, ValueError, ConfigurationError):
+        return False
 
 
 def _name(common_name: str) -> x509.Name:

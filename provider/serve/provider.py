@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -18,6 +19,7 @@ from provider.observe.status import Status
 from provider.observe.transcript import TranscriptWriter
 from provider.serve.colocated import ColocatedServer
 from provider.serve.descriptors import allow, needed
+from provider.serve.listening import bound
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.quota import Quota, Quotas
@@ -35,6 +37,7 @@ class Provider:
 
     Args:
         config: what to serve, and to whom.
+        listener: ``bound`` to the configuration's host and port already; default: ``start`` does it.
         options: others of ``BaseExecutor``: ``limits``, ``progress``.
 
     Attributes:
@@ -51,8 +54,8 @@ class Provider:
     admin_url: str
     local_url: str
 
-    def __init__(self, config: ServeConfig, **options: Any) -> None:
-        self.config, self._options = config, options
+    def __init__(self, config: ServeConfig, *, listener: socket.socket | None = None, **options: Any) -> None:
+        self.config, self._listener, self._options = config, listener, options
         self._opened = ExitStack()
         self._local: ColocatedServer | None = None
 
@@ -72,9 +75,11 @@ class Provider:
         if config.threads:
             torch.set_num_threads(config.threads)
         allow(needed(config.max_connections, local=bool(config.local_dir)))
-        context = server_context(config.tls_dir, config.client_ca)
-        tokens = TokenFile(config.token_file)
+        context = server_context(config.certificates, config.client_ca)
+        tokens = TokenFile(config.tokens)
         self.tenants = tokens.check_readable()
+        listener = self._listener or bound(config.host, config.port)  # in use: told before anything is loaded
+        opened.callback(listener.close)
         executor = self._load()
         self.recording = None
         if config.transcript is not None:
@@ -87,7 +92,7 @@ class Provider:
             context=context,
             tokens=tokens,
             host=config.host,
-            port=config.port,
+            listener=listener,
             max_connections=config.max_connections,
             tenant_connections=config.tenant_connections,
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from provider.serve.certificates import own_certificate
 from provider.serve.connection import Connections
 from provider.serve.descriptors import ReserveDescriptor, explained, none_left
 from provider.serve.handshake import (
@@ -24,6 +25,7 @@ from provider.serve.handshake import (
     TooManyConnections,
     handshake,
 )
+from provider.serve.listening import bound, listen
 from provider.serve.tokens import TokenFile
 from provider.serve.websocket_connection import OpenSession, WebsocketConnection
 from provider.session.tenant import Send, Service, TenantSession
@@ -48,25 +50,11 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     Raises:
         ConfigurationError: a file is missing or does not fit.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = own_certificate(tls_dir, client_ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.sslsocket_class = ServerTlsSocket
     if hasattr(context, "set_groups"):  # Python 3.15; before that, there is no way to name more than one
         context.set_groups(key_exchange_groups(ssl.OPENSSL_VERSION_INFO))
-    folder = Path(tls_dir)
-    if client_ca is not None:
-        try:
-            context.load_verify_locations(client_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(f"cannot use --client-ca {client_ca}: {error}") from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_cert_chain(folder / "server.pem", folder / "server.key")
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(
-            f"no usable certificate in {folder} (server.pem, server.key): {error}. "
-            f"For development: `symbiosis-provider certs {folder}`"
-        ) from error
     return context
 
 
@@ -180,6 +168,7 @@ class Server:
     """A base executor behind a TLS port.
 
     Args:
+        listener: already ``bound`` to host and port; default: this binds one.
         max_connections: further ones are closed at once.
         tenant_connections: of one tenant; further ones are turned away.
     """
@@ -192,6 +181,7 @@ class Server:
         tokens: TokenFile,
         host: str = "127.0.0.1",
         port: int = 8765,
+        listener: socket.socket | None = None,
         max_connections: int = 256,
         tenant_connections: int = 64,
     ) -> None:
@@ -199,11 +189,7 @@ class Server:
         self.connections = Connections(
             service.metrics, service.engine.loop, max_connections, tenant_connections
         )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self.listener = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        self.listener = listen(listener or bound(host, port))
         self.host, self.port = host, self.listener.getsockname()[1]
         limits = service.executor.manifest.limits
         Acceptor(

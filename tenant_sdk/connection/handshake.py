@@ -18,6 +18,7 @@ from shared.errors import (
     AuthenticationError,
     ConfigurationError,
     ConnectError,
+    NobodyListens,
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
@@ -34,6 +35,10 @@ from tenant_sdk.connection.urls import split_url
 # At level DEBUG the library logs all headers, the token's too.
 _quiet = logging.getLogger("symbiosis.websockets")
 _quiet.setLevel(logging.ERROR)
+
+
+# OpenSSL's X509_V_ERR_*: nobody who is trusted signed it, or only somebody of the same name did.
+_UNTRUSTED = {2, 7, 18, 19, 20, 21, 30}
 
 
 def check_environment() -> None:
@@ -95,7 +100,8 @@ def open_tcp(host: str, port: int, timeout: float) -> socket.socket:
             f"{host}:{port} did not answer within {timeout:.0f} s; is a firewall in between?"
         ) from error
     except OSError as error:
-        raise ConnectError(
+        kind = NobodyListens if isinstance(error, ConnectionRefusedError) else ConnectError
+        raise kind(
             f"cannot connect to {host}:{port}: {error.strerror}; is the executor running and the port right?"
         ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -107,22 +113,42 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
     try:
         return context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
+        untrusted = error.verify_code in _UNTRUSTED
         hint = {
             9: "it is not valid yet: compare this machine's clock",
-            10: "it has expired: the provider must renew it",
-            18: "it is signed by itself: give the provider's authority with ca=",
-            19: "its authority is not trusted: give the provider's ca.pem with ca=",
-            20: "its authority is not trusted: give the provider's ca.pem with ca=",
-            62: f"it is for another host than {host!r}: use the name that the certificate has",
-            64: f"it is for another host than {host!r}: use the name that the certificate has",
+            10: "it has expired: its operator must renew it",
+            62: f"it is for another host than {host!r}: use a name that the certificate has",
+            64: f"it is for another address than {host!r}: use a name that the certificate has",
         }.get(error.verify_code, "do not go on unless you know why")
-        raise TlsError(f"the certificate of {host} was refused ({error.verify_message}); {hint}") from error
+        if untrusted:
+            hint = "its authority is not trusted"
+        raise TlsError(
+            f"the certificate of {host} was refused ({error.verify_message}); {hint}", untrusted=untrusted
+        ) from error
     except (ssl.SSLError, OSError) as error:
         raise TlsError(
             f"no TLS 1.3 session with {host} ({error}); is this the executor's port? An executor that has "
             "no room for another connection ends it like this, too: try again",
             retry_after=5.0,
         ) from error
+
+
+def why_untrusted(ca: str | Path | None, option: str) -> str:
+    """What to say of a certificate that nobody trusted signed.
+
+    Args:
+        ca: the authority that was given for this party; None: the operating system's.
+        option: with which it is given.
+    """
+    if ca is None:
+        return (
+            f": {option}=FILE was not given, and no authority that this machine knows signed the "
+            "certificate. Ask the executor's operator for its ca.pem"
+        )
+    return (
+        f": somebody else signed the certificate than the authority in {option}={ca}. Ask the executor's "
+        "operator for the ca.pem that belongs to this server"
+    )
 
 
 def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
@@ -168,7 +194,7 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
         if "CERTIFICATE_REQUIRED" in str(error) or "alert" in str(error).lower():
             raise AuthenticationError(
                 f"{url} ended the TLS session ({error.reason}); it asks for a client certificate that it "
-                "trusts: give client_certificate=(certificate, key)"
+                "trusts: give client_certificate=(FILE, KEY)"
             ) from error
         raise TlsError(f"{url}: {error}") from error
     except (OSError, EOFError, InvalidHandshake) as error:
@@ -198,10 +224,10 @@ def check_token(token: str) -> None:
     Raises:
         ConfigurationError: it is empty or holds white space.
     """
-    if not token or any(c.isspace() or not c.isprintable() for c in token):
-        raise ConfigurationError(
-            "the token is empty or holds white space; paste it as the provider printed it"
-        )
+    if not token:
+        raise ConfigurationError("there is no token: give token=TOKEN, as the provider printed it")
+    if any(c.isspace() or not c.isprintable() for c in token):
+        raise ConfigurationError("the token holds white space; paste it as the provider printed it")
 
 
 def open_connection(url: str, token: str, context: ssl.SSLContext, timeout: float) -> ssl.SSLSocket:

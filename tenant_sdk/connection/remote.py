@@ -163,7 +163,7 @@ class RemoteExecutor:
                 raise ConfigurationError(
                     f"the executor computes in {self.manifest.numerics!r} and takes "
                     f"{', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}; give another "
-                    "wire_dtype, or install a version of the SDK that knows these numerics"
+                    "wire_dtype=NAME, or install a version of the SDK that knows these numerics"
                 )
         except BaseException:
             self._channel.close()

@@ -61,8 +61,7 @@ class StoredFingerprints:
     def __init__(self, path: str | Path, key: str | None) -> None:
         if not key:
             raise ConfigurationError(
-                f"{path} is encrypted: give fingerprint_key (`--fingerprint-key-env`), as `symbiosis-tenant "
-                "fingerprint` printed it"
+                f"{path} is encrypted: give fingerprint_key=KEY, as `symbiosis-tenant fingerprint` printed it"
             )
         try:
             data = _fernet(key).decrypt(Path(path).read_bytes())

@@ -90,7 +90,7 @@ def allowed_signs(allow_same: Collection[str], allow_same_operator: bool) -> fro
         ConfigurationError: a name that is none of ``SIGNS``.
     """
     if isinstance(allow_same, str) or not set(allow_same) <= SIGNS.keys():
-        raise ConfigurationError(f"allow_same is a set of some of {', '.join(SIGNS)}, not {allow_same!r}")
+        raise ConfigurationError(f"allow_same={allow_same!r} cannot be: it is some of {', '.join(SIGNS)}")
     return frozenset(SIGNS if allow_same_operator else allow_same)
 
 
@@ -108,8 +108,8 @@ def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]
         return [each or token for each in given]
     if None in given or "" in given:
         raise ConfigurationError(
-            "give the mask source's own token: mask_source_token=... (`--mask-source-token-env`). The "
-            "provider's is not sent to another operator, who could then act as this tenant there; "
+            "give the mask source's own token: mask_source_token=TOKEN. The provider's is not sent to "
+            "another operator, who could then act as this tenant there; "
             f"{_waiver(['token'])}"
         )
     if len({token, *given}) <= len(given):
@@ -142,8 +142,8 @@ def own_authorities(
         return [ca if each is None else None if each == SYSTEM else each for each in given]
     if ca is not None and None in given:
         raise ConfigurationError(
-            "give the mask source's own authority: mask_source_ca=FILE (`--mask-source-ca`), or 'system' for "
-            "those of the operating system. The provider's, given with ca=, could sign a certificate for the "
+            "give the mask source's own authority: mask_source_ca=FILE, or mask_source_ca='system' for those "
+            f"of the operating system. The provider's, ca={ca}, could sign a certificate for the "
             f"mask source's address, and read what is sent there; {_waiver(['authority'])}"
         )
     chosen = [None if each == SYSTEM else each for each in given]
@@ -216,11 +216,7 @@ def _advice(signs: list[str]) -> str:
 
 def _waiver(signs: list[str]) -> str:
     names = "{" + ", ".join(repr(sign) for sign in signs) + "}"
-    options = " ".join(f"--allow-same {sign}" for sign in signs)
-    return (
-        f"if that is meant, allow_same={names} (`{options}`); to try it out on one machine, "
-        "allow_same_operator=True (`--allow-same-operator`)"
-    )
+    return f"if that is meant, allow_same={names}; to try it out on one machine, allow_same_operator=True"
 
 
 _THIS_MACHINE = Identity("", "", b"", here=True)

@@ -39,7 +39,9 @@ ROOMS = {
         "config",
         "serve",
         "inprocess",
+        "dev",
         "cli",
+        "tethered",
     ],
     "tenant_sdk": [
         "storage",
@@ -47,6 +49,7 @@ ROOMS = {
         "trust",
         "products",
         "config",
+        "profiles",
         "model",
         "session",
         "composition",

@@ -1,0 +1,182 @@
+"""``serve --dev``: certificates, tokens, a mask source and a tenant's profile, to try it on one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from provider.config import ServeConfig
+from provider.serve.certificates import still_valid, write_certificates
+from provider.serve.tokens import TokenFile
+from shared.errors import ConfigurationError, SymbiosisError
+
+TENANT = "dev"
+ONE_OPERATOR = (
+    "Provider and mask source are one operator here, you: masks hide nothing from whoever runs both."
+)
+_FIRST_LINE = "# Made by `symbiosis-provider serve --dev`, and made anew by the next one."
+_PROFILE = """{first}
+# {one_operator}
+provider = "{provider}"
+ca = "provider/ca.pem"
+token_env = "SYMBIOSIS_TOKEN"
+allow_same = ["host", "address", "machine"] # or they would be refused
+
+[[mask_sources]]
+url = "{source}"
+ca = "masks/ca.pem"
+token_env = "SYMBIOSIS_MASK_TOKEN"
+"""
+_COMMANDS = """
+Everything is ready. {one_operator}
+In another terminal, in this folder:
+
+export SYMBIOSIS_TOKEN={token}
+export SYMBIOSIS_MASK_TOKEN={mask_token}
+symbiosis-tenant doctor --profile {profile}
+symbiosis-tenant finetune --profile {profile} --data {data} --steps 20 --output {adapter}
+symbiosis-tenant generate --profile {profile} --adapter {adapter} --prompt "Tue 4 March."
+"""
+_NOTES = Path(__file__).resolve().parent.parent / "examples" / "data" / "clinic_notes_train.txt"
+
+
+class Development:
+    """A mask source beside a provider, while the block lasts, and what tenants need to use both.
+
+    Both get an authority and tokens of their own in ``config.dev_dir``. Tokens are made anew each time; only
+    their hashes are stored.
+
+    Raises:
+        ConfigurationError: the folder cannot be used.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config, self._folder = config, config.dev_dir
+        self._profile = self._folder / "symbiosis.toml"
+        self._ready, self._log = self._folder / "masks" / "ready.json", self._folder / "masks" / "log"
+
+    def __enter__(self) -> Development:
+        """Make what is missing, and start the mask source, which loads the model by itself."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_profile()
+            self._tokens = [_party(self._folder / name) for name in ("provider", "masks")]
+            self._ready.unlink(missing_ok=True)
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(  # noqa: S603 - this program
+                    source_command(self._config, self._ready),
+                    stdin=subprocess.PIPE,  # which ends with this process, however that ends
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,  # Ctrl-C is for this process, which ends the other one
+                )
+        except OSError as error:
+            raise ConfigurationError(f"cannot use dev_dir={self._folder}: {error}") from error
+        return self
+
+    def _check_profile(self) -> None:
+        if self._profile.exists() and not self._profile.read_text().startswith(_FIRST_LINE):
+            raise ConfigurationError(
+                f"{self._profile} is a profile of somebody's; choose another folder with dev_dir=FOLDER"
+            )
+
+    def instructions(self, url: str) -> str:
+        """Write the profile, once the mask source is ready too; what to type in another terminal.
+
+        Args:
+            url: of the provider.
+
+        Raises:
+            SymbiosisError: the mask source has ended.
+        """
+        while not self._ready.exists():
+            try:
+                self._process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+            self.check()
+        source = json.loads(self._ready.read_bytes())["url"]
+        self._profile.write_text(
+            _PROFILE.format(first=_FIRST_LINE, one_operator=ONE_OPERATOR, provider=url, source=source)
+        )
+        token, mask_token = self._tokens
+        return _COMMANDS.format(
+            one_operator=ONE_OPERATOR,
+            token=token,
+            mask_token=mask_token,
+            profile=shlex.quote(str(self._profile)),
+            data=shlex.quote(os.path.relpath(_NOTES)) if _NOTES.exists() else "YOUR_TEXT.txt",
+            adapter=shlex.quote(str(self._folder / "adapter")),
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the mask source runs."""
+        return self._process.poll() is None
+
+    def check(self) -> None:
+        """Nothing, if the mask source runs.
+
+        Raises:
+            SymbiosisError: it has ended, with its last words.
+        """
+        if self.alive:
+            return
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        raise SymbiosisError(
+            f"the mask source ended by itself (status {self._process.returncode}); its log is {self._log}"
+            + (f", and its last line: {lines[-1]}" if lines else "")
+        )
+
+    def stop(self) -> None:
+        """Have the mask source drain and end."""
+        self._process.terminate()
+
+    def __exit__(self, *_: object) -> None:
+        """End the mask source, and wait for it."""
+        self.stop()
+        try:
+            self._process.wait(self._config.drain_seconds + 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def _party(folder: Path) -> str:
+    """Certificates, unless there are valid ones, and a fresh token."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    now = datetime.datetime.now(datetime.UTC)
+    if not still_valid(folder, now + datetime.timedelta(days=1)):
+        write_certificates(folder, now=now)
+    return TokenFile(folder / "tokens.json").add(TENANT)
+
+
+def source_command(config: ServeConfig, ready: Path) -> list[str]:
+    """The command line of the mask source: the provider's, with its own port, certificates and tokens."""
+    folder = config.dev_dir / "masks"
+    own = dataclasses.replace(
+        config,
+        dev=False,
+        tls_dir=folder,
+        token_file=folder / "tokens.json",
+        port=0,
+        admin_port=0,
+        ready_file=ready,
+        local_dir=None,
+        transcript=None,
+    )
+    words = [sys.executable, "-m", "provider.tethered", "serve"]
+    for field in dataclasses.fields(own):
+        value = getattr(own, field.name)
+        if field.name not in ("model_dir", "dev_dir") and value != field.default:
+            words.append(f"--{field.name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return [*words, "--", str(config.model_dir)]

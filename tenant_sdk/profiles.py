@@ -1,0 +1,251 @@
+"""Profiles: TOML files with what a session needs. Secrets are not in them, but where to find them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from shared.errors import ConfigurationError
+from shared.options import check_options, read_options
+from tenant_sdk.connection.urls import LOCAL
+from tenant_sdk.trust.operators import SYSTEM
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else
+COMMAND_SECONDS = 60.0  # a person may have to unlock a key ring
+
+
+@dataclass(frozen=True)
+class Secret:
+    """Where a secret is. ``what`` it is stands in messages; the secret itself never does.
+
+    One of ``variable`` (of the environment), ``file`` and ``command`` (run without a shell, in ``folder``).
+    """
+
+    what: str
+    variable: str = ""
+    file: Path | None = None
+    command: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    def __str__(self) -> str:
+        return self.variable or (str(self.file) if self.file else f"the command {self.command[0]}")
+
+    def read(self) -> str:
+        """The secret.
+
+        Raises:
+            ConfigurationError: it is not there, or others could read it.
+        """
+        if self.command:
+            return self._of_command()
+        return self._of_variable() if self.file is None else self._of_file(self.file)
+
+    def _of_variable(self) -> str:
+        variable, what = self.variable, self.what
+        value = os.environ.get(variable, "")
+        if not value and (len(variable) > 40 or not variable.isidentifier()):
+            raise ConfigurationError(  # which must not show what may be a secret
+                f"name the environment variable that holds {what}, not {what} itself"
+            )
+        if not value:
+            raise ConfigurationError(
+                f"the environment variable {variable} is not set: put {what} there (`export {variable}=...`)"
+            )
+        return value
+
+    def _of_file(self, file: Path) -> str:
+        try:
+            with file.open(encoding="utf-8") as opened:
+                if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
+                    raise ConfigurationError(
+                        f"others can read {file}, which holds {self.what}: `chmod 600 {file}`"
+                    )
+                value = opened.read().strip()
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {self.what} from {file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{file} does not hold {self.what}: it is no text") from error
+        if not value:
+            raise ConfigurationError(f"{file} is empty: put {self.what} there")
+        return value
+
+    def _of_command(self) -> str:
+        try:
+            # What it says to standard error is for the person at the terminal.
+            done = subprocess.run(  # noqa: S603 - the argument list is the user's own, and no shell sees it
+                self.command,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                timeout=COMMAND_SECONDS,
+                check=False,
+            )
+            value = done.stdout.decode().strip()
+        except subprocess.TimeoutExpired:
+            raise ConfigurationError(
+                f"{self} did not give {self.what} within {COMMAND_SECONDS:.0f} s"
+            ) from None
+        except (OSError, ValueError) as error:
+            # Without the words of a decoder, which would quote the secret.
+            reason = error.strerror if isinstance(error, OSError) else "what it prints is no text"
+            raise ConfigurationError(f"{self} cannot give {self.what}: {reason}") from None
+        if done.returncode or not value:
+            raise ConfigurationError(
+                f"{self} did not give {self.what}: exit status {done.returncode}"
+                + ("" if value else ", and nothing on standard output")
+            )
+        return value
+
+
+def _secret_kinds(name: str) -> dict[str, Any]:
+    return {f"{name}_env": str, f"{name}_file": str, f"{name}_command": list[str]}
+
+
+SOURCE_KINDS: dict[str, Any] = {"url": str, "ca": str, **_secret_kinds("token")}
+# The arguments of ``connect`` that TOML has values for.
+KINDS: dict[str, Any] = {
+    "provider": str,
+    "ca": str,
+    **_secret_kinds("token"),
+    "client_certificate": tuple[str, str],
+    "mask_sources": list[dict[str, Any]],
+    "privacy": str,
+    "allow_same": list[str],
+    "allow_same_operator": bool,
+    "allow_transcript": bool,
+    "mask_budget_mib": float,
+    "pad_rows": int,
+    "verify": str,
+    "verify_rate": float,
+    "fingerprints": str,
+    **_secret_kinds("fingerprint_key"),
+    "wire_dtype": str,
+    "digest": str,
+    "timeout": float,
+}
+
+
+def profile_path(name: str | Path) -> Path:
+    """Where a profile is: a path has a slash or ends in ``.toml``, else it is a name in the user's folder."""
+    text = os.path.expanduser(name)
+    if isinstance(name, Path) or "/" in text or text.endswith(".toml"):
+        return Path(text)
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".config"
+    return folder / "symbiosis" / f"{text}.toml"
+
+
+def read_profile(name: str | Path) -> dict[str, Any]:
+    """The arguments of ``connect`` that a profile has, each ``token`` and key as a ``Secret`` yet to be read.
+
+    Raises:
+        ConfigurationError: no such file, an unknown key, a value of another type.
+    """
+    path = profile_path(name)
+    given = read_options(path, KINDS)
+    folder = path.absolute().parent
+    found = {key: value for key, value in given.items() if not key.startswith(("token_", "fingerprint_key_"))}
+    found |= _secret(given, "token", "the provider's token", str(path), folder)
+    found |= _secret(given, "fingerprint_key", "the fingerprints' key", str(path), folder)
+    for key in ("ca", "fingerprints"):
+        if key in found:
+            found[key] = folder / os.path.expanduser(found[key])
+    if "client_certificate" in found:
+        found["client_certificate"] = tuple(
+            folder / os.path.expanduser(file) for file in found["client_certificate"]
+        )
+    if "mask_sources" in found:
+        found |= _sources(found["mask_sources"], str(path), folder)
+    return found
+
+
+def _sources(tables: list[dict[str, Any]], path: str, folder: Path) -> dict[str, Any]:
+    """Of all mask sources the URLs, the tokens and the authorities, as ``connect`` takes them."""
+    urls, tokens, authorities = [], [], []
+    for at, table in enumerate(tables, 1):
+        where = f"{path}: mask source {at}"
+        check_options(table, SOURCE_KINDS, where)
+        url, ca = table.get("url"), table.get("ca")
+        if not url:
+            raise ConfigurationError(f"{where}: it has no url")
+        local = url.startswith(LOCAL)
+        urls.append(f"{LOCAL}{folder / os.path.expanduser(url.removeprefix(LOCAL))}" if local else url)
+        tokens.append(_secret(table, "token", f"the token of {url}", where, folder).get("token"))
+        authorities.append(ca if ca in (None, SYSTEM) else folder / os.path.expanduser(ca))
+    found: dict[str, Any] = {"mask_sources": urls}
+    if any(tokens):
+        found["mask_source_token"] = tokens
+    if any(authorities):
+        found["mask_source_ca"] = authorities
+    return found
+
+
+def _secret(table: Mapping[str, Any], name: str, what: str, where: str, folder: Path) -> dict[str, Secret]:
+    """Under its ``name`` the one secret that a table leads to, if there is any."""
+    ways = [key for key in _secret_kinds(name) if key in table]
+    if len(ways) > 1:
+        raise ConfigurationError(f"{where}: give {what} in one way, not by {' and '.join(ways)}")
+    if not ways:
+        return {}
+    value = table[ways[0]]
+    if not value:
+        raise ConfigurationError(f"{where}: {ways[0]} is empty")
+    if ways[0].endswith("_env"):
+        return {name: Secret(what, variable=value)}
+    if ways[0].endswith("_file"):
+        return {name: Secret(what, file=folder / os.path.expanduser(value))}
+    return {name: Secret(what, command=tuple(value), folder=folder)}
+
+
+def merged(profile: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a profile and those that were given, which win.
+
+    What belongs to a party goes with it: who gives another provider, or other mask sources, gives their
+    tokens and authorities too. Else one operator would get what is another's.
+    """
+    kept = dict(profile)
+    if "provider" in given:
+        for name in ("provider", "ca", "token", "client_certificate"):
+            kept.pop(name, None)
+    if "mask_sources" in given or given.get("privacy") == "plain":  # which has no use for any
+        for name in ("mask_sources", "mask_source_token", "mask_source_ca"):
+            kept.pop(name, None)
+    return {**kept, **given}
+
+
+def revealed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """With every ``Secret`` read.
+
+    Raises:
+        ConfigurationError: one is not there.
+    """
+
+    def reveal(value: Any) -> Any:
+        if isinstance(value, list):
+            return [reveal(each) for each in value]
+        return value.read() if isinstance(value, Secret) else value
+
+    return {name: reveal(value) for name, value in arguments.items()}
+
+
+def completed(connect: Callable[P, R]) -> Callable[P, R]:
+    """``connect`` with the arguments that it is not given taken from the ``profile``, if that is given."""
+
+    @functools.wraps(connect)
+    def with_profile(*provider: P.args, **given: P.kwargs) -> R:
+        profile: Any = given.pop("profile", None)
+        if profile is None:
+            return connect(*provider, **given)
+        arguments = {**given, **({"provider": provider[0]} if provider else {})}
+        return connect(**revealed(merged(read_profile(profile), arguments)))  # type: ignore[call-arg]
+
+    return with_profile
