@@ -124,6 +124,10 @@ class SessionOptions(ExecutorOptions):
     timeout: Annotated[float, _option(_EXECUTORS, "Seconds without progress after which to give up.")] = (
         SessionConfig.timeout
     )
+    patience: Annotated[
+        float,
+        _option(_EXECUTORS, "Seconds to wait for an executor that went away, to go on then; 0: none."),
+    ] = SessionConfig.patience
     privacy: Annotated[str, _option(_PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE")] = (
         SessionConfig.privacy
     )
@@ -201,6 +205,7 @@ class SessionOptions(ExecutorOptions):
             wire_dtype=self.wire_dtype,
             digest=self.digest,
             timeout=self.timeout,
+            patience=self.patience,
         )
         config.credentials  # noqa: B018 - refuses tokens and authorities that parties would share
         return config
