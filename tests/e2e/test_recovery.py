@@ -134,8 +134,9 @@ def rest(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit status and what else it writes."""
     assert process.stdout is not None
     assert process.stderr is not None
-    err, out = process.stderr.read(), process.stdout.read()
-    return process.wait(SECONDS), out, err
+    with process:  # which closes both
+        err, out = process.stderr.read(), process.stdout.read()
+    return process.returncode, out, err
 
 
 def weights(output: Path) -> bytes:
