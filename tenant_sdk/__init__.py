@@ -29,7 +29,7 @@ from shared.errors import (
 
 if TYPE_CHECKING:
     from tenant_sdk.composition import connect
-    from tenant_sdk.connection.remote import Stats
+    from tenant_sdk.connection.stats import Stats
     from tenant_sdk.products.fingerprints import write_fingerprints
     from tenant_sdk.products.noise_bank import NoiseBankOptions
     from tenant_sdk.session import Session
@@ -62,7 +62,7 @@ __all__ = [
 _LAZY = {
     "NoiseBankOptions": "tenant_sdk.products.noise_bank",
     "Session": "tenant_sdk.session",
-    "Stats": "tenant_sdk.connection.remote",
+    "Stats": "tenant_sdk.connection.stats",
     "connect": "tenant_sdk.composition",
     "write_fingerprints": "tenant_sdk.products.fingerprints",
 }

@@ -87,8 +87,8 @@ class ExecutorOptions:
         _option(
             _EXECUTORS,
             "TOML file of a session: executors, their authorities, where their tokens are, privacy; a path, "
-            "or NAME for ~/.config/symbiosis/NAME.toml. Default without --provider: ./symbiosis.toml, if it is "
-            "there. Options given here win, and so do those in the file of --config.",
+            "or NAME for ~/.config/symbiosis/NAME.toml. Default without --provider: ./symbiosis.toml, if it "
+            "is there. Options given here win, and so do those in the file of --config.",
             metavar="FILE",
         ),
     ] = None
@@ -252,6 +252,15 @@ class ExecutorOptions:
 class SessionOptions(ExecutorOptions):
     """A session: which executors, what they may see, and what is checked."""
 
+    patience: Annotated[
+        Optional[float],  # noqa: UP045
+        _option(
+            _EXECUTORS,
+            "Seconds to wait for an executor that went away, to go on then; 0: none.",
+            metavar="SECONDS",
+            show_default=f"{SessionConfig.patience:g}",
+        ),
+    ] = None
     privacy: Annotated[
         Optional[str],  # noqa: UP045
         _option(
@@ -314,6 +323,7 @@ class SessionOptions(ExecutorOptions):
     def _given(self) -> dict[str, Any]:
         variable = self.fingerprint_key_env
         return super()._given() | {
+            "patience": self.patience,
             "privacy": self.privacy,
             "allow_transcript": self.allow_transcript,
             "mask_budget_mib": self.mask_budget_mib,

@@ -18,7 +18,8 @@ from shared.wire.protocol import GroupShape
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.handshake import client_context, why_untrusted
-from tenant_sdk.connection.remote import RemoteExecutor, Stats
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.transports import open_channel
 from tenant_sdk.connection.urls import LOCAL, url_of
 from tenant_sdk.products.fingerprints import StoredFingerprints
@@ -61,6 +62,7 @@ def connect(
     noise_bank: NoiseBankOptions | None = None,
     digest: str | None = None,
     timeout: float = 60.0,
+    patience: float = 600.0,
 ) -> Session:
     """Open a session with an executor.
 
@@ -105,6 +107,10 @@ def connect(
         digest: refuse executors with another ``manifest.digest``. It covers every file and parameter that
             is downloaded; that products are those of the right weights, only ``verify`` shows.
         timeout: seconds without progress after which connecting or a request fails.
+        patience: seconds to wait for an executor that went away once the session is open, as one that
+            restarts, before ConnectionLost ends what is under way. It is told with warnings; requests that
+            were lost are sent again, the same bytes, and results are the same. 0: do not wait. An executor
+            in this process is not waited for.
 
     Raises:
         ConfigurationError: an option is wrong, or does not fit what the provider serves.
@@ -190,7 +196,8 @@ def _open_executor(
             error.args = (error.message,)
             raise
 
-    return RemoteExecutor(open_one, DTYPE_NAMES[config.wire_dtype], stats)
+    patience = config.patience if isinstance(where, str) else 0.0  # in this process it would not come back
+    return RemoteExecutor(open_one, DTYPE_NAMES[config.wire_dtype], stats, patience)
 
 
 Source = ExecutorSource | LocalRing | LocalSource

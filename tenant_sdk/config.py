@@ -56,6 +56,7 @@ class SessionConfig:
     noise_bank: NoiseBankOptions | None = None
     digest: str | None = None
     timeout: float = 60.0
+    patience: float = 600.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -127,6 +128,8 @@ class SessionConfig:
     def _check_numbers(self) -> None:
         if not 0 < self.timeout < math.inf:
             raise ConfigurationError(f"timeout={self.timeout} cannot be: it is in seconds and more than 0")
+        if not 0 <= self.patience < math.inf:
+            raise ConfigurationError(f"patience={self.patience} cannot be: it is in seconds and not negative")
         if not 0 <= self.mask_budget_mib < math.inf:
             raise ConfigurationError(
                 f"mask_budget_mib={self.mask_budget_mib} cannot be: it is in MiB and not negative"

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from shared.errors import ConfigurationError
 from shared.forks import Home
 from shared.wire.messages import Manifest
-from tenant_sdk.connection.remote import RemoteExecutor, Stats
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.stats import Stats
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.model.surgery import attach_layers, detach_layers
 from tenant_sdk.model.virtual import Group

@@ -59,6 +59,7 @@ class Executor:
         """A session; ``plain`` unless the test says otherwise."""
         # Executors of one test have the same authority and tokens.
         usual = {"token": self.token, "ca": self.ca, "privacy": "plain", "allow_same": {"authority", "token"}}
+        usual["patience"] = 0.0  # most tests that break a connection want to see it fail
         return tenant_sdk.connect(self.url, **(usual | options))
 
 

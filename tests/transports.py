@@ -40,7 +40,7 @@ class Everywhere:
 
     def connect(self, transport: str, **options: Any) -> tenant_sdk.Session:
         """A session; ``plain`` unless the test says otherwise."""
-        given: dict[str, Any] = {"token": self.token, "privacy": "plain"}
+        given: dict[str, Any] = {"token": self.token, "privacy": "plain", "patience": 0.0}
         if transport == "tls":
             given["ca"] = self.ca
         return tenant_sdk.connect(self.where(transport), **(given | options))

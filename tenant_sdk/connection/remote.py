@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,12 +16,10 @@ from shared.checkpoint import parameter_hash
 from shared.errors import (
     ConfigurationError,
     ConnectionLost,
-    ModelMismatch,
     RequestRefused,
     SymbiosisError,
     WireError,
 )
-from shared.forks import Home
 from shared.wire.header import (
     BYTES,
     DTYPE_CODES,
@@ -34,57 +30,20 @@ from shared.wire.header import (
     Operation,
     RequestClass,
 )
-from shared.wire.messages import Fetch, FileInfo, Hello, Manifest, ParameterInfo, decode, encode
-from shared.wire.protocol import GroupShape, Plan, TenantProtocol, validate_manifest
+from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
+from shared.wire.protocol import GroupShape, Plan, TenantProtocol
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.backoff import pause
-from tenant_sdk.connection.channel import Channel, Pending, again, control_payload
+from tenant_sdk.connection.channel import Channel, Pending, again
+from tenant_sdk.connection.lasting import TELL_SECONDS, LastingConnection, Lost, went_away
+from tenant_sdk.connection.stats import Stats
 
 log = logging.getLogger(__name__)
 
 FETCH_BYTES = 4 << 20
-TELL_SECONDS = 10.0  # between two warnings
 PIECE_ROWS = 16  # of a request that is cut, a multiple of this
 
-
-@dataclass
-class Stats:
-    """What a session has done so far; ``session.stats`` returns a copy.
-
-    ``bytes_*`` count payloads, of products and effects. ``effect_rows`` are rows of masks whose
-    effect a mask source computed; ``verified_rows`` are rows of answers that passed the check.
-    ``seconds_waiting`` is what sending products and waiting for their answers took: network, encryption
-    and the executor's work, less what was done meanwhile; ``seconds_waiting_for_effects`` is what came on
-    top because an effect was not there yet. ``seconds_masking`` is spent on fixed point, on drawing, adding
-    and subtracting masks, and on checking answers, which goes with them. ``refusals`` counts requests that
-    an overloaded executor put off, and ``seconds_throttled`` how long they waited to be sent again.
-    ``key_exchange``: for the URL of every executor behind TLS, the group that the last handshake agreed on,
-    such as ``X25519MLKEM768``, or ``unknown``.
-    """
-
-    requests: int = 0
-    effect_requests: int = 0
-    rows: int = 0
-    effect_rows: int = 0
-    verified_rows: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    seconds_waiting: float = 0.0
-    seconds_waiting_for_effects: float = 0.0
-    seconds_masking: float = 0.0
-    refusals: int = 0
-    seconds_throttled: float = 0.0
-    key_exchange: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """The lock of those who count; no field, so that ``dataclasses.asdict`` gives plain values."""
-        self.lock = threading.Lock()
-
-    def add(self, **amounts: float) -> None:
-        """Count what is a number; any thread may."""
-        with self.lock:
-            for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+Ask = Callable[[Channel], Pending]  # sends one request
 
 
 class PendingProduct:
@@ -124,16 +83,18 @@ class PendingProduct:
 
 
 class RemoteExecutor:
-    """Products over one channel; over a new one if that broke and another request comes.
+    """Products over one connection, opened again when it breaks.
 
-    A request that was under way when the connection broke fails; the next one reconnects. What an executor
-    refuses because it is overloaded is sent to it again on the same connection: the same bytes, so the same
-    rows under the same masks, or the same seed. Nothing else is repeated.
+    A request that is lost because the executor went away is sent again when it is back: the same bytes, so
+    the same rows under the same masks, or the same seed. So is what an executor refuses because it is
+    overloaded. Nothing else is repeated.
 
     Args:
         open_channel: opens the connection, now and again later.
         wire_dtype: float32 or bfloat16: what activations are sent as. On the ring it is int32.
         stats: the session's, to count in; a session with two executors has one.
+        patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
+            fails, and the next one tries once to connect again.
 
     Raises:
         ConfigurationError: the executor does not take this dtype.
@@ -145,74 +106,35 @@ class RemoteExecutor:
         open_channel: Callable[[], Channel],
         wire_dtype: torch.dtype = torch.float32,
         stats: Stats | None = None,
+        patience: float = 0.0,
     ) -> None:
         self.stats = stats or Stats()
-        self._home = Home()
-        self._open_channel = open_channel
         self._told = -TELL_SECONDS
         self._chance = random.SystemRandom().random
-        self._reconnecting = threading.Lock()
-        self._closed = False
-        self._channel = open_channel()
-        try:
-            self.manifest = _hello(self._channel)
-            self.ring = self.manifest.numerics in RINGS
-            if self.ring and wire_dtype == torch.float32:
-                wire_dtype = torch.int32
-            if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
-                raise ConfigurationError(
-                    f"the executor computes in {self.manifest.numerics!r} and takes "
-                    f"{', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}; give another "
-                    "wire_dtype=NAME, or install a version of the SDK that knows these numerics"
-                )
-        except BaseException:
-            self._channel.close()
-            raise
-        self._note_key_exchange()
+        self.connection = LastingConnection(open_channel, self.stats, patience)
+        self.manifest = self.connection.manifest
+        self.ring = self.manifest.numerics in RINGS
+        if self.ring and wire_dtype == torch.float32:
+            wire_dtype = torch.int32
+        if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
+            self.connection.close()
+            raise ConfigurationError(
+                f"the executor computes in {self.manifest.numerics!r} and takes "
+                f"{', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}; give another "
+                "wire_dtype=NAME, or install a version of the SDK that knows these numerics"
+            )
         self.wire_dtype = wire_dtype
         self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]
 
     @property
     def url(self) -> str:
         """Of the executor."""
-        return self._channel.peer
+        return self.connection.url
 
     @property
     def channel(self) -> Channel:
-        """The open channel; a new one if the last one broke.
-
-        Raises:
-            ConnectError: it cannot be opened.
-            ModelMismatch: the executor serves something else now.
-            ConnectionLost: this is a forked child, which opens none in its parent's name.
-        """
-        self._home.check()
-        if self._channel.broken and not self._closed:
-            with self._reconnecting:
-                if self._channel.broken:
-                    channel = self._open_channel()
-                    try:
-                        same = _hello(channel) == self.manifest
-                    except BaseException:
-                        channel.close()
-                        raise
-                    if not same:
-                        channel.close()
-                        raise ModelMismatch(
-                            f"{self.url} serves something else since it is back; open a new session"
-                        )
-                    log.info("connected again to %s", self.url)
-                    self._channel.close()
-                    self._channel = channel
-                    self._note_key_exchange()
-                    if self._closed:  # meanwhile: whoever closed may have seen only the old channel
-                        channel.close()
-        return self._channel
-
-    def _note_key_exchange(self) -> None:
-        if self._channel.key_exchange:
-            with self.stats.lock:
-                self.stats.key_exchange[self.url] = self._channel.key_exchange
+        """The open channel; see ``LastingConnection.channel``."""
+        return self.connection.channel
 
     def submit(
         self,
@@ -237,7 +159,7 @@ class RemoteExecutor:
             blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
-            channel: one that ``channel`` was; with a new one a product that is lost in part is lost.
+            channel: one that ``channel`` was, for pieces that shall travel together.
 
         Returns:
             Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
@@ -304,8 +226,8 @@ class RemoteExecutor:
         plan = self.shapes[group].plan(direction, members)
         row_bytes = max(plan.request_columns, plan.answer_columns) * self.wire_dtype.itemsize
         most = self.max_rows(group, direction, members)
-        if self._channel.piece_bytes:
-            most = min(most, max(PIECE_ROWS, self._channel.piece_bytes // row_bytes))
+        if piece_bytes := self.connection.latest.piece_bytes:
+            most = min(most, max(PIECE_ROWS, piece_bytes // row_bytes))
         if rows <= most:
             return [slice(0, rows)]
         each = -(-rows // -(-rows // most))
@@ -332,14 +254,14 @@ class RemoteExecutor:
 
         ``rows`` is at most ``max_rows``.
         """
-        shape, channel = self.shapes[group], self.channel
+        shape = self.shapes[group]
 
         def header(protocol: TenantProtocol) -> Header:
             return protocol.product(
                 Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype, request_class
             )
 
-        answer = _payload(self._answer(channel, lambda: channel.submit(header, seed)))
+        answer = _payload(self._answer(self.channel, lambda channel: channel.submit(header, seed)))
         self.stats.add(
             effect_requests=1,
             effect_rows=rows,
@@ -373,23 +295,31 @@ class RemoteExecutor:
                 operation, group, shape, direction, members, rows, self.wire_dtype, request_class
             )
 
-        def ask() -> Pending:
-            return channel.submit(header, wire)
+        return self._ask(channel, lambda channel: channel.submit(header, wire))
 
-        first = ask()
+    def _ask(self, channel: Channel, ask: Ask) -> Callable[[], Incoming]:
+        """Send a request; the call that waits for its answer."""
+        first: Pending | None = None
+        try:
+            first = ask(channel)
+        except SymbiosisError as error:
+            if not (self.connection.patience and went_away(error)):
+                raise
         return lambda: self._answer(channel, ask, first)
 
-    def _answer(self, channel: Channel, ask: Callable[[], Pending], first: Pending | None = None) -> Incoming:
-        """An answer; asked for again when the executor says that it is overloaded.
+    def _answer(self, channel: Channel, ask: Ask, first: Pending | None = None) -> Incoming:
+        """An answer; asked for again when the executor says that it is overloaded, or went away.
 
         Raises:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
+            SymbiosisError: see ``LastingConnection.after``.
         """
-        pending, began = first or ask(), time.monotonic()
-        attempt = 0
+        pending, began, attempt, lost = first, time.monotonic(), 0, Lost()
         while True:
             try:
-                return channel.wait(pending)
+                answer = channel.wait(pending or ask(channel))
+                self.connection.answered(channel)
+                return answer
             except RequestRefused as error:
                 if error.code != "overloaded" or error.retry_after is None:
                     raise
@@ -397,7 +327,11 @@ class RemoteExecutor:
                 if seconds >= began + channel.timeout - time.monotonic():
                     raise
                 self._overloaded(seconds)
-            pending, attempt = ask(), attempt + 1
+                attempt += 1
+            except SymbiosisError as error:
+                channel = self.connection.after(error, lost)
+                began, attempt = time.monotonic(), 0
+            pending = None
 
     def _overloaded(self, seconds: float) -> None:
         """Wait, and say so now and then."""
@@ -444,40 +378,23 @@ class RemoteExecutor:
     ) -> Iterator[torch.Tensor]:
         """Pieces in order, a few of them in flight. ``width`` None: one row of so many bytes."""
 
-        channel = self.channel
-
-        def submit(start: int, stop: int) -> Pending:
+        def submit(start: int, stop: int, channel: Channel) -> Pending:
             body = encode(Fetch(kind, name, start, stop))
             rows, columns = (1, stop - start) if width is None else (stop - start, width)
             answer = Header(Operation.REPLY, dtype=dtype, rows=rows, columns=columns)
             return channel.submit(lambda protocol: protocol.control(Operation.FETCH, len(body), answer), body)
 
-        ahead: deque[tuple[Callable[[], Pending], Pending]] = deque()
+        ahead: deque[Callable[[], Incoming]] = deque()
         for start in range(0, length, step):
-            ask = partial(submit, start, min(start + step, length))
-            ahead.append((ask, ask()))
+            ahead.append(self._ask(self.channel, partial(submit, start, min(start + step, length))))
             if len(ahead) == 4:
-                yield _payload(self._answer(channel, *ahead.popleft()))
+                yield _payload(ahead.popleft()())
         while ahead:
-            yield _payload(self._answer(channel, *ahead.popleft()))
+            yield _payload(ahead.popleft()())
 
     def close(self) -> None:
         """End the connection; it is not opened again."""
-        self._closed = True
-        self._channel.close()
-
-
-def _hello(channel: Channel) -> Manifest:
-    hello = encode(Hello(client="symbiosis/1"))
-    answer = channel.wait(
-        channel.submit(
-            lambda protocol: protocol.control(Operation.HELLO, len(hello), Header(Operation.WELCOME, rows=1)),
-            hello,
-        )
-    )
-    manifest = decode(control_payload(answer), Manifest)
-    validate_manifest(manifest)
-    return manifest
+        self.connection.close()
 
 
 def check_shapes(blocks: Sequence[torch.Tensor], widths: Sequence[int]) -> None:

@@ -234,15 +234,15 @@ def test_closing_while_a_connection_is_opened_again(
     with trio("llama")[0].connect() as session:
         remote: RemoteExecutor = session.executor
         opened: list[Channel] = []
-        open_channel = remote._open_channel
+        open_channel = remote.connection._open_channel
 
         def open_slowly() -> Channel:
             opened.append(open_channel())
             threads.submit(remote.close).result(SECONDS)
             return opened[0]
 
-        monkeypatch.setattr(remote, "_open_channel", open_slowly)
-        remote._channel.close()
+        monkeypatch.setattr(remote.connection, "_open_channel", open_slowly)
+        remote.channel.close()
         with ThreadPoolExecutor(1) as threads, pytest.raises(ConnectionLost):
             remote.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones((1, 64))]).result()
     assert opened[0].broken

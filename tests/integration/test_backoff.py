@@ -91,7 +91,7 @@ class Refusing:
     def __init__(self, refusals: float, retry_after: float | None) -> None:
         self.refusals, self.retry_after, self.sent = refusals, retry_after, 0
 
-    def ask(self) -> Any:
+    def ask(self, _: Any) -> Any:
         self.sent += 1
         return self
 
@@ -100,14 +100,17 @@ class Refusing:
             raise RequestRefused("overloaded", "wait", retry_after=self.retry_after)
         return self
 
-    payload = torch.ones(1)
+    payload, url = torch.ones(1), peer
+
+    def answered(self, channel: Any) -> None:
+        assert channel is self
 
 
 def wait_for(channel: Refusing, clock: Clock, monkeypatch: pytest.MonkeyPatch, chance: float = 0.0) -> Any:
     """What a RemoteExecutor does with this channel's refusals."""
     monkeypatch.setattr(remote_module, "time", clock)
     remote: Any = object.__new__(RemoteExecutor)
-    remote.stats, remote._told, remote._channel = remote_module.Stats(), math.inf, channel
+    remote.stats, remote._told, remote.connection = remote_module.Stats(), math.inf, channel
     remote._chance = lambda: chance
     try:
         return remote._answer(channel, channel.ask), remote

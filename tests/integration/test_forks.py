@@ -107,7 +107,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
 
         masks: Any = session.products._masks
         locks = [getattr(masks, name) for name in ("_lock", "_changed") if hasattr(masks, name)]
-        with locked(remote._reconnecting, remote.stats.lock, *locks, *(c._lock for c in channels)):
+        with locked(remote.connection._reconnecting, remote.stats.lock, *locks, *(c._lock for c in channels)):
             in_child(child)
         assert [bytes_sent(channel._sock) for channel in channels] == before
         assert session.stats.requests == requests

@@ -20,7 +20,8 @@ from shared.errors import ConfigurationError, RequestRefused
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from shared.wire.protocol import GroupShape
 from tenant_sdk import NoiseBankOptions
-from tenant_sdk.connection.remote import PendingProduct, Stats
+from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.connection.stats import Stats
 from tenant_sdk.products.noise_bank import NoiseBank
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
