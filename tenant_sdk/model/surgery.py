@@ -148,7 +148,13 @@ def warn_if_trained(model: nn.Module) -> None:
 
     Not at once: whoever generates trains nothing, and ``peft.get_peft_model`` freezes them all later.
     """
-    own = [parameter for parameter in base_model(model).parameters() if parameter.requires_grad]
+    adapters = set()
+    for module in base_model(model).modules():
+        # How PEFT wraps a layer, and a module that is saved with the adapter.
+        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+        if inner is not None:
+            adapters |= set(map(id, module.parameters())) - set(map(id, inner.parameters()))
+    own = [each for each in base_model(model).parameters() if each.requires_grad and id(each) not in adapters]
     seen = weakref.ref(model)
     handles: list[Any] = []
 
