@@ -39,7 +39,8 @@ def hub(models: dict[str, Path], gated: set[str] | None = None) -> Iterator[Hub]
             parts = self.path.partition("?")[0].strip("/").split("/")
             api = parts[:2] == ["api", "models"]
             name = "/".join(parts[2:4] if api else parts[:2])
-            what, revision, *path = [*(parts[4:] if api else parts[2:]), "", "main"][: len(parts)] + [""]
+            rest = parts[4:] if api else parts[2:]
+            what, revision = rest[:2] or ("", "main")
             if name not in state.models:
                 return self.reply(404, error="RepoNotFound")
             if what and revision not in ("main", COMMIT):
@@ -61,7 +62,7 @@ def hub(models: dict[str, Path], gated: set[str] | None = None) -> Iterator[Hub]
                 return self.reply(200, json.dumps(tree).encode())
             if name in state.gated:
                 return self.reply(403, error="GatedRepo")
-            file = "/".join(each for each in path if each not in ("", "main"))
+            file = "/".join(rest[2:])
             if self.command == "GET":
                 state.fetched.append(file)
             return self.reply(200, (folder / file).read_bytes(), etag=True)
