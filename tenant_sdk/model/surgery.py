@@ -155,8 +155,8 @@ def warn_if_trained(model: nn.Module) -> None:
         if inner is not None:
             adapters |= set(map(id, module.parameters())) - set(map(id, inner.parameters()))
     own = [each for each in base_model(model).parameters() if each.requires_grad and id(each) not in adapters]
-    seen = weakref.ref(model)
-    handles: list[Any] = []
+    # A parameter keeps its hooks alive, so nothing in them may keep parameters alive.
+    mine, seen, handles = set(map(id, own)), weakref.ref(model), list[Any]()
 
     def trained(_: torch.Tensor) -> None:
         for handle in handles:
@@ -166,7 +166,6 @@ def warn_if_trained(model: nn.Module) -> None:
             return
         now = dict(base_model(alive).named_parameters())
         frozen = sum(isinstance(parameter.data, RemoteWeight) for parameter in now.values())
-        mine = {id(parameter) for parameter in own}
         names = [name for name, each in now.items() if id(each) in mine and each.requires_grad]
         if frozen and names:
             log.warning(

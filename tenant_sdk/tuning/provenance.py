@@ -49,9 +49,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             symbiosis=importlib.metadata.version("symbiosis"),
             model=plain_name(manifest.model),
             architecture=plain_name(manifest.architecture),
-            weights=manifest.weights,
-            digest=manifest.digest,
-            numerics=manifest.numerics,
+            weights=plain_name(manifest.weights),
+            digest=plain_name(manifest.digest),
+            numerics=plain_name(manifest.numerics),
             privacy=session.privacy,
             training=dict(training),
         )
@@ -75,7 +75,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, folder: Path) -> None:
         """Into a folder."""
-        (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        (folder / RECORD).write_bytes(
+            msgspec.json.format(msgspec.json.encode(self, enc_hook=str), indent=2) + b"\n"
+        )
 
     def check(self, session: Session, folder: Path) -> str:
         """Hold the base of the adapter in a folder against that of a session.
@@ -140,10 +142,9 @@ def write_card(folder: Path, record: Provenance, base: Base, config: Any) -> Non
         pipeline_tag="text-generation" if config.task_type == "CAUSAL_LM" else None,
         tags=sorted({"symbiosis", method.lower()}),
     )
-    named = base.name or record.model
     rows = {
         "architecture": record.architecture,
-        "base": named + (f" at revision {base.revision}" if base.revision else ""),
+        "base": (base.name or record.model) + (f" at revision {base.revision}" if base.revision else ""),
         "SHA-256 of the base's linear weights": record.weights,
         "numerics": record.numerics,
         "privacy mode": record.privacy,
@@ -153,7 +154,13 @@ def write_card(folder: Path, record: Provenance, base: Base, config: Any) -> Non
     kind = _AUTO_CLASSES.get(str(config.task_type), "AutoModel")
     more = f", revision={base.revision!r}" if base.hub and base.revision else ""
     text = _CARD.format(
-        method=method, rows=_table(rows), named=named, kind=kind, more=more, training=training
+        method=method,
+        title=base.name or record.model,
+        rows=_table(rows),
+        named=base.name or "BASE",
+        kind=kind,
+        more=more,
+        training=training,
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
 
@@ -164,7 +171,7 @@ def _table(rows: Mapping[str, Any]) -> str:
 
 
 _CARD = """\
-# A {method} adapter for {named}
+# A {method} adapter for {title}
 
 Trained with Symbiosis: an executor computed the products of the base model's frozen layers, while text,
 adapter, gradients and optimizer stayed on the tenant's machine. The files are those of PEFT; `symbiosis.json`

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -274,3 +276,11 @@ def test_no_deprecation_of_libraries_reaches_the_user(session: tenant_sdk.Sessio
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adapted(session.load_model(progress=False))
+
+
+def test_a_model_that_nobody_uses_is_freed(session: tenant_sdk.Session, folder: Path) -> None:
+    model = session.attach(load_local(folder))
+    embeddings = weakref.ref(model.get_input_embeddings().weight)
+    del model
+    gc.collect()
+    assert embeddings() is None
