@@ -33,6 +33,7 @@ from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, own_certifi
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.hub import hub_id
 from shared.memory import FreedMemory, keep_freed_memory
 from shared.options import check_model_folder, in_options, option_names, takes, version
 
@@ -123,7 +124,8 @@ def serve(config: ServeConfig) -> None:
     log_to_console()
     keep_freed_memory()
     # Whatever can be wrong is told before what takes seconds to import, or minutes to load.
-    check_model_folder(config.model_dir)
+    if config.model_dir.exists() or hub_id(config.model_dir) is None:
+        check_model_folder(config.model_dir)
     if not config.dev:
         own_certificate(config.certificates, config.client_ca)
         TokenFile(config.tokens).check_readable()

@@ -59,7 +59,10 @@ class ServeConfig:
         ConfigurationError: a value that cannot be.
     """
 
-    model_dir: Annotated[Path, Option(_SERVED, "Checkpoint folder with safetensors.", argument=True)]
+    model_dir: Annotated[
+        Path,
+        Option(_SERVED, "Folder with safetensors, or NAME[@REVISION] at a hub.", argument=True),
+    ]
     numerics: Annotated[
         str,
         Option(

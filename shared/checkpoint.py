@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder, read one tensor at a time, safetensors only.
+"""A Hugging Face checkpoint, read one tensor at a time, safetensors only.
 
 The provider reads the layers that it serves; a tenant that has the checkpoint reads the same
 layers to compute effects itself. Nothing here unpickles anything.
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
+from shared.hub import checkpoint_folder, id_of_snapshot
 from shared.options import check_model_folder
 from shared.wire.header import DTYPE_CODES
 from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
@@ -27,14 +28,15 @@ class Checkpoint:
     """Names, shapes and lazily read tensors of a checkpoint folder.
 
     Args:
-        folder: contains ``config.json`` and ``model.safetensors``, or shards with their index.
+        folder: contains ``config.json`` and ``model.safetensors``, or shards with their index; or the name
+            of a model at a hub (``shared.hub``).
 
     Raises:
-        CheckpointError: folder missing, no safetensors file, or a file that cannot be read.
+        CheckpointError: folder or model missing, no safetensors file, or a file that cannot be read.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = checkpoint_folder(folder)
         check_model_folder(self.folder)
         self._file_of = self._find_tensors()
 
@@ -63,6 +65,12 @@ class Checkpoint:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
         return found
+
+    @property
+    def name(self) -> str:
+        """What people call the model: its name and commit at a hub, or else the folder's name."""
+        folder = self.folder.resolve()
+        return str(id_of_snapshot(folder) or folder.name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tenant_sdk.products.fingerprints import write_fingerprints
     from tenant_sdk.products.noise_bank import NoiseBankOptions
     from tenant_sdk.session import Session
+    from tenant_sdk.tuning.folders import load_adapter, save_adapter
 
 __all__ = [
     "AuthenticationError",
@@ -55,6 +56,8 @@ __all__ = [
     "VerificationError",
     "WireError",
     "connect",
+    "load_adapter",
+    "save_adapter",
     "write_fingerprints",
 ]
 
@@ -64,6 +67,8 @@ _LAZY = {
     "Session": "tenant_sdk.session",
     "Stats": "tenant_sdk.connection.stats",
     "connect": "tenant_sdk.composition",
+    "load_adapter": "tenant_sdk.tuning.folders",
+    "save_adapter": "tenant_sdk.tuning.folders",
     "write_fingerprints": "tenant_sdk.products.fingerprints",
 }
 

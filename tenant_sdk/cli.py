@@ -53,19 +53,27 @@ def _root(
     """Use a language model whose frozen layers a provider hosts, keeping text and adapters here."""
 
 
-def _load(session: Session, tokenizer: Path | None) -> tuple[Any, Any]:
+def _load(
+    session: Session, tokenizer: Path | None, own: str | None, base: str | None = None
+) -> tuple[Any, Any]:
     """Model, on an accelerator if there is one, and tokenizer."""
     import torch
     from transformers import AutoTokenizer
     from transformers import logging as transformers_logging
 
     from tenant_sdk.storage import disk_errors
+    from tenant_sdk.tuning.own import attach_own, tokenizer_in
 
     # Their warnings are for those who wrote the code that calls them.
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
-        model: Any = session.load_model()
+        model: Any
+        if own is None:
+            model = session.load_model(base=base)
+        else:
+            model, folder = attach_own(session, own, base)
+            tokenizer = tokenizer or tokenizer_in(folder)
         if tokenizer is None:
             words = session.load_tokenizer()
         else:
@@ -139,6 +147,8 @@ def finetune(
     save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
     tokenizer: options.Tokenizer = None,
+    model: options.Model = None,
+    base: options.Base = None,
 ) -> None:
     """Train an adapter on a text file; the text, the adapter and its gradients stay on this machine."""
     from tenant_sdk.storage import check_new_folder
@@ -179,7 +189,7 @@ def finetune(
         open_session(config) as session,
         Progress(*columns, TimeRemainingColumn(), console=_status) as bar,
     ):
-        model, words = _load(session, tokenizer)
+        adapted, words = _load(session, tokenizer, model, base)
         task = bar.add_task("training", total=None, loss="", visible=False)
 
         def show(step: int, of: int, loss: float | None) -> None:
@@ -191,9 +201,9 @@ def finetune(
         try:
             report = train(
                 training,
-                model,
+                adapted,
                 words,
-                session.manifest.digest,
+                session,
                 show=show,
                 say=lambda line: _status.print(escape(line)),
             )
@@ -228,6 +238,10 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this share.")] = 1.0,
     seed: options.Seed = 0,
     tokenizer: options.Tokenizer = None,
+    model: options.Model = None,
+    allow_other_base: Annotated[
+        bool, typer.Option("--allow-other-base", help="Load an adapter that was made for another model.")
+    ] = False,
 ) -> None:
     """Continue a prompt, with or without an adapter; the text and the adapter stay on this machine."""
     from tenant_sdk.tuning.sampling import Sampling
@@ -236,21 +250,23 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     _say_first(config)
     from tenant_sdk.composition import open_session
-    from tenant_sdk.tuning.adapters import load_adapter
+    from tenant_sdk.tuning.folders import load_adapter
     from tenant_sdk.tuning.generation import stream
 
     with open_session(config) as session:
-        model, words = _load(session, tokenizer)
+        ready, words = _load(session, tokenizer, model)
         if adapter is not None:
-            model = load_adapter(model, adapter)
-        tokens, seconds = stream(model, words, prompt, sampling)
+            ready = load_adapter(ready, adapter, session, allow_other_base=allow_other_base)
+        tokens, seconds = stream(ready, words, prompt, sampling)
     _status.print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s")
     _print_stats(session, config, _status)
 
 
 @app.command()
 def fingerprint(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder that you trust.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Checkpoint that you trust: folder, or NAME[@REVISION].")
+    ],
     output: Annotated[Path, typer.Option(help="File to write; an existing one is replaced.")],
     key_env: Annotated[
         Optional[str],  # noqa: UP045

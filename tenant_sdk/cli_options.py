@@ -357,6 +357,20 @@ Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(help="Folder of a tokenizer, for executors that serve none."),
 ]
+Model = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="FOLDER|NAME[@REVISION]",
+        help="Your own copy of the model, also at a hub: all but its frozen layers is taken from it.",
+    ),
+]
+Base = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="FOLDER|NAME[@REVISION]",
+        help="Where the adapter will say that its base is, for use without an executor.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of everything random except masks.")]
 
 

@@ -143,7 +143,7 @@ def open_session(config: SessionConfig) -> Session:
             stored.fit(manifest)
         elif stored is not None:
             stored.attest(manifest)  # its products are not checked, but all that is downloaded is
-        session = Session(provider, _products(config, remotes, sources, stored))
+        session = Session(provider, _products(config, remotes, sources, stored), config.privacy)
         opened.pop_all()
         return session
 

@@ -18,7 +18,8 @@ from shared.wire.messages import Manifest
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.model import loading as model_loading
-from tenant_sdk.model.surgery import attach_layers, detach_layers
+from tenant_sdk.model.naming import base_of_peer, find_base, name_model
+from tenant_sdk.model.surgery import attach_layers, detach_layers, warn_if_trained
 from tenant_sdk.model.virtual import Group
 from tenant_sdk.products.products import Products
 
@@ -29,10 +30,11 @@ class Session:
     Attributes:
         products: of the executor's groups, hidden as the privacy mode says; what the models' layers ask.
         executor: the connection: what is asked of it directly, it sees as it is.
+        privacy: the privacy mode.
     """
 
-    def __init__(self, executor: RemoteExecutor, products: Products) -> None:
-        self.executor, self.products, self._home = executor, products, Home()
+    def __init__(self, executor: RemoteExecutor, products: Products, privacy: str) -> None:
+        self.executor, self.products, self.privacy, self._home = executor, products, privacy, Home()
         self._groups = [
             Group(identity, info, products) for identity, info in enumerate(executor.manifest.groups)
         ]
@@ -54,6 +56,7 @@ class Session:
         dtype: torch.dtype = torch.float32,
         offload_head: bool = False,
         model_class: type[Any] | None = None,
+        base: str | Path | None = None,
         progress: bool = True,
         **config_overrides: Any,
     ) -> PreTrainedModel:
@@ -64,6 +67,10 @@ class Session:
             offload_head: let the executor compute the output head as well, if it serves it.
             model_class: another transformers class around the same base model, such as
                 ``AutoModelForSequenceClassification``; default: the checkpoint's own.
+            base: where the base model is found without any executor, which adapters will say: a folder, whose
+                weights are then compared, or ``NAME[@REVISION]`` at a hub. Default: the provider's word, if
+                that is a name at a hub; ``""``: nothing. PEFT's ``save_pretrained`` asks the hub about such a
+                name; ``save_adapter`` asks nobody.
             progress: show a progress bar.
             config_overrides: as in ``AutoConfig.from_pretrained``, such as ``num_labels=3``.
 
@@ -72,10 +79,12 @@ class Session:
 
         Raises:
             ModelMismatch: this transformers builds another model than the executor serves.
-            ConfigurationError: ``offload_head`` with an executor that does not serve its head.
+            ConfigurationError: ``offload_head`` with an executor that does not serve its head; ``base`` is
+                neither a folder nor a name, or another model.
         """
         self._check_head(offload_head)
-        return model_loading.load_model(
+        found = None if base is None else find_base(base, self.manifest)
+        model = model_loading.load_model(
             self.executor,
             self._groups,
             dtype=dtype,
@@ -84,6 +93,8 @@ class Session:
             model_class=model_class,
             config_overrides=config_overrides,
         )
+        name_model(model, base_of_peer(self.manifest) if found is None else found)
+        return model
 
     def load_tokenizer(self) -> Any:
         """The executor's tokenizer.
@@ -103,6 +114,9 @@ class Session:
     ) -> nn.Module:
         """Swap the frozen linear layers of a model that you loaded; their weights are given up.
 
+        All else stays yours: embeddings, norms, biases and the head are in ``model.parameters()``, and train
+        unless they are frozen, as ``peft.get_peft_model`` does. If they do train, a warning says so once.
+
         Args:
             model: a transformers model, or a PEFT model around one; changed in place.
             offload_head: swap the output head too.
@@ -118,6 +132,7 @@ class Session:
         """
         self._check_head(offload_head)
         attach_layers(model, self._groups, offload_head=offload_head, exclude=exclude, probe=probe)
+        warn_if_trained(model)
         return model
 
     def detach(self, model: nn.Module, checkpoint: str | Path | None = None) -> nn.Module:

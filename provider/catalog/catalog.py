@@ -60,7 +60,7 @@ class Catalog:
         self.checkpoint = checkpoint
         manifest = Manifest(
             server="symbiosis/1",
-            model=checkpoint.folder.resolve().name,
+            model=checkpoint.name,
             architecture=found.architecture,
             base_prefix=found.base_prefix,
             weights=checkpoint.weights_digest(groups),

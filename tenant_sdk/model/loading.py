@@ -91,8 +91,6 @@ def load_model(
     attach_layers(model, groups, offload_head=offload_head, probe=False)
     _fill(model, remote, dtype, progress=progress)
     model.generation_config = generation
-    # PEFT asks the Hugging Face Hub about a model's name whenever it saves an adapter, and others load by it.
-    model.name_or_path = ""
     model.eval()
     return model
 

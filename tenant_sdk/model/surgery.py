@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.wire.header import Direction
 from shared.wire.messages import Manifest, Member
+from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
 from tenant_sdk.trust.attestation import base_model, linear_layers, open_checkpoint
 
@@ -21,6 +25,7 @@ log = logging.getLogger(__name__)
 
 # A wrong model is off by the size of the answer itself; bfloat16 weights by a hundredth of it.
 PROBE_TOLERANCE = 0.05
+MOST_NAMES = 8  # in a warning
 
 
 def attach_layers(
@@ -47,6 +52,8 @@ def attach_layers(
         ModelMismatch: a layer is missing or has another shape or other weights; nothing was changed.
         ConfigurationError: an entry of ``exclude`` fits no layer.
     """
+    # PEFT reads it of every model.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
     if probe:
         for group, index, layer in plan:
@@ -134,6 +141,42 @@ def _warn_about_local(model: nn.Module) -> None:
     local = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
     if local:
         log.warning("these parameters are no linear layers and stay in tenant memory: %s", ", ".join(local))
+
+
+def warn_if_trained(model: nn.Module) -> None:
+    """Have one warning logged when a gradient reaches a parameter that the model has now, if any does.
+
+    Not at once: whoever generates trains nothing, and ``peft.get_peft_model`` freezes them all later.
+    """
+    adapters = set()
+    for module in base_model(model).modules():
+        # How PEFT wraps a layer, and a module that is saved with the adapter.
+        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+        if inner is not None:
+            adapters |= set(map(id, module.parameters())) - set(map(id, inner.parameters()))
+    own = [each for each in base_model(model).parameters() if each.requires_grad and id(each) not in adapters]
+    # A parameter keeps its hooks alive, so nothing in them may keep parameters alive.
+    mine, seen, handles = set(map(id, own)), weakref.ref(model), list[Any]()
+
+    def trained(_: torch.Tensor) -> None:
+        for handle in handles:
+            handle.remove()
+        alive = seen()
+        if alive is None:
+            return
+        now = dict(base_model(alive).named_parameters())
+        frozen = sum(isinstance(parameter.data, RemoteWeight) for parameter in now.values())
+        names = [name for name, each in now.items() if id(each) in mine and each.requires_grad]
+        if frozen and names:
+            log.warning(
+                "%d parameters of %s are frozen, at the executor; %d others get gradients and would be "
+                "trained: %s. To train an adapter alone, freeze them with model.requires_grad_(False) before "
+                "it is added, or add it with peft.get_peft_model, which does that",
+                *(frozen, type(base_model(alive)).__name__, len(names)),
+                ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else ""),
+            )
+
+    handles += [parameter.register_post_accumulate_grad_hook(trained) for parameter in own]
 
 
 def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path | None) -> int:

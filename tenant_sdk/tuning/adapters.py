@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shared.errors import ConfigurationError, ModelMismatch
+from shared.errors import ConfigurationError
 
 ALL_LINEAR = "all-linear"
 
@@ -165,28 +164,11 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     options = dataclasses.replace(options, transposed=transposed)
     try:
-        return _peft().get_peft_model(model, method.make(options))
+        adapted = _peft().get_peft_model(model, method.make(options))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"{options.method} does not fit {type(model).__name__} with these options: {error}"
         ) from error
-
-
-def load_adapter(model: Any, folder: Path) -> Any:
-    """A PEFT model with the adapter of a standard PEFT folder, for inference.
-
-    Raises:
-        ConfigurationError: there is no adapter in the folder, or it is damaged.
-        ModelMismatch: it was made for another base model.
-    """
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / name).is_file():
-            raise ConfigurationError(f"{folder} holds no adapter: there is no {name} in it")
-    try:
-        return _peft().PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ModelMismatch(
-            f"the adapter in {folder} was made for another base model: {str(error).splitlines()[0]}"
-        ) from error
-    except Exception as error:  # safetensors and json have errors of their own kinds
-        raise ConfigurationError(f"cannot read the adapter in {folder}: {error}") from error
+    # Nothing, until ``save_adapter``: with each checkpoint PEFT would ask a hub about the model of that name.
+    adapted.peft_config["default"].base_model_name_or_path = ""
+    return adapted

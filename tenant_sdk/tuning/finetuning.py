@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from shared.errors import ConfigurationError, StorageError, SymbiosisError
+from tenant_sdk.session import Session
 from tenant_sdk.storage import (
     TrainingCheckpoints,
     check_new_folder,
@@ -30,6 +31,7 @@ from tenant_sdk.storage import (
     whole_folder,
 )
 from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method
+from tenant_sdk.tuning.folders import save_adapter
 
 Blocks = list[list[int]]
 
@@ -157,7 +159,7 @@ def finetune(
     training: TrainingOptions,
     model: Any,
     tokenizer: Any,
-    digest: str,
+    session: Session,
     *,
     show: Callable[[int, int, float | None], None],
     say: Callable[[str], None],
@@ -165,8 +167,8 @@ def finetune(
     """Train an adapter on a text file and save it as a standard PEFT folder.
 
     Args:
-        model: from ``session.load_model()``; gets the adapter, in place.
-        digest: of the base model, so that a training is not resumed on another.
+        model: from ``session.load_model()``, or attached; gets the adapter, in place.
+        session: of the model; a training is not resumed on another base.
         show: called with the step, the number of steps, and sometimes the loss.
         say: called with a line for the user.
 
@@ -207,7 +209,7 @@ def finetune(
         "steps": steps,
         "learning_rate": learning_rate,
         "sequence_length": length,
-        "base_model": digest[:16],
+        "base_model": session.manifest.digest[:16],
     }
     for name in ("output", "held_out", "resume", "epochs", "save_steps"):
         del settings[name]
@@ -227,12 +229,25 @@ def finetune(
     if held_out is not None:
         after = perplexity(model, held_out, training.batch_size)
         say(f"held-out perplexity after: {after:.2f}")
+    report = TrainingReport(steps, seconds, trained, losses[0], losses[-1], before, after)
     resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
     with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
-        # False: do not compare the vocabulary with a model of the same name on the Hugging Face Hub.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
+        save_adapter(model, folder, session, training=_figures(training, settings, len(tokens), report))
     checkpoints.remove()
-    return TrainingReport(steps, seconds, trained, losses[0], losses[-1], before, after)
+    return report
+
+
+def _figures(
+    training: TrainingOptions, settings: Mapping[str, Any], tokens: int, report: TrainingReport
+) -> dict[str, Any]:
+    """What the adapter's folder says of its training: nothing of the text but its length."""
+    method, chosen = find_method(training.method), dict(settings)
+    for name in ("data", "base_model", *(() if method.low_rank else ("rank", "targets"))):
+        del chosen[name]
+    if not method.prompt_like:
+        del chosen["virtual_tokens"]
+    figures = chosen | {"tokens": tokens} | asdict(report)
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int) -> int:

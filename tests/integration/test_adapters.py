@@ -11,7 +11,8 @@ from conftest import Executor
 
 import tenant_sdk
 from shared.errors import ConfigurationError, ModelMismatch
-from tenant_sdk.tuning.adapters import METHODS, AdapterOptions, add_adapter, find_method, load_adapter
+from tenant_sdk.tuning.adapters import METHODS, AdapterOptions, add_adapter, find_method
+from tenant_sdk.tuning.folders import load_adapter
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_trains_and_survives_its_folder(
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     model.save_pretrained(tmp_path, save_embedding_layers=False)
-    loaded = load_adapter(session.load_model(progress=False), tmp_path)
+    loaded = load_adapter(session.load_model(progress=False), tmp_path, session)
     with torch.no_grad():
         expected = model.eval()(input_ids=ids).logits
         # Same arithmetic, same executor: only the order of rows in a product may differ.
@@ -90,15 +91,16 @@ def test_methods_that_read_base_weights(name: str) -> None:
 def test_folders_without_a_fitting_adapter(
     sessions: Callable[[str], tenant_sdk.Session], tmp_path: Path
 ) -> None:
-    model = add_adapter(sessions("gpt2").load_model(progress=False), AdapterOptions(rank=2))
+    gpt2, llama = sessions("gpt2"), sessions("llama")
+    model = add_adapter(gpt2.load_model(progress=False), AdapterOptions(rank=2))
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     with pytest.raises(ModelMismatch, match="made for another base model"):
-        load_adapter(sessions("llama").load_model(progress=False), tmp_path)
+        load_adapter(llama.load_model(progress=False), tmp_path, llama)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"half of it")
     with pytest.raises(ConfigurationError, match="cannot read the adapter"):
-        load_adapter(sessions("gpt2").load_model(progress=False), tmp_path)
+        load_adapter(gpt2.load_model(progress=False), tmp_path, gpt2)
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigurationError, match=r"no adapter_model\.safetensors"):
-        load_adapter(sessions("gpt2").load_model(progress=False), tmp_path)
+        load_adapter(gpt2.load_model(progress=False), tmp_path, gpt2)
     with pytest.raises(ConfigurationError, match=r"no adapter_config\.json"):
-        load_adapter(sessions("gpt2").load_model(progress=False), tmp_path / "nowhere")
+        load_adapter(gpt2.load_model(progress=False), tmp_path / "nowhere", gpt2)

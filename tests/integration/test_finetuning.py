@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def train(
 ) -> tuple[TrainingReport, list[str]]:
     said: list[str] = []
     model = session.load_model(progress=False)
-    report = finetune(training, model, Letters(), session.manifest.digest, show=show, say=said.append)
+    report = finetune(training, model, Letters(), session, show=show, say=said.append)
     return report, said
 
 
@@ -106,7 +107,16 @@ def test_a_training(session: tenant_sdk.Session, text: Path) -> None:
     assert any("372 tokens in 23 blocks of 16; 8 steps" in line for line in said)
     assert {path.name for path in text.parent.iterdir()} == {"notes.txt", "adapter"}
     names = {path.name for path in training.output.iterdir()}
-    assert names == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert names == {"README.md", "symbiosis.json", "adapter_config.json", "adapter_model.safetensors"}
+    record = json.loads((training.output / "symbiosis.json").read_text())
+    assert record["weights"] == session.manifest.weights
+    assert record["training"].items() >= {"method": "lora", "steps": 8, "tokens": 372, "rank": 2}.items()
+    assert record["training"]["targets"] == ["all-linear"]
+    assert record["training"]["last_loss"] == report.last_loss
+    assert record["training"]["perplexity_after"] == report.perplexity_after
+    assert "data" not in record["training"]
+    for path in training.output.iterdir():
+        assert b"terrier" not in path.read_bytes()
     with pytest.raises(ConfigurationError, match="exists already"):
         train(session, training)
 

@@ -181,7 +181,7 @@ def test_the_model_is_ready_to_use(llama: Executor, checkpoint: Callable[[str], 
         model = session.load_model(progress=False)
     assert not model.training
     assert not any(p.is_meta for p in model.parameters())
-    assert model.name_or_path == ""  # a name would be looked up at the public model hub
+    assert model.name_or_path == ""  # a folder's name would be looked up at the public model hub
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in local.named_parameters()]
     assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {
         n: tuple(p.shape) for n, p in local.named_parameters()

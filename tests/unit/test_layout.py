@@ -25,6 +25,7 @@ ROOMS = {
         "memory",
         "devices",
         "compat",
+        "hub",
         "wire",
         "checkpoint",
         "ring",
@@ -72,6 +73,7 @@ NO_IO = [
     "tenant_sdk/products/forecast.py",
 ]
 SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq", "triton"}
+SHARED_LIBRARIES |= {"huggingface_hub"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

@@ -1,0 +1,98 @@
+"""Folders of adapters: standard ones of PEFT, with a word on what they belong to."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from shared.errors import ConfigurationError, ModelMismatch
+from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
+from tenant_sdk.session import Session
+from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
+
+log = logging.getLogger(__name__)
+
+
+def save_adapter(
+    model: Any,
+    folder: str | Path,
+    session: Session,
+    *,
+    base: str | Path | None = None,
+    training: Any = None,
+    **options: Any,
+) -> None:
+    """Save the adapter of a PEFT model, with what it belongs to; no model hub is asked anything.
+
+    The folder is PEFT's, which loads with PEFT alone. Besides it holds ``symbiosis.json`` (the base's
+    digests, numerics, privacy mode, training) and a model card.
+
+    Args:
+        model: whose frozen layers are the session's.
+        folder: made if needed.
+        base: where the base model is found, as for ``session.load_model``; default: what the model says, or
+            else what the provider calls it.
+        training: a ``transformers.Trainer`` that has trained it, or figures by name; see ``training_of``.
+        options: others of PEFT's ``save_pretrained``.
+
+    Raises:
+        ConfigurationError: it is no PEFT model; ``base`` is neither a folder nor a name.
+        ModelMismatch: ``base`` is another model.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not configs or not hasattr(model, "save_pretrained"):
+        raise ConfigurationError(f"{type(model).__name__} has no adapter; make one with peft.get_peft_model")
+    found = base_of(model) if base is None else find_base(base, session.manifest)
+    if not found.name and base is None:
+        found = folder_of_peer(session.manifest)
+    for config in configs.values():
+        config.base_model_name_or_path, config.revision = found.name or None, found.revision
+    # PEFT's own default would ask a hub how large the vocabulary was.
+    embeddings = model.get_input_embeddings()
+    supplied = {info.shape for info in session.manifest.parameters}
+    resized = embeddings is not None and tuple(embeddings.weight.shape) not in supplied
+    model.save_pretrained(str(folder), **({"save_embedding_layers": resized} | options))
+    figures = training_of(training) if hasattr(training, "state") else training or {}
+    record = Provenance.of(session, figures)
+    record.write(Path(folder))
+    write_card(Path(folder), record, found, model.active_peft_config)
+
+
+def load_adapter(
+    model: Any,
+    folder: str | Path,
+    session: Session,
+    *,
+    allow_other_base: bool = False,
+    trainable: bool = False,
+) -> Any:
+    """A PEFT model with the adapter of a standard PEFT folder.
+
+    Args:
+        model: whose frozen layers are the session's; gets the adapter, in place.
+        allow_other_base: load it although it was made for another base; a folder without ``symbiosis.json``
+            does not say for which.
+        trainable: go on training it; default: for inference.
+
+    Raises:
+        ConfigurationError: there is no adapter in the folder, or it is damaged.
+        ModelMismatch: it was made for another base model.
+    """
+    folder = Path(folder)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise ConfigurationError(f"{folder} holds no adapter: there is no {name} in it")
+    record = None if allow_other_base else Provenance.read(folder)
+    if record is not None and (differs := record.check(session, folder)):
+        log.warning("%s", differs)
+    try:
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ModelMismatch(
+            f"the adapter in {folder} was made for another base model: {str(error).splitlines()[0]}"
+        ) from error
+    except Exception as error:  # safetensors and json have errors of their own kinds
+        raise ConfigurationError(f"cannot read the adapter in {folder}: {error}") from error

@@ -1,0 +1,110 @@
+"""A model that everybody knows by its name at a hub: served, checked, tuned, and used without an executor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from commands import BASE_MODEL, TRAIN, ok, tenant
+from conftest import RING, Executor
+from hubs import COMMIT, hub
+from typer.testing import CliRunner
+
+from shared.errors import CheckpointError, ModelMismatch
+from tenant_sdk.cli import app
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.products.fingerprints import write_fingerprints
+from tenant_sdk.tuning.own import attach_own
+
+ALONE = """
+import sys, torch
+from peft import AutoPeftModelForCausalLM
+model = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1])
+print(model(torch.arange(5)[None]).logits.shape)
+"""
+
+
+def test_from_a_hub_to_an_adapter_that_needs_no_executor(
+    tmp_path: Path, serve_process: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = tmp_path / "adapter"
+    with hub({"clinic/base": BASE_MODEL}) as served:
+        here = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "cache"), "COLUMNS": "200"}
+        for name, value in here.items():
+            monkeypatch.setenv(name, value)
+        executor = serve_process(Path("clinic/base"), "--numerics", RING)
+        log = executor.log.read_text() if executor.log else ""
+        assert f"clinic/base is clinic/base@{COMMIT} today" in " ".join(log.split())
+        where = ("--mask-source", f"local:clinic/base@{COMMIT}")
+        more = ("--data", TRAIN, "--steps", 2, "--batch-size", 2, "--sequence-length", 16)
+        run = tenant(
+            "finetune", executor, *where, *more, "--output", adapter, "--base", "clinic/base", secrets=here
+        )
+        ok(run)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+    write_fingerprints(f"clinic/base@{COMMIT}", tmp_path / "prints")  # in this process, from the cache
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("clinic/base", COMMIT)
+    record = json.loads((adapter / "symbiosis.json").read_text())
+    assert (record["model"], record["privacy"]) == (f"clinic/base@{COMMIT}", "one-time")
+    assert record["training"]["steps"] == 2
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, adapter],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "torch.Size([1, 5," in done.stdout, done.stderr
+
+
+def test_the_tenants_own_copy(
+    tmp_path: Path, serve: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is downloaded; and an adapter goes with no other model unless one insists."""
+
+    def download(*_: Any) -> None:
+        raise AssertionError("downloaded")
+
+    monkeypatch.setattr(RemoteExecutor, "parameter", download)
+    monkeypatch.setattr(RemoteExecutor, "file", download)
+    executor, adapter = serve(BASE_MODEL), tmp_path / "adapter"
+    monkeypatch.setenv("TENANT_TOKEN", executor.token)
+    where = ("--provider", executor.url, "--ca", executor.ca, "--token-env", "TENANT_TOKEN")
+
+    def run(command: str, *arguments: object) -> Result:
+        given = (command, *where, "--privacy", "plain", "--model", BASE_MODEL, *arguments)
+        return CliRunner().invoke(app, list(map(str, given)))
+
+    more = ("--steps", 2, "--batch-size", 2, "--sequence-length", 16)
+    learned = run("finetune", "--data", TRAIN, *more, "--output", adapter)
+    assert learned.exit_code == 0, learned.exception
+    assert "get gradients" not in learned.output
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(BASE_MODEL)
+
+    say = ("generate", "--prompt", "Tue 4 March.", "--max-new-tokens", 2, "--adapter", adapter)
+    assert run(*say).exit_code == 0
+    record = json.loads((adapter / "symbiosis.json").read_text())
+    (adapter / "symbiosis.json").write_text(json.dumps(record | {"weights": "0" * 64, "model": "clinic/o"}))
+    refused = run(*say)
+    assert isinstance(refused.exception, ModelMismatch)
+    assert "was made for clinic/o (weights 0000000000000000), but this session's base is base_model" in str(
+        refused.exception
+    )
+    assert "--allow-other-base" in str(refused.exception)
+    assert run(*say, "--allow-other-base").exit_code == 0
+
+
+def test_a_copy_that_is_none(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="no model of your own"):
+        attach_own(session, str(tmp_path))
