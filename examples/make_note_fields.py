@@ -10,14 +10,12 @@ import random
 from pathlib import Path
 
 DATA = Path(__file__).resolve().parent / "data"
-DAYS = ["Mon", "Tue", "Wed", "Thu", "Fri"]
-MONTHS = ["January", "February", "March", "April", "May", "June"]
 NAMES = (
     "Abel Adam Asher Boaz Caleb Dan Daniel David Eli Enoch Esther Eve Gad Hannah Isaac Jacob Joel Jonah "
     "Judah Laban Leah Levi Lot Martha Micah Moses Naomi Nathan Noah Rachel Ruth Samson Sarah Saul Seth "
     "Solomon"
 )
-TITLES = ["Mr", "Mrs", "Miss"]
+TITLES = ["Mr", "Mrs"]
 OWNERS = "Barley Brook Field Ford Gates Hill Lamb Marsh Rivers Rock Salt Shepherd Stone Vine Waters Wells"
 BREEDS = {
     "dog": ["beagle", "collie", "terrier", "hound", "spaniel"],
@@ -32,29 +30,20 @@ FINDINGS = {
         "limps after rest",
     ],
     "skin": ["scratches day and night", "sores on the back", "lost hair about the neck"],
-    "stomach": ["sick three times in the night", "will not eat", "has not eaten for two days"],
+    "belly": ["sick three times in the night", "will not eat", "has not eaten for two days"],
     "eye": ["left eye red and shut", "eyes run with water", "right eye dim"],
-}
-PLANS = {
-    "leg": ["rest, and no running", "bind the foot and keep it dry"],
-    "skin": ["wash twice a day", "oil on the sores"],
-    "stomach": ["water only until morning, then a little bread", "small meals, and much water"],
-    "eye": ["drops twice a day", "wash the eye with warm water"],
 }
 NUMBERS = ["two", "three", "four", "five", "six", "seven", "ten"]
 
 
 def record(chance: random.Random) -> dict[str, str]:
     """One note and its fields."""
-    animal, trouble = chance.choice(list(BREEDS)), chance.choice(list(FINDINGS))
-    name, breed, days = chance.choice(NAMES.split()), chance.choice(BREEDS[animal]), chance.choice(NUMBERS)
+    kind, trouble = chance.choice(list(BREEDS)), chance.choice(list(FINDINGS))
+    name, breed, days = chance.choice(NAMES.split()), chance.choice(BREEDS[kind]), chance.choice(NUMBERS)
     owner = f"{chance.choice(TITLES)} {chance.choice(OWNERS.split())}"
-    note = (
-        f"{chance.choice(DAYS)} {chance.randint(1, 28)} {chance.choice(MONTHS)}. {name}, {breed}, "
-        f"{chance.choice(NUMBERS)} years, owner {owner}. {chance.choice(FINDINGS[trouble]).capitalize()}. "
-        f"Plan: {chance.choice(PLANS[trouble])}. Come again in {days} days."
-    )
-    fields = f" name: {name}; animal: {animal}; owner: {owner}; trouble: {trouble}; again: {days} days"
+    finding = chance.choice(FINDINGS[trouble]).capitalize()
+    note = f"Seen: {name}, {breed}, owner {owner}. {finding}. Come again in {days} days."
+    fields = f" name: {name}; kind: {kind}; owner: {owner}; trouble: {trouble}; again: {days} days"
     return {"prompt": f"{note}\nFields:", "completion": fields}
 
 
