@@ -182,7 +182,7 @@ class Reader:
             for example in self._encode(_decode(line, where), where):
                 if not trained_tokens(example):
                     raise ConfigurationError(
-                        f"{where}: there is nothing to learn, the text or answer is empty"
+                        f"{where}: there is nothing to learn: no answer that follows something"
                     )
                 if len(example["input_ids"]) <= self.length:
                     examples.append(example)
@@ -210,11 +210,13 @@ class Reader:
         """Usually one example; what is too long is the caller's matter."""
         if record.messages is not None:
             return self._chat(record.messages, record.tools, where)
+        if not (record.text or record.completion):
+            raise ConfigurationError(
+                f"{where}: the {'completion' if record.text is None else 'text'} is empty"
+            )
         if record.text is not None:
             return [whole(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
         prompt, completion = record.prompt or "", record.completion or ""
-        if not completion:
-            raise ConfigurationError(f"{where}: the completion is empty")
         start = prompt_tokens(self.tokenizer, prompt)
         ids = list(self.tokenizer(prompt + completion, verbose=False)["input_ids"])
         if ids[: len(start)] != start:
