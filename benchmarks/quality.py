@@ -33,7 +33,8 @@ from provider.executor.weights import RingWeight
 from shared.ring.fixed_point import bounds, capacity, quantize_weight
 from shared.ring.rows import hide, reveal
 from shared.wire.header import RINGS, Direction
-from tenant_sdk.tuning.finetuning import Blocks, pack, perplexity, read_tokens
+from tenant_sdk.tuning.data import Blocks, pack, read_tokens, whole
+from tenant_sdk.tuning.finetuning import perplexity
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -91,6 +92,7 @@ def language(numerics: str | None, tokenizer: Any) -> dict[str, Any]:
     def local() -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
+    examples = [whole(block) for block in held_out]
     with served(folder, numerics, local) as model, torch.no_grad():
         model.eval()
         prompts = torch.tensor([block[:PROMPT] for block in blocks[:PROMPTS]])
@@ -103,13 +105,13 @@ def language(numerics: str | None, tokenizer: Any) -> dict[str, Any]:
             pad_token_id=tokenizer.eos_token_id,
         )
         result = {
-            "before": perplexity(model, held_out, BATCH),
+            "before": perplexity(model, examples, BATCH),
             "logits": model(prompts).logits.double(),
             "text": text[:, PROMPT:],
         }
         with torch.enable_grad():
             tuned, result["losses"] = train(model, blocks)
-        result["after"] = perplexity(tuned, held_out, BATCH)
+        result["after"] = perplexity(tuned, examples, BATCH)
     return result
 
 

@@ -41,7 +41,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, default_da
 
 import tenant_sdk
 from shared.wire.header import SEED_BYTES
-from tenant_sdk.tuning.finetuning import Blocks, pack, perplexity, read_tokens
+from tenant_sdk.tuning.data import Blocks, pack, read_tokens, whole
+from tenant_sdk.tuning.finetuning import perplexity
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data"
@@ -136,7 +137,7 @@ def train(
         trainer = Trainer(
             model=model,
             args=arguments,
-            train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
+            train_dataset=[whole(block) for block in blocks],
             data_collator=default_data_collator,
             callbacks=[Progress(advance)],
         )
@@ -166,14 +167,14 @@ def run_one(
 ) -> tuple[Any, Result]:
     """Perplexity, training, perplexity, text: the same for both places."""
     with display.stage(f"held-out perplexity of the base model, {where}"):
-        before = perplexity(model.eval(), held_out, options.batch_size)
+        before = perplexity(model.eval(), [whole(block) for block in held_out], options.batch_size)
         text_before = generate(model, tokenizer, options.new_tokens)
     with display.stage(f"fine-tuning, {where}", total=options.steps) as advance:
         started = time.perf_counter()
         model, losses = train(model, blocks, options, advance)
         train_seconds = time.perf_counter() - started
     with display.stage(f"held-out perplexity and text with the adapter, {where}"):
-        after = perplexity(model, held_out, options.batch_size)
+        after = perplexity(model, [whole(block) for block in held_out], options.batch_size)
         started = time.perf_counter()
         text_after = generate(model, tokenizer, options.new_tokens)
         generate_seconds = time.perf_counter() - started

@@ -8,13 +8,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, track
 
 from shared.errors import (
     ConfigurationError,
@@ -117,7 +118,13 @@ def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
 @takes(options.SessionOptions, typer.Option)
 def finetune(
     connection: options.SessionOptions,
-    data: Annotated[Path, typer.Option(help="Plain text file (UTF-8) to learn from.")],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="What to learn from: plain text, or JSONL whose records have `text`, or `prompt` and "
+            "`completion`, or `messages`; all in UTF-8. Repeat for several files."
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="Folder to make for the adapter, in PEFT's format.")],
     method: Annotated[
         str,
@@ -137,20 +144,40 @@ def finetune(
         typer.Option(min=1, help="Optimizer steps, instead of --epochs."),
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Blocks a step.")] = 8,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens a block.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks or records a step.")] = 8,
+    sequence_length: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="Tokens a block of text, and of a record at most: longer ones with `text` are split, others "
+            "left out, and both said.",
+        ),
+    ] = 256,
+    train_on_prompt: Annotated[
+        bool, typer.Option("--train-on-prompt", help="Learn whole records, not the answers alone.")
+    ] = False,
     seed: options.Seed = 0,
     held_out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Text to measure perplexity on, before and after; not learned from."),
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(
+            help="Data to measure perplexity on, before and after; not learned from. Repeat for several."
+        ),
     ] = None,
     save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
+    report_to: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="tensorboard (files in OUTPUT.runs), wandb or another that the Trainer knows. Losses, "
+            "options and the model's configuration go there, no text. Repeat for several.",
+            metavar="NAME",
+        ),
+    ] = None,
     tokenizer: options.Tokenizer = None,
     model: options.Model = None,
     base: options.Base = None,
 ) -> None:
-    """Train an adapter on a text file; the text, the adapter and its gradients stay on this machine."""
+    """Train an adapter on files; the text, the adapter and its gradients stay on this machine."""
     from tenant_sdk.storage import check_new_folder
     from tenant_sdk.tuning.adapters import find_method
 
@@ -161,11 +188,14 @@ def finetune(
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.finetuning import TrainingOptions
     from tenant_sdk.tuning.finetuning import finetune as train
+    from tenant_sdk.tuning.progress import TrainingStep
 
+    # Beside the adapter: what lies in the folder of the training goes when it is done.
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{output}.runs")
     training = TrainingOptions(
-        data=data,
+        data=tuple(data),
         output=output,
-        held_out=held_out,
+        held_out=tuple(held_out or ()),
         method=method,
         rank=rank,
         targets=tuple(name.strip() for name in target_modules.split(",")),
@@ -178,25 +208,31 @@ def finetune(
         seed=seed,
         save_steps=save_steps,
         resume=resume,
+        train_on_prompt=train_on_prompt,
+        report_to=tuple(report_to or ()),
     )
     columns = (
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]}"),
     )
     with (
         open_session(config) as session,
-        Progress(*columns, TimeRemainingColumn(), console=_status) as bar,
+        Progress(*columns, console=_status) as bar,
     ):
         adapted, words = _load(session, tokenizer, model, base)
-        task = bar.add_task("training", total=None, loss="", visible=False)
+        task = bar.add_task("training", total=None, loss="", speed="", visible=False)
 
-        def show(step: int, of: int, loss: float | None) -> None:
-            fields = {} if loss is None else {"loss": f"{loss:.4f}"}
-            bar.update(task, completed=step, total=of, visible=True, **fields)  # type: ignore[arg-type]
-            if loss is not None and not _status.is_terminal:
-                _status.print(f"step {step} of {of}: loss {loss:.4f}")
+        def show(now: TrainingStep) -> None:
+            left = timedelta(seconds=round(now.seconds_left))
+            fields = {"speed": f"{now.tokens_per_second:,.0f} tokens/s, {left} left"}
+            if now.loss is not None:
+                fields["loss"] = f"{now.loss:.4f}"
+            bar.update(task, completed=now.step, total=now.steps, visible=True, **fields)  # type: ignore[arg-type]
+            if now.loss is not None and not _status.is_terminal:
+                _status.print(f"step {now.step} of {now.steps}: loss {fields['loss']}, {fields['speed']}")
 
         try:
             report = train(
@@ -237,6 +273,31 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this share.")] = 1.0,
     seed: options.Seed = 0,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="The prompt is a user's message: put it into the tokenizer's chat template."
+        ),
+    ] = False,
+    stop: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="Stop after this text, besides where the model ends its own. Repeat for several.",
+            metavar="TEXT",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(help="Above 1: make tokens less likely that the prompt or the text has already."),
+    ] = 1.0,
+    allow_loops: Annotated[
+        bool,
+        typer.Option(
+            "--allow-loops",
+            help="Go on when the text only repeats itself (its end three times over, 32 tokens or more); "
+            "without this it ends there, and says so.",
+        ),
+    ] = False,
     tokenizer: options.Tokenizer = None,
     model: options.Model = None,
     allow_other_base: Annotated[
@@ -247,7 +308,15 @@ def generate(
     from tenant_sdk.tuning.sampling import Sampling
 
     config = connection.session()
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    sampling = Sampling(
+        max_new_tokens,
+        temperature,
+        top_p,
+        seed,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or ()),
+        stop_loops=not allow_loops,
+    )
     _say_first(config)
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.folders import load_adapter
@@ -257,8 +326,11 @@ def generate(
         ready, words = _load(session, tokenizer, model)
         if adapter is not None:
             ready = load_adapter(ready, adapter, session, allow_other_base=allow_other_base)
-        tokens, seconds = stream(ready, words, prompt, sampling)
-    _status.print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s")
+        text = stream(ready, words, prompt, sampling, chat=chat)
+    _status.print(
+        f"{text.tokens} tokens in {text.seconds:.1f} s, {text.tokens / text.seconds:.1f} tokens/s; "
+        f"ended by: {text.end}"
+    )
     _print_stats(session, config, _status)
 
 

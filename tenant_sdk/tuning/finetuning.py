@@ -1,4 +1,4 @@
-"""Fine-tuning on a text file: what `symbiosis-tenant finetune` does, with an unmodified Trainer."""
+"""Fine-tuning on files: what `symbiosis-tenant finetune` does, with an unmodified Trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    default_data_collator,
     set_seed,
+)
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
 )
 
 from shared.errors import ConfigurationError, StorageError, SymbiosisError
@@ -31,21 +34,23 @@ from tenant_sdk.storage import (
     whole_folder,
 )
 from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method
+from tenant_sdk.tuning.data import Example, Reader, collate, trained_tokens
 from tenant_sdk.tuning.folders import save_adapter
-
-Blocks = list[list[int]]
+from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """Options of a training; see the help of `symbiosis-tenant finetune`.
 
-    ``steps`` None: ``epochs`` passes over the data. ``learning_rate`` None: the method's own.
+    ``data`` and ``held_out``: text files and JSONL, see ``tenant_sdk.tuning.data``. ``steps`` None:
+    ``epochs`` passes over the data. ``learning_rate`` None: the method's own. ``report_to``: names of what
+    the Trainer reports to.
     """
 
-    data: Path
+    data: tuple[Path, ...]
     output: Path
-    held_out: Path | None = None
+    held_out: tuple[Path, ...] = ()
     method: str = "lora"
     rank: int = 8
     targets: tuple[str, ...] = ("all-linear",)
@@ -58,6 +63,20 @@ class TrainingOptions:
     seed: int = 0
     save_steps: int = 50
     resume: bool = False
+    train_on_prompt: bool = False
+    report_to: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what the Trainer cannot report to."""
+        for name in self.report_to:
+            if name not in INTEGRATION_TO_CALLBACK:
+                raise ConfigurationError(
+                    f"--report-to knows no {name!r}; choose from {', '.join(INTEGRATION_TO_CALLBACK)}"
+                )
+            if name not in get_available_reporting_integrations():
+                raise ConfigurationError(
+                    f"--report-to {name} needs its package, which is not installed: `pip install {name}`"
+                )
 
 
 @dataclass(frozen=True)
@@ -73,51 +92,20 @@ class TrainingReport:
     perplexity_after: float | None
 
 
-def read_tokens(path: Path, tokenizer: Any) -> list[int]:
-    """Token ids of a whole UTF-8 text file.
-
-    Raises:
-        ConfigurationError: it cannot be read or holds next to nothing.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path} is not plain text in UTF-8: {error.reason}") from error
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    # verbose=False: a text longer than the model's context is no mistake here.
-    tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    if len(tokens) < 2:
-        raise ConfigurationError(f"{path} holds no text to learn from")
-    return tokens
-
-
-def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
-    """Consecutive blocks of ``length`` tokens.
-
-    Args:
-        keep_tail: add what is left at the end as a shorter block, if it has two tokens or more.
-            A text shorter than one block is always one block.
-    """
-    blocks = [list(tokens[at : at + length]) for at in range(0, len(tokens), length)]
-    if len(blocks) > 1 and len(blocks[-1]) < (2 if keep_tail else length):
-        blocks.pop()
-    return blocks
-
-
 @torch.no_grad()
-def perplexity(model: Any, blocks: Blocks, batch_size: int) -> float:
-    """``exp`` of the mean negative log-likelihood per predicted token of held-out blocks."""
+def perplexity(model: Any, examples: Sequence[Example], batch_size: int) -> float:
+    """``exp`` of the mean negative log-likelihood per learned token of held-out examples."""
     was_training = model.training
     model.eval()
     nats, predicted = 0.0, 0
-    for at in range(0, len(blocks), batch_size):
-        batch = blocks[at : at + batch_size]
-        for length in {len(block) for block in batch}:
-            ids = torch.tensor([block for block in batch if len(block) == length], device=model.device)
-            count = ids.shape[0] * (length - 1)
-            nats += float(model(input_ids=ids, labels=ids).loss) * count
-            predicted += count
+    # Neighbours in length: less padding.
+    ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
+    for at in range(0, len(ordered), batch_size):
+        batch = ordered[at : at + batch_size]
+        count = sum(map(trained_tokens, batch))
+        inputs = {name: tensor.to(model.device) for name, tensor in collate(batch).items()}
+        nats += float(model(**inputs).loss) * count
+        predicted += count
     model.train(was_training)
     return math.exp(nats / predicted)
 
@@ -141,36 +129,22 @@ class _Between(TrainerCallback):
         self.whole = True
 
 
-class _Progress(TrainerCallback):
-    """Tells the command line about every step: ``show(step, steps, loss)``."""
-
-    def __init__(self, show: Callable[[int, int, float | None], None]) -> None:
-        self._show = show
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._show(state.global_step, state.max_steps, None)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs:
-            self._show(state.global_step, state.max_steps, logs["loss"])
-
-
 def finetune(
     training: TrainingOptions,
     model: Any,
     tokenizer: Any,
     session: Session,
     *,
-    show: Callable[[int, int, float | None], None],
+    show: Callable[[TrainingStep], None],
     say: Callable[[str], None],
 ) -> TrainingReport:
-    """Train an adapter on a text file and save it as a standard PEFT folder.
+    """Train an adapter on files and save it as a standard PEFT folder.
 
     Args:
         model: from ``session.load_model()``, or attached; gets the adapter, in place.
         session: of the model; a training is not resumed on another base.
-        show: called with the step, the number of steps, and sometimes the loss.
-        say: called with a line for the user.
+        show: called after every step, and with every loss.
+        say: called with a line for the user; no text of the data is in it.
 
     Raises:
         ConfigurationError: an option does not fit the text, the model or the output folder.
@@ -179,19 +153,15 @@ def finetune(
     output = check_new_folder(training.output)
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
-    tokens = read_tokens(training.data, tokenizer)
-    blocks = pack(tokens, length, keep_tail=False)
-    held_out = None
-    if training.held_out is not None:
-        held_out = pack(read_tokens(training.held_out, tokenizer), length, keep_tail=True)
+    reader = Reader(tokenizer, length, training.train_on_prompt, say=say)
+    examples = reader.read(training.data)
+    held_out = replace(reader, keep_tail=True).read(training.held_out)
     steps = training.steps or max(
-        1, math.ceil(training.epochs * math.ceil(len(blocks) / training.batch_size))
+        1, math.ceil(training.epochs * math.ceil(len(examples) / training.batch_size))
     )
     learning_rate = training.learning_rate or method.learning_rate
-    say(
-        f"{len(tokens)} tokens in {len(blocks)} blocks of {len(blocks[0])}; {steps} steps of "
-        f"{min(training.batch_size, len(blocks))} blocks, learning rate {learning_rate:g}"
-    )
+    size = min(training.batch_size, len(examples))
+    say(f"{steps} steps of {size} out of {len(examples)} examples, learning rate {learning_rate:g}")
 
     set_seed(training.seed)
     model = add_adapter(
@@ -205,34 +175,40 @@ def finetune(
     _check_space(output, trained)
 
     settings = asdict(training) | {
-        "data": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+        "data": hashlib.sha256(repr(examples).encode()).hexdigest()[:16],
         "steps": steps,
         "learning_rate": learning_rate,
         "sequence_length": length,
         "base_model": session.manifest.digest[:16],
     }
-    for name in ("output", "held_out", "resume", "epochs", "save_steps"):
+    for name in ("output", "held_out", "resume", "epochs", "save_steps", "report_to"):
         del settings[name]
     settings["targets"] = list(training.targets)
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
 
     before = None
-    if held_out is not None:
+    if held_out:
         with model.disable_adapter():
             before = perplexity(model, held_out, training.batch_size)
         say(f"held-out perplexity before: {before:.2f}")
+    done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
+    if done < steps:
+        say(
+            estimate(model, examples, training.batch_size, steps - done, training.seed, lambda: session.stats)
+        )
     started = time.perf_counter()
-    losses = _train(training, model, blocks, steps, learning_rate, checkpoints, resume_from, show)
+    losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
     seconds = time.perf_counter() - started
     after = None
-    if held_out is not None:
+    if held_out:
         after = perplexity(model, held_out, training.batch_size)
         say(f"held-out perplexity after: {after:.2f}")
+    tokens = sum(len(example["input_ids"]) for example in examples)
     report = TrainingReport(steps, seconds, trained, losses[0], losses[-1], before, after)
     resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
     with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
-        save_adapter(model, folder, session, training=_figures(training, settings, len(tokens), report))
+        save_adapter(model, folder, session, training=_figures(training, settings, tokens, report))
     checkpoints.remove()
     return report
 
@@ -275,12 +251,12 @@ def _check_space(output: Path, parameters: int) -> None:
 def _train(
     training: TrainingOptions,
     model: Any,
-    blocks: Blocks,
+    examples: Sequence[Example],
     steps: int,
     learning_rate: float,
     checkpoints: TrainingCheckpoints,
     resume_from: Path | None,
-    show: Callable[[int, int, float | None], None],
+    show: Callable[[TrainingStep], None],
 ) -> list[float]:
     """Run the Trainer; the logged losses in order."""
     arguments = TrainingArguments(
@@ -296,7 +272,8 @@ def _train(
         save_strategy="steps",
         save_steps=training.save_steps,
         save_total_limit=1,
-        report_to="none",
+        report_to=list(training.report_to) or "none",
+        include_num_input_tokens_seen="non_padding",
         label_names=["labels"],
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
@@ -305,9 +282,9 @@ def _train(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
-        data_collator=default_data_collator,
-        callbacks=[between, _Progress(show), *([_AdaLora()] if training.method == "adalora" else [])],
+        train_dataset=list(examples),
+        data_collator=collate,
+        callbacks=[between, Progress(show), *([_AdaLora()] if training.method == "adalora" else [])],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TextStreamer, set_seed
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from shared.errors import ConfigurationError
+from tenant_sdk.tuning.data import chat_prompt, prompt_tokens
 from tenant_sdk.tuning.sampling import Sampling
+
+# A stretch that is there at least so often, and fills at least so many tokens, is a loop.
+_TIMES, _LOOP_TOKENS = 3, 32
 
 
 class _Terminal(TextStreamer):
@@ -21,17 +27,49 @@ class _Terminal(TextStreamer):
         super().on_finalized_text(shown, stream_end=stream_end)
 
 
-def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> tuple[int, float]:
+class _Loop(StoppingCriteria):
+    """Stops a text that goes round in circles; which tokens are chosen before that, it leaves alone."""
+
+    def __init__(self, prompt: int) -> None:
+        self._prompt, self.found = prompt, False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """See StoppingCriteria; ``[B]``, of which there is one here."""
+        self.found = in_a_loop(input_ids[0, self._prompt :].tolist())
+        return torch.full((input_ids.shape[0],), self.found, device=input_ids.device)
+
+
+def in_a_loop(tokens: list[int]) -> bool:
+    """Whether tokens end with the same stretch, of any length, three times over and 32 tokens in all."""
+    for period in range(1, len(tokens) // _TIMES + 1):
+        of_it = max(_TIMES, -(-_LOOP_TOKENS // period)) * period
+        if of_it <= len(tokens) and tokens[-of_it:-period] == tokens[period - of_it :]:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Written:
+    """How many new tokens, in how many seconds, and why there are no more."""
+
+    tokens: int
+    seconds: float
+    end: str
+
+
+def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, chat: bool = False) -> Written:
     """Write the continuation of a prompt to standard output, each word as soon as it is whole.
 
-    Returns:
-        Number of new tokens, seconds.
+    Args:
+        chat: the prompt is a user's message; put it and what begins an answer into the chat template.
 
     Raises:
-        ConfigurationError: the prompt is empty or, with what shall follow, longer than the model's context.
+        ConfigurationError: the prompt is empty or, with what shall follow, longer than the model's context;
+            or there is no chat template.
     """
-    ids = torch.tensor([tokenizer(prompt, verbose=False)["input_ids"]], device=model.device)
-    config = sampling.config(model)
+    tokens = chat_prompt(tokenizer, prompt) if chat else prompt_tokens(tokenizer, prompt)
+    ids = torch.tensor([tokens], device=model.device)
+    config = sampling.config(model, tokenizer)
     limit = getattr(model.config, "max_position_embeddings", None)
     if ids.shape[1] == 0:
         raise ConfigurationError("the prompt is empty")
@@ -40,6 +78,7 @@ def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> tuple
             f"the prompt has {ids.shape[1]} tokens and the model's context {limit}: ask for at most "
             f"{max(0, limit - ids.shape[1])} with --max-new-tokens"
         )
+    loop = _Loop(ids.shape[1])
     set_seed(sampling.seed)
     model.eval()
     started = time.perf_counter()
@@ -47,6 +86,17 @@ def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling) -> tuple
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         generation_config=config,
+        tokenizer=tokenizer if sampling.stop else None,
+        stopping_criteria=StoppingCriteriaList([loop] if sampling.stop_loops else []),
         streamer=_Terminal(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
-    return out.shape[1] - ids.shape[1], time.perf_counter() - started
+    seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
+    if new[-1] in (config.eos_token_id or ()):
+        end = "the model ended its text"
+    elif loop.found:
+        end = "the text repeated itself (--allow-loops goes on)"
+    elif len(new) == sampling.max_new_tokens:
+        end = "--max-new-tokens"
+    else:
+        end = "--stop"
+    return Written(len(new), seconds, end)

@@ -1,0 +1,99 @@
+"""What a training tells while it runs, and what it will take."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainerCallback
+
+from tenant_sdk.connection.stats import Stats
+from tenant_sdk.tuning.data import Example, collate
+
+_DRAWN = 50  # batches, for the mean size of one
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A step is done. ``loss`` in nats per token, of some steps only; speed and time since the beginning."""
+
+    step: int
+    steps: int
+    loss: float | None
+    tokens_per_second: float
+    seconds_left: float
+
+
+class Progress(TrainerCallback):
+    """Tells the command line about every step."""
+
+    def __init__(self, show: Callable[[TrainingStep], None]) -> None:
+        self._show = show
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See TrainerCallback; a resumed training has done steps before."""
+        self._started, self._first = time.perf_counter(), state.global_step
+        self._tokens = state.num_input_tokens_seen
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See TrainerCallback."""
+        self._tell(state, None)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """See TrainerCallback."""
+        if logs and "loss" in logs:
+            self._tell(state, logs["loss"])
+
+    def _tell(self, state: Any, loss: float | None) -> None:
+        seconds = time.perf_counter() - self._started
+        speed = (state.num_input_tokens_seen - self._tokens) / seconds
+        left = seconds / max(1, state.global_step - self._first) * (state.max_steps - state.global_step)
+        self._show(TrainingStep(state.global_step, state.max_steps, loss, speed, left))
+
+
+def estimate(
+    model: Any,
+    examples: Sequence[Example],
+    batch_size: int,
+    steps: int,
+    seed: int,
+    stats: Callable[[], Stats],
+) -> str:
+    """What ``steps`` steps will take, as a line, from one that is done here; its gradients are dropped.
+
+    Before it a single example goes through the model: layers learn from it which of them share an input, and
+    fetch what they check answers with, which steps after the first do not.
+    """
+    chance = random.Random(seed)  # noqa: S311 - which examples are measured
+    size = min(batch_size, len(examples))
+    model.train()
+    _pass(model, chance.sample(examples, 1))
+    measured = chance.sample(examples, size)
+    before, started = stats(), time.perf_counter()
+    _pass(model, measured)
+    seconds, after = time.perf_counter() - started, stats()
+    model.zero_grad()
+    # Batches differ in how much their longest example makes them padded.
+    mean = sum(_cells(chance.sample(examples, size)) for _ in range(_DRAWN)) / _DRAWN
+    times = steps * mean / _cells(measured)
+    up, down = (
+        times * (getattr(after, name) - getattr(before, name)) / 1e9
+        for name in ("bytes_sent", "bytes_received")
+    )
+    return (
+        f"estimate: {steps} steps in about {times * seconds / 60:.1f} minutes, {up:.2f} GB up and "
+        f"{down:.2f} GB down, from one measured step"
+    )
+
+
+def _pass(model: Any, examples: Sequence[Example]) -> None:
+    batch = {name: tensor.to(model.device) for name, tensor in collate(examples).items()}
+    model(**batch).loss.backward()
+
+
+def _cells(examples: Sequence[Example]) -> int:
+    """Tokens of a batch with its padding, which the executor multiplies like others."""
+    return len(examples) * max(len(each["input_ids"]) for each in examples)

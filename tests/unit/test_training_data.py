@@ -1,0 +1,240 @@
+"""Text files and JSONL records as examples: what is learned of them, what is said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from shared.errors import ConfigurationError
+from tenant_sdk.tuning.data import IGNORED, Example, Reader, chat_prompt, collate, trained_tokens
+
+BASE_MODEL = Path(__file__).parents[2] / "examples" / "base_model"
+Write = Callable[..., Path]
+
+# Each message between words of its own, and an end after answers.
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}"
+    "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %} {{ m.content }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+# Only the last answer keeps what was thought before it.
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' and loop.last %} so:{% endif %} {{ m.content }}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+OPENED = TURNS.replace("%}[assistant]{%", "%}[assistant] <think>{%")
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with user') }}{% endif %}" + TURNS
+QUOTING = "{{ raise_exception('bad: ' + messages[0].content) }}"
+
+CHAT = [
+    {"role": "user", "content": "Who came?"},
+    {"role": "assistant", "content": "Ruth came."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "She went up."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(BASE_MODEL)
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> Callable[[str], Any]:
+    def with_template(template: str) -> Any:
+        own = AutoTokenizer.from_pretrained(BASE_MODEL)
+        own.chat_template = template
+        return own
+
+    return with_template
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def records(*lines: Any, name: str = "data.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        return path
+
+    return records
+
+
+def learned(example: Example, tokenizer: Any) -> str:
+    assert len(example["labels"]) == len(example["input_ids"])
+    pairs = zip(example["input_ids"], example["labels"], strict=True)
+    assert all(label in (IGNORED, token) for token, label in pairs)
+    return str(tokenizer.decode([label for label in example["labels"] if label != IGNORED]))
+
+
+def test_completions_are_learned_and_end(tokenizer: Any, write: Write) -> None:
+    path = write({"prompt": "Who came?\nAnswer:", "completion": " Ruth came.", "id": 7})
+    (example,) = Reader(tokenizer, 64).read([path])
+    assert tokenizer.decode(example["input_ids"]) == "<s>Who came?\nAnswer: Ruth came.</s>"
+    assert learned(example, tokenizer) == " Ruth came.</s>"
+    (example,) = Reader(tokenizer, 64, train_on_prompt=True).read([path])
+    assert example["labels"] == example["input_ids"]
+
+
+def test_an_answer_follows_the_prompt_as_generate_has_it(tokenizer: Any, write: Write) -> None:
+    """Together both halves of the word are other tokens."""
+    (example,) = Reader(tokenizer, 64).read([write({"prompt": "and the L", "completion": "ORD"})])
+    prompt = tokenizer("and the L")["input_ids"]
+    assert tokenizer("and the LORD")["input_ids"][: len(prompt)] != prompt
+    assert example["input_ids"][: len(prompt)] == prompt
+    assert learned(example, tokenizer) == "ORD</s>"
+
+
+def test_texts_are_learned_whole_and_long_ones_split(tokenizer: Any, write: Write) -> None:
+    said: list[str] = []
+    path = write({"text": "In the beginning"}, "", {"text": "and it was so " * 10}, name="notes.ndjson")
+    examples = Reader(tokenizer, 16, say=said.append).read([path])
+    assert learned(examples[0], tokenizer) == "<s>In the beginning</s>"
+    assert "".join(learned(each, tokenizer) for each in examples[1:]) == f"<s>{'and it was so ' * 10}</s>"
+    assert all(len(each["input_ids"]) <= 16 for each in examples)
+    assert (
+        said[-1] == f"{path}: 1 of 2 records are longer than 16 tokens and were split: all of them is learned"
+    )
+
+
+def test_long_answers_are_left_out_and_counted(tokenizer: Any, write: Write) -> None:
+    said: list[str] = []
+    short, long = ({"prompt": "Say:", "completion": " so" * n} for n in (2, 40))
+    path = write(short, long, short)
+    assert len(Reader(tokenizer, 16, say=said.append).read([path])) == 2
+    assert f"{path}: 1 of 3 records are longer than 16 tokens (the longest has" in said[-1]
+    assert "left out; --sequence-length" in said[-1]
+    with pytest.raises(ConfigurationError, match="all are longer than 16 tokens"):
+        Reader(tokenizer, 16).read([write(long)])
+
+
+@pytest.mark.parametrize("template", [TURNS, MARKED])
+def test_what_assistants_say_is_learned(template: str, chat: Callable[[str], Any], write: Write) -> None:
+    tokenizer = chat(template)
+    (example,) = Reader(tokenizer, 128).read([write({"messages": CHAT})])
+    text = "<s>[user] Who came?\n[assistant] Ruth came.</s>\n[user] And then?\n[assistant] She went up.</s>\n"
+    assert tokenizer.decode(example["input_ids"]) == text
+    # A template that does not mark answers gives them all that it writes before the next turn.
+    answers = ([" Ruth came.</s>", " She went up.</s>"], [" Ruth came.</s>\n", " She went up.</s>\n"])
+    assert learned(example, tokenizer) == "".join(answers[template == TURNS])
+    (example,) = Reader(tokenizer, 128, train_on_prompt=True).read([write({"messages": CHAT})])
+    assert example["labels"] == example["input_ids"]
+
+
+def test_answers_that_are_written_otherwise_later_are_examples_of_their_own(
+    chat: Callable[[str], Any], write: Write
+) -> None:
+    tokenizer = chat(THINKING)
+    examples = Reader(tokenizer, 128).read([write({"messages": CHAT})])
+    assert [learned(each, tokenizer) for each in examples] == [" so: Ruth came.\n", " so: She went up.\n"]
+    assert "[assistant] Ruth came." in tokenizer.decode(examples[1]["input_ids"])
+
+
+def test_a_prompt_in_the_chat_template(chat: Callable[[str], Any], tokenizer: Any) -> None:
+    with_one = chat(TURNS)
+    assert with_one.decode(chat_prompt(with_one, "Who?")) == "<s>[user] Who?\n[assistant]"
+    with pytest.raises(ConfigurationError, match="give a tokenizer that has one with --tokenizer FOLDER"):
+        chat_prompt(tokenizer, "Who?")
+
+
+def test_files_are_told_apart_by_name_or_content(tokenizer: Any, write: Write) -> None:
+    said: list[str] = []
+    named = write(
+        {"text": "a b c\u2028d"}, name="a.jsonl"
+    )  # which other ways to take lines apart would break
+    marked = write("\ufeff" + json.dumps({"text": "a b c"}), name="b.txt")
+    plain = write('{"text": cut off', *["and so on"] * 20, name="c.txt")
+    examples = Reader(tokenizer, 16, say=said.append).read([named, marked, plain])
+    assert ["records" in line for line in said] == [True, True, False]
+    assert tokenizer.decode(examples[0]["input_ids"]) == "<s>a b c\u2028d</s>"
+    assert "tokens in" in said[2]
+
+
+SECRET = "Rex has the mange"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f'{{"text": "{SECRET}', "truncated"),
+        (f'"{SECRET}"', "Expected `object`, got `str`"),
+        ({"text": [SECRET]}, r"Expected `str \| null`, got `array` - at `\$.text`"),
+        ({"text": SECRET, "prompt": SECRET}, "this one has prompt and text"),
+        ({"prompt": SECRET}, "this one has prompt"),
+        ({"note": SECRET}, "this one has none of them"),
+        ({"prompt": SECRET, "completion": ""}, "the completion is empty"),
+        ({"text": ""}, "the text is empty"),
+        ('{"text": "\\ud800x' + SECRET + '"}', "a line holds one record"),
+        ("[" * 100_000, "a line holds one record"),
+        ({"messages": []}, "not empty"),
+        ({"messages": [{"content": SECRET}]}, "have a `role`"),
+        ({"messages": CHAT[:1]}, "no turn of the role assistant"),
+        ({"messages": CHAT[1:]}, "no turn of the role assistant that answers one"),
+    ],
+)
+def test_what_is_wrong_with_a_record(
+    line: Any, message: str, chat: Callable[[str], Any], write: Write
+) -> None:
+    said: list[str] = []
+    path = write({"text": "fine"}, "", line)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        Reader(chat(TURNS), 64, say=said.append).read([path])
+    assert f"{path}, line 3: " in str(caught.value)
+    assert SECRET not in str(caught.value) + str(said)
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (None, CHAT, "give a tokenizer that has one with --tokenizer FOLDER"),
+        (STRICT, [{"role": "system", "content": SECRET}, *CHAT], "take the messages: begin with user"),
+        (QUOTING, [{"role": "user", "content": SECRET}, CHAT[1]], "take the messages: TemplateError"),
+        (OPENED, CHAT, "otherwise than it writes one"),
+    ],
+)
+def test_templates_that_do_not_do(
+    template: str | None,
+    messages: Any,
+    message: str,
+    chat: Callable[[str], Any],
+    write: Write,
+    tokenizer: Any,
+) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        Reader(chat(template) if template else tokenizer, 64).read([write({"messages": messages})])
+    assert "data.jsonl, line 1: " in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("lines", [[""], ["", ""]])
+def test_a_file_without_records(lines: list[str], tokenizer: Any, write: Write) -> None:
+    with pytest.raises(ConfigurationError, match=r"data.jsonl holds no record to learn from: it is empty"):
+        Reader(tokenizer, 64).read([write(*lines)])
+
+
+def test_a_file_that_is_no_text(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(ConfigurationError, match="not plain text in UTF-8: invalid start byte in byte 10"):
+        Reader(tokenizer, 64).read([tmp_path / "x.jsonl"])
+
+
+def test_batches_are_padded_and_masked() -> None:
+    short: Example = {"input_ids": [5, 6], "labels": [IGNORED, 6]}
+    long: Example = {"input_ids": [7, 8, 9], "labels": [7, 8, 9]}
+    batch = collate([short, long])
+    assert batch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch["labels"].tolist() == [[IGNORED, 6, IGNORED], [7, 8, 9]]
+    assert [trained_tokens(each) for each in (short, long)] == [1, 2]
