@@ -40,6 +40,8 @@ class StoredToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 _Tokens = dict[str, list[StoredToken]]  # by tenant, oldest first
+# Made once: msgspec 0.22 crashes when such a type is resolved again and again.
+_stored = msgspec.json.Decoder(dict[str, _Hash | list[StoredToken]])
 
 
 def shown(time: datetime | None, otherwise: str = "never") -> str:
@@ -67,7 +69,7 @@ class TokenFile:
 
     def _read(self) -> _Tokens:
         try:
-            found = msgspec.json.decode(self.path.read_bytes(), type=dict[str, _Hash | list[StoredToken]])
+            found = _stored.decode(self.path.read_bytes())
         except FileNotFoundError:
             raise ConfigurationError(
                 f"{self.path} does not exist; make it with "

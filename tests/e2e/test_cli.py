@@ -75,7 +75,9 @@ def test_from_certificates_to_a_generated_text(
     assert 1 < after < before
     assert "8 steps" in out
     assert "MB sent" in out
-    assert re.search(r"masked: every row, each under a mask of its own \(1 mask source; [\d,]+ rows multiplied there", out)
+    assert re.search(
+        r"masked: every row, each under a mask of its own \(1 mask source; [\d,]+ rows multiplied there", out
+    )
     rows, of = re.search(r"checked: ([\d,]+) of ([\d,]+) rows; the rest prepared these checks", out).groups()  # type: ignore[union-attr]
     assert 0 < int(rows.replace(",", "")) < int(of.replace(",", ""))
     assert "step 1 of 8: loss" in err

@@ -54,6 +54,7 @@ def test_the_choices_are_those_that_there_are() -> None:
     [
         ("numerics", "float8", "unknown --numerics 'float8'; choose from float32, bfloat16, ring"),
         ("batching", "some", "unknown --batching 'some'; choose from opportunistic, none, lockstep"),
+        ("log_format", "xml", "unknown --log-format 'xml'; choose from text, json"),
         ("port", 65536, "--port is at least 0 and at most 65535, not 65536"),
         ("admin_port", -1, "--admin-port"),
         ("max_connections", 0, "--max-connections is at least 1, not 0"),
