@@ -96,7 +96,7 @@ class Acceptor:
         told = -math.inf
         while not self._connections.draining:
             try:
-                raw, _ = self._listener.accept()
+                raw, address = self._listener.accept()
             except OSError as error:
                 if self._connections.draining or error.errno == errno.EINVAL:  # nobody listens any more
                     break
@@ -111,7 +111,9 @@ class Acceptor:
                 raw.close()
             else:
                 try:
-                    threading.Thread(target=self._let_in, args=(raw,), name="handshake", daemon=True).start()
+                    threading.Thread(
+                        target=self._let_in, args=(raw, address[0]), name="handshake", daemon=True
+                    ).start()
                 except RuntimeError:  # no more threads to be had: this connection is one too many
                     raw.close()
                     self._connections.metrics.handshake_failed("full")
@@ -119,9 +121,9 @@ class Acceptor:
             self._reserve.acquire()
         self._reserve.release()
 
-    def _let_in(self, raw: socket.socket) -> None:
+    def _let_in(self, raw: socket.socket, peer: str) -> None:
         try:
-            connection = self._shake_hands(raw)
+            connection = self._shake_hands(raw, peer)
             if connection is None:
                 self._connections.release()
             else:
@@ -130,7 +132,7 @@ class Acceptor:
             log.exception("a handshake failed")
             self._connections.release()
 
-    def _shake_hands(self, raw: socket.socket) -> WebsocketConnection | None:
+    def _shake_hands(self, raw: socket.socket, peer: str) -> WebsocketConnection | None:
         with raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -142,16 +144,18 @@ class Acceptor:
                 if isinstance(error, HandshakeRefused):
                     reason = error.reason
                 self._connections.metrics.handshake_failed(reason)
-                log.info("no session: %s (%s)", reason, type(error).__name__)
+                what = {"peer": peer, "reason": reason}
+                log.info("no session: %s (%s)", reason, type(error).__name__, extra=what)
                 return None
+            who = {"peer": peer, "tenant": tenant}
             try:
                 return WebsocketConnection(
                     sock, tenant, self._open, self._max_message_bytes, self._max_in_flight
                 )
             except TooManyConnections as error:
-                log.info("tenant %s was turned away: %s", tenant, error)
+                log.info("tenant %s was turned away: %s", tenant, error, extra=who)
             except OSError as error:
-                log.error("tenant %s was turned away: %s", tenant, explained(error))
+                log.error("tenant %s was turned away: %s", tenant, explained(error), extra=who)
                 self._connections.metrics.handshake_failed("full")
             return None
 
