@@ -16,10 +16,13 @@ from provider.config import ServeConfig
 from provider.serve.certificates import write_certificates
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
-from tenant_sdk.doctor import CheckResult, Target, examine
+from tenant_sdk.cli_options import Target
+from tenant_sdk.doctor import CheckResult, examine
+from tenant_sdk.profiles import Secret
 
 TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]
 ALL = [*TLS, "token", "protocol", "manifest", "digest"]
+TOKEN = Secret("the token", "TENANT_TOKEN")
 SPEED = ["round trip", "upload", "download"]
 
 
@@ -29,7 +32,7 @@ def token(monkeypatch: pytest.MonkeyPatch, token_file: tuple[Path, str]) -> None
 
 
 def look(executor: Executor, url: str | None = None, **options: object) -> dict[str, CheckResult]:
-    given = {"ca": executor.ca, "token_env": "TENANT_TOKEN"} | options
+    given = {"ca": executor.ca, "token": TOKEN} | options
     results = list(examine(Target(url or executor.url, **given)))  # type: ignore[arg-type]
     assert all(result.ok is not False for result in results[:-1])
     assert all(result.remedy for result in results if not result.ok)
@@ -68,7 +71,7 @@ def test_a_digest_is_pinned(llama: Executor) -> None:
 
 
 def test_without_a_token_it_checks_what_it_can(llama: Executor) -> None:
-    found = look(llama, token_env=None)
+    found = look(llama, token=None)
     assert list(found) == [*TLS, "protocol", "token"]
     assert found["protocol"].ok
     assert found["token"].ok is None
@@ -108,7 +111,7 @@ def test_a_token_with_white_space(llama: Executor, monkeypatch: pytest.MonkeyPat
 
 def test_another_protocol_version(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenant_sdk.connection.handshake.SUBPROTOCOL", "symbiosis.v99")
-    for options in ({}, {"token_env": None}):
+    for options in ({}, {"token": None}):
         found = failure(llama, **options)  # type: ignore[arg-type]
         assert found.step == "protocol"
         assert "install the version" in found.remedy

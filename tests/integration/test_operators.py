@@ -97,7 +97,7 @@ def test_each_sign_alone_is_enough(
     for sign in allowed:
         other = Operators(SIGNS.keys() - {sign})
         meet(other, "wss://a.example:9", "10.0.0.1", certificates[0])
-        with pytest.raises(ConfigurationError, match=f"--allow-same {sign}`"):
+        with pytest.raises(ConfigurationError, match=f"allow_same=.'{sign}'"):
             meet(other, url, address, certificates[key])
 
 
@@ -251,7 +251,7 @@ def test_lists_of_the_wrong_length(option: str, count: int, trio: Callable[[str]
 
 def test_the_same_machine_is_refused(trio: Callable[[str], Trio], elsewhere: Elsewhere) -> None:
     provider, other, _ = trio("llama")
-    with pytest.raises(ConfigurationError, match="--allow-same-operator"):
+    with pytest.raises(ConfigurationError, match="allow_same_operator=True"):
         connect(provider, other.url, allow_same={"authority", "token"})
     own: dict[str, Any] = {"mask_source_token": elsewhere.token, "mask_source_ca": elsewhere.ca}
     with pytest.raises(ConfigurationError, match="have the same machine"):
