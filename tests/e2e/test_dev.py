@@ -19,6 +19,11 @@ from developments import development
 
 from provider.serve.certificates import still_valid, write_certificates
 
+SHORT: dict[str, list[str]] = {
+    "doctor": [],
+    "finetune": ["--sequence-length", "16"],
+    "generate": ["--max-new-tokens", "4"],
+}
 NOW = datetime.datetime.now(datetime.UTC)
 
 
@@ -54,9 +59,7 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
             program, *words = shlex.split(command)
             assert program == "symbiosis-tenant"
             words = [{"20": "2"}.get(word, word) for word in words]  # steps
-            words += {"finetune": ["--sequence-length", "16"], "generate": ["--max-new-tokens", "4"]}.get(
-                words[0], []
-            )
+            words += SHORT[words[0]]
             said.append(ok(start("tenant_sdk.cli", *words, cwd=tmp_path, secrets=running.tokens)))
         assert "lists what the provider lists" in said[0][0]
         assert "adapter: symbiosis-dev/adapter" in said[1][0]
@@ -64,7 +67,7 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
         source = source_of(tmp_path)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
-        assert ends(source, 0)
+        assert ends(source)
 
     # The folder is used again: the same authorities, other tokens.
     authority = (tmp_path / "symbiosis-dev" / "provider" / "ca.pem").read_bytes()

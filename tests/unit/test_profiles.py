@@ -178,7 +178,7 @@ def test_mistakes(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_profile(tmp_path / "p.toml")
     assert message in str(caught.value)
-    assert "t0k3n" not in str(caught.value)
+    assert "t0k3n" not in str(caught.value).removeprefix(str(tmp_path))
 
 
 def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
