@@ -122,7 +122,7 @@ def test_help(package: str, command: str) -> None:
         (
             "tenant_sdk",
             ("doctor", *TENANT, "--mask-source", "wss://m", "--mask-source-ca", "a", "--mask-source-ca", "b"),
-            "--mask-source-ca has 2 values",
+            "--mask-source-ca: give one",
         ),
     ],
 )

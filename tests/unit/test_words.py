@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
         ("(allow_same_operator=True)", "(--allow-same-operator)"),
         ("give client_certificate=(FILE, KEY)", "give --client-certificate FILE --client-key FILE"),
         ("give fingerprint_key=KEY, as", "give --fingerprint-key-env KEY, as"),
-        ("mask_source_ca= has 2 values", "--mask-source-ca has 2 values"),
+        ("mask_source_ca=: give", "--mask-source-ca: give"),
         ("verify_rate=2.0 cannot be: it", "--verify-rate 2.0 cannot be: it"),
         ("timeout=nan cannot", "--timeout nan cannot"),
         # What is nobody's option, and what is part of something else, stays.
@@ -85,7 +85,7 @@ PYTHON = re.compile(
         ),
         ((*MASKED, "--allow-same", "token", "--ca", "a.pem"), "The provider's, --ca a.pem, could"),
         ((*MASKED, "--allow-same", "all"), "--allow-same all cannot be: it is some of host"),
-        ((*MASKED, *("--mask-source-ca", "x") * 2), "--mask-source-ca has 2 values: give one for all mask"),
+        ((*MASKED, *("--mask-source-ca", "x") * 2), "--mask-source-ca: give one for all mask"),
         ((*MASKED, "--client-key", "x"), "--client-certificate and --client-key go together"),
         (
             (*MASKED, "--fingerprint-key-env", "T"),
