@@ -87,8 +87,8 @@ class ExecutorOptions:
         _option(
             _EXECUTORS,
             "TOML file of a session: executors, their authorities, where their tokens are, privacy; a path, "
-            "or NAME for ~/.config/symbiosis/NAME.toml. Default without --provider: ./symbiosis.toml, if it "
-            "is there. Options given here win, and so do those in the file of --config.",
+            "or NAME for ~/.config/symbiosis/NAME.toml. Default without --provider: ./symbiosis.toml, if "
+            "it is there. Options given here win, and so do those in the file of --config.",
             metavar="FILE",
         ),
     ] = None

@@ -173,7 +173,6 @@ def for_each(given: Any, sources: Sequence[str | Endpoint], option: str) -> list
         return [given] * len(sources)
     if len(given) != len(sources):
         raise ConfigurationError(
-            f"{option}= has {len(given)} values: give one for all mask sources, or one for each "
-            f"({len(sources)})"
+            f"{option}=: give one for all mask sources, or one for each ({len(sources)}), not {len(given)}"
         )
     return list(given)

@@ -118,7 +118,7 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
             9: "it is not valid yet: compare this machine's clock",
             10: "it has expired: its operator must renew it",
             62: f"it is for another host than {host!r}: use a name that the certificate has",
-            64: f"it is for another address than {host!r}: use a name that the certificate has",
+            64: f"it is for another host than {host!r}: use a name that the certificate has",
         }.get(error.verify_code, "do not go on unless you know why")
         if untrusted:
             hint = "its authority is not trusted"

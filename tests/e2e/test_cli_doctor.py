@@ -34,7 +34,7 @@ def examined(
     ok(start("provider.cli", "certs", other_ca))
 
     def doctor(url: str = executor.url, ca: Path = executor.ca, token: str = executor.token) -> object:
-        options = ("--provider", url, "--ca", ca, "--token-env", "TENANT_TOKEN", "--timeout", 20)
+        options = ("--provider", url, "--ca", ca, "--token-env", "TENANT_TOKEN", "--timeout", 20, "--wait", 0)
         return start("tenant_sdk.cli", "doctor", *options, token=token)
 
     running = {
@@ -63,7 +63,12 @@ def test_doctor_finds_nothing(examined: dict[str, tuple[int, str, str]]) -> None
     ("situation", "step", "wrong", "remedy"),
     [
         ("port", "tcp", "Connection refused", "compare --provider with the URL that `serve` printed"),
-        ("authority", "tls", "authority is not trusted", "ask the provider for the ca.pem"),
+        (
+            "authority",
+            "tls",
+            "somebody else signed the certificate than the authority in --ca /",
+            "ask its operator for the ca.pem",
+        ),
         ("token", "token", "refused the token", "symbiosis-provider token add"),
         ("host", "dns", "cannot resolve the host name 'no-such-host.invalid'", "typing error"),
         ("variable", "token", "TENANT_TOKEN is not set", "export TENANT_TOKEN="),
@@ -123,7 +128,7 @@ def test_doctor_examines_mask_sources_too(
     said = doctor_says(1, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *waived[2:])
     assert "✗ tokens      provider and mask sources have the same token" in said
     result = CliRunner().invoke(app, [*map(str, ("doctor", *where, *source)), *token * 3])
-    assert "--mask-source-token-env: give one for all mask sources, or one for each" in str(result.exception)
+    assert "mask_source_token=: give one for all mask sources, or one" in str(result.exception)
 
 
 def test_doctor_says_that_one_time_masks_will_not_work(

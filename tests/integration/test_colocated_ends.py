@@ -46,8 +46,10 @@ from shared.errors import (
 )
 from shared.wire.header import PROTOCOL_VERSION, Direction, Operation
 from shared.wire.messages import Limits
+from tenant_sdk.cli_options import Target
 from tenant_sdk.connection.colocated import Areas, ColocatedChannel, open_colocated
-from tenant_sdk.doctor import Target, examine
+from tenant_sdk.doctor import examine
+from tenant_sdk.profiles import Secret
 
 pytest_plugins = ("transport_fixtures", "wire_fixtures")
 
@@ -355,14 +357,14 @@ def test_the_largest_request_fits(everywhere: Start, checkpoint: Callable[[str],
 
 def test_the_doctor(one: Everywhere, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     monkeypatch.setenv("TOKEN", one.token)
-    found = list(examine(Target(one.local.url, token_env="TOKEN")))
+    found = list(examine(Target(one.local.url, token=Secret("the token", "TOKEN"))))
     assert [f.step for f in found][:6] == ["url", "directory", "token", "protocol", "manifest", "digest"]
     assert all(f.ok for f in found)
     found = list(examine(Target(one.local.url)))
     assert [(f.step, f.ok) for f in found] == [("url", True), ("protocol", True), ("token", None)]
     monkeypatch.setenv("TOKEN", "wrong")
-    assert list(examine(Target(one.local.url, token_env="TOKEN")))[-1].step == "token"
-    last = list(examine(Target(f"ipc://{directory}", token_env="TOKEN")))[-1]
+    assert list(examine(Target(one.local.url, token=Secret("the token", "TOKEN"))))[-1].step == "token"
+    last = list(examine(Target(f"ipc://{directory}", token=Secret("the token", "TOKEN"))))[-1]
     assert (last.step, last.ok) == ("directory", False)
     assert "--local-dir" in last.remedy
     assert list(examine(Target("ipc://relative")))[-1].step == "url"

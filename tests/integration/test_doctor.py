@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,16 @@ from conftest import RING, Executor
 
 from provider.config import ServeConfig
 from provider.serve.certificates import write_certificates
+from provider.serve.listening import bound, listen
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
-from tenant_sdk.doctor import CheckResult, Target, examine
+from tenant_sdk.cli_options import Target
+from tenant_sdk.doctor import CheckResult, examine
+from tenant_sdk.profiles import Secret
 
 TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]
 ALL = [*TLS, "token", "protocol", "manifest", "digest"]
+TOKEN = Secret("the token", "TENANT_TOKEN")
 SPEED = ["round trip", "upload", "download"]
 
 
@@ -29,7 +34,7 @@ def token(monkeypatch: pytest.MonkeyPatch, token_file: tuple[Path, str]) -> None
 
 
 def look(executor: Executor, url: str | None = None, **options: object) -> dict[str, CheckResult]:
-    given = {"ca": executor.ca, "token_env": "TENANT_TOKEN"} | options
+    given = {"ca": executor.ca, "token": TOKEN} | options
     results = list(examine(Target(url or executor.url, **given)))  # type: ignore[arg-type]
     assert all(result.ok is not False for result in results[:-1])
     assert all(result.remedy for result in results if not result.ok)
@@ -68,7 +73,7 @@ def test_a_digest_is_pinned(llama: Executor) -> None:
 
 
 def test_without_a_token_it_checks_what_it_can(llama: Executor) -> None:
-    found = look(llama, token_env=None)
+    found = look(llama, token=None)
     assert list(found) == [*TLS, "protocol", "token"]
     assert found["protocol"].ok
     assert found["token"].ok is None
@@ -108,7 +113,7 @@ def test_a_token_with_white_space(llama: Executor, monkeypatch: pytest.MonkeyPat
 
 def test_another_protocol_version(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenant_sdk.connection.handshake.SUBPROTOCOL", "symbiosis.v99")
-    for options in ({}, {"token_env": None}):
+    for options in ({}, {"token": None}):
         found = failure(llama, **options)  # type: ignore[arg-type]
         assert found.step == "protocol"
         assert "install the version" in found.remedy
@@ -198,3 +203,36 @@ def test_a_port_that_keeps_silent(llama: Executor) -> None:
         found = failure(llama, f"wss://127.0.0.1:{listener.getsockname()[1]}", timeout=0.3)
     assert found.step == "tls"
     assert "timed out" in found.detail
+
+
+def test_it_waits_until_somebody_listens(llama: Executor) -> None:
+    with closing(bound("127.0.0.1", 0)) as sock:
+        url = f"wss://127.0.0.1:{sock.getsockname()[1]}"
+        found = list(examine(Target(url, llama.ca, wait=0.3)))
+        assert [result.step for result in found[-2:]] == ["waiting", "tcp"]
+        assert "nobody listens at wss://127.0.0.1:" in found[-2].detail
+        assert "0.3 s (--wait)" in found[-2].detail
+        assert "compare --provider" in found[-1].remedy
+        steps = []
+        with closing(examine(Target(url, llama.ca, wait=60))) as results:  # type: ignore[type-var]
+            for result in results:
+                steps.append(result.step)
+                if result.step == "waiting":
+                    listen(sock)
+                if result.step == "tcp":
+                    break
+        assert result.ok
+        assert steps[-2:] == ["waiting", "tcp"]
+
+
+def test_a_mask_source_is_called_one(llama: Executor) -> None:
+    """In every remedy: the options are those of mask sources."""
+    there = Target("wss://127.0.0.1:1", llama.ca, source=True)
+    for target, remedy in (
+        (there, "compare --mask-source with"),
+        (replace(there, url="wss://x:y"), "`symbiosis-provider serve` printed with --mask-source"),
+        (replace(there, ca="no.pem"), "its ca.pem with --mask-source-ca"),
+        (replace(there, url=llama.url, token=Secret("it", "UNSET")), "give --mask-source-token-env UNSET"),
+        (replace(there, url=llama.url), "give --mask-source-token-env VARIABLE"),
+    ):
+        assert remedy in list(examine(target))[-1].remedy

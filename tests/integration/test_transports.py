@@ -92,7 +92,7 @@ def test_a_mask_source_on_the_same_machine_is_refused(
     options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [ring_everywhere.where(source)]}
     if source == "tls":
         options["mask_source_ca"] = ring_everywhere.ca
-    with pytest.raises(ConfigurationError, match=r"machine.*--allow-same-operator"):
+    with pytest.raises(ConfigurationError, match=r"machine.*allow_same_operator=True"):
         ring_everywhere.connect(transport, **options, allow_same={"token", "authority"})
     with ring_everywhere.connect(transport, **options, allow_same_operator=True) as session:
         layer = session.load_model(progress=False).model.layers[0].mlp.down_proj
@@ -280,11 +280,11 @@ def test_closing_while_others_wait(
 def test_options_of_tls_without_tls(llama_everywhere: Everywhere, tmp_path: Path) -> None:
     ca = llama_everywhere.ca
     for transport in ("colocated", "inprocess"):
-        with pytest.raises(ConfigurationError, match="ca is for TLS"):
+        with pytest.raises(ConfigurationError, match="ca=FILE is for TLS"):
             llama_everywhere.connect(transport, ca=ca)
-        with pytest.raises(ConfigurationError, match="client_certificate is for TLS"):
+        with pytest.raises(ConfigurationError, match="client_certificate=FILE is for TLS"):
             llama_everywhere.connect(transport, client_certificate=(ca, ca))
-        with pytest.raises(ConfigurationError, match="mask_source_ca is for TLS"):
+        with pytest.raises(ConfigurationError, match="mask_source_ca=FILE is for TLS"):
             llama_everywhere.connect(
                 "tls",
                 privacy="noise-bank",

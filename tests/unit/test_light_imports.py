@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
@@ -9,19 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from provider.serve.certificates import write_certificates
+from provider.serve.tokens import TokenFile
+from shared.options import version
+
 ROOT = Path(__file__).parents[2]
 REPORT = """
 import atexit, sys
 atexit.register(lambda: print("IMPORTED", *({"torch", "transformers", "peft"} & sys.modules.keys())))
 """
+MODEL = str(ROOT / "examples" / "base_model")
 TENANT = ("--provider", "wss://localhost:1", "--token-env", "HOME")
 
 
-def run(program: str, *arguments: str) -> tuple[list[str], str]:
+def run(program: str, *arguments: str, columns: str = "200") -> tuple[list[str], str]:
     """Which of the heavy were imported, and what it said."""
     done = subprocess.run(
         [sys.executable, "-c", REPORT + program, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": columns},
         capture_output=True,
         text=True,
         timeout=120,
@@ -29,6 +35,31 @@ def run(program: str, *arguments: str) -> tuple[list[str], str]:
     )
     said, _, imported = done.stdout.rpartition("IMPORTED")
     return imported.split(), said + done.stderr
+
+
+def first_line(*arguments: str) -> tuple[str, list[str]]:
+    """What a command says first, and which of the heavy had been imported by then."""
+    program = """
+import sys
+from rich.console import Console
+def stop(self, line="", **_):
+    if not isinstance(line, str):
+        return  # how the log warms up
+    print(line, "IMPORTED", *({"torch", "transformers", "peft"} & sys.modules.keys()))
+    raise SystemExit
+Console.print = stop
+"""
+    module, *words = arguments
+    done = subprocess.run(
+        [sys.executable, "-c", program + main(module), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said, _, imported = done.stdout.partition("IMPORTED")
+    return said.strip() + done.stderr, imported.split()
 
 
 def main(package: str) -> str:
@@ -76,6 +107,9 @@ def test_help(package: str, command: str) -> None:
     [
         ("provider", ("serve", "m", "--tls-dir", "t", "--token-file", "f", "--batching", "x"), "--batching"),
         ("provider", ("serve", "m", "--config", "no such file"), "cannot read no such file"),
+        ("provider", ("serve", "m", "--dev"), "m is not a checkpoint folder"),
+        ("provider", ("serve", MODEL, "--tls-dir", "t", "--token-file", "f"), "no usable certificate in t"),
+        ("provider", ("serve", MODEL, "--dev", "--host", "no.such.address.invalid"), "--host"),
         ("tenant_sdk", ("generate", *TENANT, "--prompt", "x"), "needs a mask source"),
         ("tenant_sdk", ("generate", *TENANT, "--prompt", "x", "--mask-source", "wss://m"), "own token"),
         ("tenant_sdk", ("generate", *TENANT, "--privacy", "plain", "--prompt", "x", "--top-p", "2"), "top-p"),
@@ -84,10 +118,63 @@ def test_help(package: str, command: str) -> None:
             ("finetune", *TENANT, "--privacy", "plain", "--data", "d", "--output", "o", "--method", "dora"),
             "unknown method 'dora'",
         ),
-        ("tenant_sdk", ("doctor", *TENANT, "--allow-same", "all"), "allow_same"),
+        ("tenant_sdk", ("doctor", *TENANT, "--allow-same", "all"), "--allow-same all cannot"),
+        (
+            "tenant_sdk",
+            ("doctor", *TENANT, "--mask-source", "wss://m", "--mask-source-ca", "a", "--mask-source-ca", "b"),
+            "--mask-source-ca: give one",
+        ),
     ],
 )
 def test_a_wrong_option(package: str, arguments: tuple[str, ...], message: str) -> None:
     imported, said = run(main(package), *arguments)
     assert message in said
+    assert imported == []
+
+
+def test_the_first_line_comes_before_what_takes_seconds(tmp_path: Path) -> None:
+    write_certificates(tmp_path, now=datetime.datetime.now(datetime.UTC))
+    TokenFile(tmp_path / "tokens").add("me")
+    served = ("--tls-dir", str(tmp_path), "--token-file", str(tmp_path / "tokens"), "--port", "0")
+    plain = (*TENANT, "--privacy", "plain")
+    finetune = ("finetune", *plain, "--data", "d", "--output", str(tmp_path / "o"))
+    for arguments, said in (
+        (("provider", "serve", MODEL, *served), f"reading {MODEL}"),
+        (("tenant_sdk", "generate", *plain, "--prompt", "x"), "connecting to wss://localhost:1"),
+        (("tenant_sdk", *finetune), "connecting to wss://localhost:1"),
+        (("tenant_sdk", "doctor", *TENANT), "examining wss://localhost:1"),
+    ):
+        assert first_line(*arguments) == (said, []), arguments
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("provider", "provider"), ("tenant_sdk", "tenant"), ("security", "audit")]
+)
+def test_the_version(package: str, name: str) -> None:
+    imported, said = run(main(package), "--version")
+    assert said == f"symbiosis-{name} {version()}\n"
+    assert imported == []
+
+
+@pytest.mark.parametrize("package", ["provider", "tenant_sdk", "security"])
+def test_names_of_options_are_whole_in_a_narrow_terminal(package: str) -> None:
+    """Of every command, at 80 columns."""
+    program = f"""
+import os, subprocess, sys, typer.main
+from {package}.cli import app
+from typer.testing import CliRunner
+
+def show(command, words):
+    for name, each in getattr(command, "commands", {{}}).items():
+        show(each, [*words, name])
+    text = CliRunner().invoke(app, [*words, "--help"], env={{"COLUMNS": "80"}}).output
+    for parameter in command.params:
+        for option in getattr(parameter, "opts", ()):
+            assert option.replace("_", "-") in text.replace("_", "-"), (words, option, text)
+
+show(typer.main.get_command(app), [])
+print("all")
+"""
+    imported, said = run(program, columns="80")
+    assert said == "all\n"
     assert imported == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
@@ -33,6 +35,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     monkeypatch.setattr("provider.serve.provider.Provider", provider)
     monkeypatch.setattr("provider.cli.log_to_console", lambda log_format: None)
     monkeypatch.setattr("provider.cli.keep_freed_memory", lambda: None)
+    for check in ("check_model_folder", "own_certificate", "TokenFile"):
+        monkeypatch.setattr(f"provider.cli.{check}", lambda *_: MagicMock())
+    monkeypatch.setattr("provider.cli.bound", lambda *_: nullcontext())
     return configs
 
 
@@ -52,15 +57,18 @@ def test_the_choices_are_those_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("numerics", "float8", "unknown --numerics 'float8'; choose from float32, bfloat16, ring"),
-        ("batching", "some", "unknown --batching 'some'; choose from opportunistic, none, lockstep"),
-        ("log_format", "xml", "unknown --log-format 'xml'; choose from text, json"),
-        ("port", 65536, "--port is at least 0 and at most 65535, not 65536"),
-        ("admin_port", -1, "--admin-port"),
-        ("max_connections", 0, "--max-connections is at least 1, not 0"),
-        ("drain_seconds", math.nan, "--drain-seconds"),
-        ("tenant_requests", math.inf, "--tenant-requests"),
-        ("decode_objective_ms", 0.5, "--decode-objective-ms is at least 1, not 0.5"),
+        ("numerics", "float8", "numerics='float8' cannot be; choose from float32, bfloat16, ring"),
+        ("batching", "some", "batching='some' cannot be; choose from opportunistic, none, lockstep"),
+        ("log_format", "xml", "log_format='xml' cannot be; choose from text, json"),
+        ("port", 65536, "port=65536 cannot be: it is at least 0 and at most 65535"),
+        ("admin_port", -1, "admin_port=-1"),
+        ("max_connections", 0, "max_connections=0 cannot be: it is at least 1"),
+        ("drain_seconds", math.nan, "drain_seconds=nan"),
+        ("tenant_requests", math.inf, "tenant_requests=inf"),
+        ("tls_dir", None, "tls_dir=PATH is missing"),
+        ("token_file", None, "or try it all out on one machine with dev=True"),
+        ("dev", True, "dev=True makes what it needs in dev_dir=symbiosis-dev: leave out tls_dir=t"),
+        ("decode_objective_ms", 0.5, "decode_objective_ms=0.5 cannot be: it is at least 1"),
     ],
 )
 def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> None:
@@ -74,10 +82,10 @@ def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None
     given: dict[str, Any] = {
         field.name: {bool: True, int: 3, float: 4.5, str: "x"}.get(type(field.default), Path(field.name))
         for field in dataclasses.fields(ServeConfig)
-    } | {"numerics": "ring", "batching": "none", "log_format": "json"}
+    } | {"numerics": "ring", "batching": "none", "log_format": "json", "dev": False}
     words = ["model_dir"]
     for name, value in given.items():
-        if name != "model_dir":
+        if name not in ("model_dir", "dev"):
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     assert serve(*words) == "enough"
     assert [dataclasses.asdict(config) for config in served] == [given]

@@ -16,13 +16,13 @@ HERE = {"provider": "wss://a.example:1", "token": "t0k3n", "mask_sources": ["loc
 
 
 def test_they_are_the_parameters_of_connect() -> None:
-    """With the same defaults."""
+    """With the same defaults, and the profile that others come from."""
     fields = {
         field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         for field in dataclasses.fields(SessionConfig)
     }
     parameters = inspect.signature(tenant_sdk.connect).parameters.values()
-    assert {parameter.name: parameter.default for parameter in parameters} == fields
+    assert {each.name: each.default for each in parameters} == fields | {"profile": None}
 
 
 def test_all_parameters_of_connect_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_each_mask_source_has_its_own_credentials() -> None:
 @pytest.mark.parametrize("option", ["ca", "mask_source_ca", "client_certificate"])
 def test_certificates_without_tls_are_refused(option: str) -> None:
     options = HERE | {"provider": "ipc:///directory", "mask_sources": ["ipc:///other"], option: "file"}
-    with pytest.raises(ConfigurationError, match=f"{option} is for TLS"):
+    with pytest.raises(ConfigurationError, match=f"{option}=FILE is for TLS"):
         SessionConfig(**options)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,46 @@
+"""``symbiosis-provider serve --dev`` as a process, and what it printed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands import BASE_MODEL, SECONDS, start
+
+
+@dataclass(frozen=True)
+class Development:
+    """Attributes: the variables that it had exported, and the commands that it told to type."""
+
+    process: subprocess.Popen[str]
+    printed: str
+    tokens: dict[str, str]
+    commands: list[str]
+
+
+@contextmanager
+def development(folder: Path, *options: object) -> Iterator[Development]:
+    """Run it in a folder until the block ends."""
+    with tempfile.TemporaryFile("w+") as errors:
+        arguments = ("serve", BASE_MODEL, "--dev", "--port", 0, *options)
+        process = start("provider.cli", *arguments, cwd=folder, stderr=errors)
+        try:
+            printed = ""
+            while "symbiosis-tenant generate" not in printed:
+                line = process.stdout.readline()  # type: ignore[union-attr]
+                if not line:
+                    errors.seek(0)
+                    raise AssertionError(f"it ended: {process.wait(SECONDS)}\n{errors.read()}")
+                printed += line
+            tokens = dict(re.findall(r"^export (\w+)=(\S+)$", printed, re.MULTILINE))
+            yield Development(
+                process, printed, tokens, re.findall("^symbiosis-tenant .*", printed, re.MULTILINE)
+            )
+        finally:
+            process.kill()
+            process.communicate()

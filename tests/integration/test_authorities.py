@@ -1,0 +1,48 @@
+"""A certificate that is refused: which authority was given, if any, and for whom."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RING, Executor
+
+from provider.serve.certificates import write_certificates
+from shared.errors import TlsError
+from shared.options import in_options
+from tenant_sdk.cli_options import NAMES
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another authority, of the same name."""
+    write_certificates(tmp_path, now=datetime.datetime.now(datetime.UTC))
+    return tmp_path / "ca.pem"
+
+
+@pytest.mark.parametrize("source", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_wrong_authority_and_none(
+    source: bool,
+    given: bool,
+    other: Path,
+    serve: Callable[..., Executor],
+    checkpoint: Callable[[str], Path],
+) -> None:
+    executor = serve(checkpoint("llama"), numerics=RING)
+    option = "mask_source_ca" if source else "ca"
+    options: dict[str, Any] = {option: other if given else "system" if source else None}
+    if source:
+        url = executor.url.replace("127.0.0.1", "localhost")
+        options |= {"privacy": "one-time", "mask_sources": [url], "allow_same_operator": True}
+    with pytest.raises(TlsError) as caught:
+        executor.connect(**options)
+    error = str(caught.value)
+    assert caught.value.untrusted
+    assert error.startswith("mask source wss://localhost" if source else "the certificate of 127.0.0.1")
+    said = f"than the authority in {option}={other}. Ask" if given else f"{option}=FILE was not given, and no"
+    assert said in error
+    assert f"--{option.replace('_', '-')} {other if given else 'FILE'}" in in_options(error, NAMES)

@@ -1,0 +1,235 @@
+"""Profiles: what they hold, where secrets come from, and who wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tenant_sdk
+from shared.errors import ConfigurationError
+from tenant_sdk.cli import app
+from tenant_sdk.config import SessionConfig
+from tenant_sdk.profiles import KINDS, Secret, merged, profile_path, read_profile, revealed
+
+PROFILE = """
+provider = "wss://a.example"
+ca = "a.pem"
+token_env = "A_TOKEN"
+client_certificate = ["client.pem", "/etc/client.key"]
+privacy = "one-time"
+allow_same = ["machine"]
+pad_rows = 8
+timeout = 3
+fingerprints = "prints"
+fingerprint_key_env = "KEY"
+
+[[mask_sources]]
+url = "wss://b.example"
+ca = "b.pem"
+token_file = "b.token"
+
+[[mask_sources]]
+url = "local:weights"
+
+[[mask_sources]]
+url = "wss://c.example"
+ca = "system"
+token_command = ["printf", "%s", "c t0k3n"]
+"""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SessionConfig]:
+    """What would be connected to."""
+    found: list[SessionConfig] = []
+
+    def open_session(config: SessionConfig) -> None:
+        found.append(config)
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
+    monkeypatch.setattr(SessionConfig, "credentials", None)  # which reads the files of authorities
+    monkeypatch.setenv("A_TOKEN", "a")
+    monkeypatch.setenv("OTHER", "other")
+    monkeypatch.setenv("KEY", "k3y")
+    (tmp_path / "b.token").write_text("b\n")
+    (tmp_path / "b.token").chmod(0o600)
+    (tmp_path / "symbiosis.toml").write_text(PROFILE)
+    return found
+
+
+def connect(**arguments: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        tenant_sdk.connect(**arguments)
+    return str(caught.value)
+
+
+def generate(*words: object) -> tuple[str, str]:
+    """The error, and what was said."""
+    result = CliRunner().invoke(app, ["generate", "--prompt", "x", *map(str, words)])
+    return str(result.exception), result.output
+
+
+def of_the_profile(folder: Path) -> dict[str, Any]:
+    return {
+        "provider": "wss://a.example",
+        "ca": folder / "a.pem",
+        "token": "a",
+        "client_certificate": (folder / "client.pem", Path("/etc/client.key")),
+        "privacy": "one-time",
+        "allow_same": ["machine"],
+        "pad_rows": 8,
+        "timeout": 3,
+        "fingerprints": folder / "prints",
+        "fingerprint_key": "k3y",
+        "mask_sources": ["wss://b.example", f"local:{folder / 'weights'}", "wss://c.example"],
+        "mask_source_token": ["b", None, "c t0k3n"],
+        "mask_source_ca": [folder / "b.pem", None, "system"],
+    }
+
+
+def test_every_argument_of_connect_can_be_in_it() -> None:
+    secrets = {f"{name}_{way}" for name in ("token", "fingerprint_key") for way in ("env", "file", "command")}
+    fields = {field.name for field in dataclasses.fields(SessionConfig)}
+    python_only = {"token", "fingerprint_key", "mask_source_token", "mask_source_ca", "noise_bank"}
+    assert KINDS.keys() == fields - python_only | secrets
+
+
+def test_what_it_says(opened: list[SessionConfig], tmp_path: Path) -> None:
+    expected = SessionConfig(**of_the_profile(tmp_path))
+    assert connect(profile=tmp_path / "symbiosis.toml") == "enough"
+    assert generate("--profile", tmp_path / "symbiosis.toml")[0] == "enough"
+    assert opened == [expected, expected]
+
+
+def test_what_is_given_wins(opened: list[SessionConfig], tmp_path: Path) -> None:
+    """Also if it is the default; and a party's token and authority go with it."""
+    file, said = str(tmp_path / "symbiosis.toml"), of_the_profile(tmp_path)
+    masks = {"mask_sources": ["local:w"], "mask_source_token": None, "mask_source_ca": None}
+    party = {"provider": "wss://x", "token": "other", "ca": None, "client_certificate": None}
+    pairs: list[tuple[dict[str, Any], list[object], dict[str, Any]]] = [
+        ({"pad_rows": 0}, ["--pad-rows", 0], {"pad_rows": 0}),
+        ({"timeout": 60.0}, ["--timeout", 60], {"timeout": 60.0}),
+        ({"token": "other"}, ["--token-env", "OTHER"], {"token": "other"}),
+        ({"mask_sources": ["local:w"]}, ["--mask-source", "local:w"], masks),
+        ({"provider": "wss://x", "token": "other"}, ["--provider", "wss://x", "--token-env", "OTHER"], party),
+        (
+            {"privacy": "plain", "pad_rows": 0},
+            ["--privacy", "plain", "--pad-rows", 0],
+            {**masks, "mask_sources": (), "privacy": "plain", "pad_rows": 0},
+        ),
+    ]
+    for given, words, changed in pairs:
+        assert connect(profile=file, **given) == "enough"
+        assert generate("--profile", file, *words)[0] == "enough"
+        assert opened[-2:] == [SessionConfig(**(said | changed))] * 2, words
+    assert "token=TOKEN" not in connect(profile=file, provider="wss://x")
+    assert opened[-1].token == ""  # of the other provider, nothing is shown to this one
+    assert "--token-env VAR is missing" in generate("--profile", file, "--provider", "wss://x")[0]
+
+
+def test_which_file_it_is(
+    opened: list[SessionConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert profile_path("clinic") == Path("/home/me/.config/symbiosis/clinic.toml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/configuration")
+    assert profile_path("clinic") == Path("/configuration/symbiosis/clinic.toml")
+    for path in ("clinic.toml", "./clinic", "/a/clinic"):
+        assert profile_path(path) == Path(path)
+    assert "cannot read /configuration/symbiosis/clinic.toml" in connect(profile="clinic")
+    monkeypatch.chdir(tmp_path)
+    error, said = generate()
+    assert (error, "using symbiosis.toml of this folder" in said) == ("enough", True)
+    error, said = generate("--provider", "wss://x", "--token-env", "OTHER", "--privacy", "plain")
+    assert (error, opened[-1].provider, "using" in said) == ("enough", "wss://x", False)
+    (tmp_path / "options.toml").write_text('profile = "./symbiosis.toml"\npad_rows = 16')
+    assert generate("--config", "options.toml")[0] == "enough"
+    assert (opened[-1].pad_rows, opened[-1].timeout) == (16, 3)
+    (tmp_path / "symbiosis.toml").unlink()
+    assert "which executor? Give --provider URL, or --profile FILE" in generate()[0]
+    assert "Give provider=URL, or profile=FILE" in connect()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('prvider = "x"', "prvider: there is no such option; the keys are allow_same, allow_same_operator"),
+        ('token = "t0k3n"', "token: there is no such option"),
+        ("pad_rows = true", "pad_rows: Expected `int`"),
+        ('client_certificate = ["a"]', "client_certificate: Expected `array` of length 2"),
+        ('token_command = "get it"', "token_command: Expected `array`"),
+        ("token_command = []", "token_command is empty"),
+        ('token_env = "A"\ntoken_file = "b"', "in one way, not by token_env and token_file"),
+        ('[[mask_sources]]\nurl = "wss://b"\ntoken = "t"', "mask source 1: token: there is no such option"),
+        ("[[mask_sources]]", "mask source 1: it has no url"),
+        ('mask_sources = ["wss://b"]', "mask_sources: Expected `object`"),
+        ("provider", "is not TOML"),
+    ],
+)
+def test_mistakes(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        read_profile(tmp_path / "p.toml")
+    assert message in str(caught.value)
+    assert "t0k3n" not in str(caught.value).removeprefix(str(tmp_path))
+
+
+def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    for mode in (0o640, 0o604, 0o620):
+        file.write_text("t0k3n")
+        file.chmod(mode)
+        with pytest.raises(ConfigurationError, match=r"others can read .*`chmod 600 "):
+            Secret("the token", file=file).read()
+    file.chmod(0o600)
+    assert Secret("the token", file=file).read() == "t0k3n"
+    file.write_text("\n")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        Secret("the token", file=file).read()
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigurationError, match="no text"):
+        Secret("the token", file=file).read()
+    with pytest.raises(ConfigurationError, match="No such file"):
+        Secret("the token", file=tmp_path / "none").read()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys; print('t0k3n'); sys.exit(3)", "exit status 3"),
+        ("pass", "exit status 0, and nothing on standard output"),
+        ("import sys; sys.stdout.buffer.write(b't0k3n\\xff')", "what it prints is no text"),
+        ("import threading; threading.Event().wait()", "did not give the token within 0 s"),
+    ],
+)
+def test_a_command_that_fails(program: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenant_sdk.profiles.COMMAND_SECONDS", 0.3 if "wait" in program else 60.0)
+    with pytest.raises(ConfigurationError) as caught:
+        Secret("the token", command=(sys.executable, "-c", program)).read()
+    assert message in str(caught.value)
+    assert "t0k3n" not in str(caught.value)
+
+
+def test_no_shell_sees_a_command(tmp_path: Path) -> None:
+    """And it runs in the folder of the profile."""
+    assert Secret("x", command=("echo", "$HOME;", "`id`")).read() == "$HOME; `id`"
+    assert Secret("x", command=("pwd",), folder=tmp_path).read() == str(tmp_path)
+    with pytest.raises(ConfigurationError, match="no-such-program cannot give x: No such file"):
+        Secret("x", command=("no-such-program",)).read()
+
+
+def test_secrets_are_not_read_before_they_are_needed(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text('provider = "wss://a"\ntoken_env = "NOT_SET_ANYWHERE"')
+    given = merged(read_profile(tmp_path / "p.toml"), {"token": "t"})
+    assert revealed(given) == {"provider": "wss://a", "token": "t"}
+    with pytest.raises(
+        ConfigurationError, match="NOT_SET_ANYWHERE is not set: put the provider's token there"
+    ):
+        revealed(read_profile(tmp_path / "p.toml"))
