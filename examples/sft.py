@@ -32,17 +32,16 @@ with tenant_sdk.connect(
             max_steps=STEPS,
             per_device_train_batch_size=8,
             learning_rate=5e-3,
-            gradient_checkpointing=False,  # which would ask the executor for every product twice
+            gradient_checkpointing=False,  # else the executor is asked for every product twice
             bf16=False,
+            dataloader_pin_memory=False,
             save_strategy="no",
             logging_steps=max(1, STEPS // 10),
             report_to="none",
         ),
         train_dataset=records,
         processing_class=tokenizer,
-        peft_config=peft.LoraConfig(
-            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-        ),
+        peft_config=peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     trainer.train()
     prompt = tokenizer(records[0]["prompt"], return_tensors="pt")
