@@ -1,7 +1,6 @@
-"""Preference tuning with TRL: prefer a note's own fields to those of another note, under one-time masks.
+"""Preference tuning with TRL: sft.py's adapter learns to prefer a note's own fields to another note's.
 
-`pip install trl` first; the environment variables are those of quickstart.py. An adapter that was made by
-sft.py is a good start: name its folder in SYMBIOSIS_ADAPTER.
+`pip install trl` and run sft.py first; the environment variables are those of quickstart.py.
 """
 
 import os
@@ -25,25 +24,20 @@ with tenant_sdk.connect(
 ) as session:
     tokenizer = session.load_tokenizer()
     notes = datasets.Dataset.from_json("examples/data/note_fields_train.jsonl")
-    prompts, fields = notes["prompt"][:], notes["completion"][:]
-    pairs = datasets.Dataset.from_dict(
-        {"prompt": prompts, "chosen": fields, "rejected": [*fields[1:], fields[0]]}
-    )
-    model = session.load_model()
-    if folder := os.environ.get("SYMBIOSIS_ADAPTER"):
-        model = peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
-    else:
-        lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, lora)
+    fields = notes["completion"][:]
+    pairs = notes.rename_column("completion", "chosen").add_column("rejected", [*fields[1:], fields[0]])
+    base = session.load_model()
+    model = peft.PeftModel.from_pretrained(base, "out/sft/adapter", is_trainable=True)
     trainer = DPOTrainer(
-        model=model,  # and the same without the new adapter, or with the old one, is the reference
+        model=model,  # the reference is a copy of its adapter on the same base model
         args=DPOConfig(
             "out/dpo",
             max_steps=STEPS,
             per_device_train_batch_size=4,
             learning_rate=1e-3,
-            gradient_checkpointing=False,  # which would ask the executor for every product twice
+            gradient_checkpointing=False,  # else the executor is asked for every product twice
             bf16=False,
+            dataloader_pin_memory=False,
             save_strategy="no",
             logging_steps=1,
             report_to="none",

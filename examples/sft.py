@@ -32,8 +32,9 @@ with tenant_sdk.connect(
             max_steps=STEPS,
             per_device_train_batch_size=8,
             learning_rate=5e-3,
-            gradient_checkpointing=False,  # which would ask the executor for every product twice
+            gradient_checkpointing=False,  # else the executor is asked for every product twice
             bf16=False,
+            dataloader_pin_memory=False,
             save_strategy="no",
             logging_steps=max(1, STEPS // 10),
             report_to="none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -78,15 +79,21 @@ def estimate(
     model.zero_grad()
     # Batches differ in how much their longest example makes them padded.
     mean = sum(_cells(chance.sample(examples, size)) for _ in range(_DRAWN)) / _DRAWN
-    times = steps * mean / _cells(measured)
+    # The last batch of an epoch may be small.
+    filled = len(examples) / (math.ceil(len(examples) / size) * size)
+    times = steps * mean * filled / _cells(measured)
     up, down = (
         times * (getattr(after, name) - getattr(before, name)) / 1e9
         for name in ("bytes_sent", "bytes_received")
     )
     return (
-        f"estimate: {steps} steps in about {times * seconds / 60:.1f} minutes, {up:.2f} GB up and "
-        f"{down:.2f} GB down, from one measured step"
+        f"estimate: {steps} steps in about {times * seconds / 60:.1f} minutes, {_gb(up)} up and "
+        f"{_gb(down)} down, from one measured step"
     )
+
+
+def _gb(amount: float) -> str:
+    return f"{amount:,.1f} GB" if amount >= 10 else f"{amount:.3g} GB"
 
 
 def _pass(model: Any, examples: Sequence[Example]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,23 +17,24 @@ import pytest
 import torch
 from conftest import RING, Executor
 from safetensors.torch import load_file
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
 import tenant_sdk
 from shared.errors import ConfigurationError, StorageError
-from tenant_sdk.tuning.finetuning import (
-    TrainingOptions,
-    TrainingReport,
-    finetune,
-    pack,
-    perplexity,
-    read_tokens,
-)
+from tenant_sdk.tuning.data import Reader, pack, read_tokens, whole
+from tenant_sdk.tuning.finetuning import TrainingOptions, TrainingReport, finetune, perplexity
+from tenant_sdk.tuning.progress import TrainingStep
 
 
 class Letters:
     """A tokenizer: one token a letter, within the tiny models' vocabulary."""
 
-    def __call__(self, text: str, verbose: bool = True) -> dict[str, list[int]]:
+    eos_token_id, eos_token = 2, "."
+
+    def __call__(
+        self, text: str, verbose: bool = True, add_special_tokens: bool = True
+    ) -> dict[str, list[int]]:
         return {"input_ids": [3 + ord(letter) % 100 for letter in text]}
 
 
@@ -61,7 +64,7 @@ def train(
 
 def options(text: Path, name: str, **more: Any) -> TrainingOptions:
     small: dict[str, Any] = {"steps": 4, "batch_size": 2, "sequence_length": 16, "save_steps": 2, "rank": 2}
-    return TrainingOptions(text, text.parent / name, **(small | more))
+    return TrainingOptions((text,), text.parent / name, **(small | more))
 
 
 def test_packing() -> None:
@@ -89,28 +92,31 @@ def test_perplexity_weighs_every_predicted_token_the_same(session: tenant_sdk.Se
         for block in blocks:
             logits = model(input_ids=torch.tensor([block])).logits[0].log_softmax(-1)
             nats += [-float(logits[i, token]) for i, token in enumerate(block[1:])]
-    assert perplexity(model.train(), blocks, 3) == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+    examples = [whole(block) for block in blocks]
+    assert perplexity(model.train(), examples, 3) == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
     assert model.training
 
 
 def test_a_training(session: tenant_sdk.Session, text: Path) -> None:
-    shown: list[tuple[int, int, float | None]] = []
-    training = options(text, "adapter", held_out=text, learning_rate=0.05, steps=8)
-    report, said = train(session, training, lambda *step: shown.append(step))
+    shown: list[TrainingStep] = []
+    training = options(text, "adapter", held_out=(text,), learning_rate=0.05, steps=8)
+    report, said = train(session, training, shown.append)
     assert report.steps == 8
     assert report.last_loss < report.first_loss
     assert report.perplexity_after is not None
     assert report.perplexity_before is not None
     assert report.perplexity_after < report.perplexity_before
-    assert [step for step, _, loss in shown if loss is None] == list(range(1, 9))
-    assert all(total == 8 for _, total, _ in shown)
-    assert any("372 tokens in 23 blocks of 16; 8 steps" in line for line in said)
+    assert [now.step for now in shown if now.loss is None] == list(range(1, 9))
+    assert all(now.steps == 8 and now.tokens_per_second > 0 for now in shown)
+    assert shown[0].seconds_left > shown[-1].seconds_left == 0
+    assert any("372 tokens in 23 blocks of 16" in line for line in said)
+    assert any("8 steps of 2 out of 23 examples" in line for line in said)
     assert {path.name for path in text.parent.iterdir()} == {"notes.txt", "adapter"}
     names = {path.name for path in training.output.iterdir()}
     assert names == {"README.md", "symbiosis.json", "adapter_config.json", "adapter_model.safetensors"}
     record = json.loads((training.output / "symbiosis.json").read_text())
     assert record["weights"] == session.manifest.weights
-    assert record["training"].items() >= {"method": "lora", "steps": 8, "tokens": 372, "rank": 2}.items()
+    assert record["training"].items() >= {"method": "lora", "steps": 8, "tokens": 23 * 16, "rank": 2}.items()
     assert record["training"]["targets"] == ["all-linear"]
     assert record["training"]["last_loss"] == report.last_loss
     assert record["training"]["perplexity_after"] == report.perplexity_after
@@ -144,7 +150,7 @@ def test_epochs_become_steps(session: tenant_sdk.Session, text: Path) -> None:
 def test_methods_that_need_more_than_a_configuration(
     session: tenant_sdk.Session, text: Path, method: str
 ) -> None:
-    report, _ = train(session, options(text, "adapter", method=method, steps=6, held_out=text))
+    report, _ = train(session, options(text, "adapter", method=method, steps=6, held_out=(text,)))
     assert report.perplexity_after is not None
     config = peft.PeftConfig.from_pretrained(str(text.parent / "adapter"))
     if method == "adalora":
@@ -156,8 +162,8 @@ def test_resumed_training_gives_the_adapter_of_an_uninterrupted_one(
 ) -> None:
     train(session, options(text, "whole"))
 
-    def stop_in_step_3(step: int, total: int, loss: float | None) -> None:
-        if step == 3:
+    def stop_in_step_3(now: TrainingStep) -> None:
+        if now.step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -168,9 +174,9 @@ def test_resumed_training_gives_the_adapter_of_an_uninterrupted_one(
         train(session, options(text, "resumed"))
     with pytest.raises(ConfigurationError, match="rank was 2, now 3"):
         train(session, options(text, "resumed", rank=3, resume=True))
-    first: list[int] = []
-    train(session, options(text, "resumed", resume=True), lambda step, *_: first.append(step))
-    assert min(first) == 4
+    first: list[TrainingStep] = []
+    train(session, options(text, "resumed", resume=True), first.append)
+    assert min(now.step for now in first) == 4
     one, other = (
         load_file(text.parent / name / "adapter_model.safetensors") for name in ("whole", "resumed")
     )
@@ -213,3 +219,72 @@ def test_too_little_space_is_noticed_before_the_training(
 def test_no_room_for_text(session: tenant_sdk.Session, text: Path) -> None:
     with pytest.raises(ConfigurationError, match="128 of them for virtual tokens"):
         train(session, options(text, "adapter", method="prompt", virtual_tokens=128))
+
+
+def records(folder: Path, count: int = 12) -> Path:
+    path = folder / "records.jsonl"
+    lines = [{"prompt": "Rex, terrier" + "." * (n % 3), "completion": f" dog {n % 2}"} for n in range(count)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_records_and_text_together(session: tenant_sdk.Session, text: Path) -> None:
+    both = options(text, "adapter", steps=8, learning_rate=0.05, sequence_length=24)
+    both = dataclasses.replace(both, data=(text, records(text.parent)), held_out=(records(text.parent),))
+    report, said = train(session, both)
+    assert report.perplexity_after is not None
+    assert report.perplexity_before is not None
+    assert report.perplexity_after < report.perplexity_before
+    assert any(line.endswith("12 records, 240 tokens, 84 of them to learn") for line in said)
+    assert any("out of 27 examples" in line for line in said)  # 372 // 24 blocks and 12 records
+
+
+def test_prompts_are_not_learned(session: tenant_sdk.Session, text: Path) -> None:
+    """Perplexity over the answers: from the logits, with no padding and no masks."""
+    examples = Reader(Letters(), 64).read([records(text.parent, 3)])
+    model, nats = session.load_model(progress=False), []
+    for each in examples:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([each["input_ids"]])).logits[0].log_softmax(-1)
+        answer = len(" dog 1") + 1
+        ids = each["input_ids"]
+        nats += [-float(logits[at - 1, ids[at]]) for at in range(len(ids) - answer, len(ids))]
+    assert len({len(each["input_ids"]) for each in examples}) == 3
+    assert perplexity(model, examples, 3) == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+
+
+def test_the_estimate_is_what_the_training_takes(session: tenant_sdk.Session, text: Path) -> None:
+    """In bytes, which no load of the machine changes; blocks all have the same size."""
+    sent: list[tuple[int, int]] = []
+
+    def note(now: TrainingStep) -> None:
+        if now.loss is None:
+            sent.append((session.stats.bytes_sent, session.stats.bytes_received))
+
+    _, said = train(session, options(text, "adapter", steps=8, sequence_length=31), note)
+    (line,) = (line for line in said if line.startswith("estimate: 8 steps in about "))
+    up, down = (float(found) for found in re.findall(r"([\d.]+) GB", line))
+    for index, told in enumerate((up, down)):
+        a_step = (sent[-1][index] - sent[0][index]) / (len(sent) - 1) / 1e9
+        assert told == pytest.approx(8 * a_step, rel=0.01), line
+
+
+def test_reports(session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[dict[str, float]] = []
+
+    class Recorder(TrainerCallback):
+        def on_log(self, *_: Any, logs: Any, **__: Any) -> None:
+            collected.append(logs)
+
+    with pytest.raises(
+        ConfigurationError, match="needs its package, which is not installed: `pip install wand"
+    ):
+        options(text, "adapter", report_to=("wandb",))
+    with pytest.raises(ConfigurationError, match=r"knows no 'paper'; choose from .*tensorboard"):
+        options(text, "adapter", report_to=("paper",))
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Recorder)
+    monkeypatch.setattr(
+        "tenant_sdk.tuning.finetuning.get_available_reporting_integrations", lambda: ["wandb"]
+    )
+    train(session, options(text, "adapter", report_to=("wandb",)))
+    assert any("loss" in each for each in collected)

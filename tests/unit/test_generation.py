@@ -11,14 +11,22 @@ import torch
 from conftest import Executor
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.generation import Sampling, stream
+from tenant_sdk.tuning.generation import Sampling, in_a_loop, stream
 
 
 class Numbers:
     """A tokenizer whose words are numbers below 128."""
 
-    def __call__(self, text: str, verbose: bool = True) -> dict[str, list[int]]:
+    chat_template = "5 {{ messages[0].content }} 6"
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return self.chat_template.replace("{{ messages[0].content }}", messages[0]["content"])
 
     def decode(self, ids: Any, **_: Any) -> str:
         return "".join(f"{int(token)} " for token in ids)
@@ -37,14 +45,14 @@ def words(capsys: pytest.CaptureFixture[str]) -> list[int]:
 
 
 def test_greedy_text_is_what_generate_gives(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    count, seconds = stream(model, Numbers(), "5 6 7", Sampling(max_new_tokens=9))
+    text = stream(model, Numbers(), "5 6 7", Sampling(max_new_tokens=9))
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
     )
     assert words(capsys) == expected[0, 3:].tolist()
-    assert count == 9
-    assert seconds > 0
+    assert (text.tokens, text.end) == (9, "--max-new-tokens")
+    assert text.seconds > 0
 
 
 def test_tokens_come_one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +78,67 @@ def test_sampling_depends_on_the_seed_alone(model: Any, capsys: pytest.CaptureFi
         ("5", {"max_new_tokens": 0}, "--max-new-tokens is at least 1"),
         ("5", {"temperature": -1.0}, "--temperature"),
         ("5", {"top_p": 0.0}, "--top-p"),
+        ("5", {"stop": ("",)}, "--stop is a text that is not empty"),
+        ("5", {"repetition_penalty": 0.0}, "--repetition-penalty is above 0"),
     ],
 )
 def test_what_cannot_be_generated(model: Any, prompt: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         stream(model, Numbers(), prompt, Sampling(**options))
+
+
+def test_the_models_and_the_tokenizers_end_both_end_a_text(
+    model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream(model, Numbers(), "5 6 7", Sampling(9, temperature=1.5, seed=1))
+    free = words(capsys)
+    assert len(set(free[:4])) == 4
+    tokenizer = Numbers()
+    tokenizer.eos_token_id, tokenizer.eos_token = free[3], f"{free[3]} "  # type: ignore[attr-defined]
+    for of_the_model, tokens in ((None, 4), (free[1], 2), ([free[2], free[1]], 2)):
+        monkeypatch.setattr(model.generation_config, "eos_token_id", of_the_model)
+        text = stream(model, tokenizer, "5 6 7", Sampling(9, temperature=1.5, seed=1))
+        assert (text.tokens, text.end) == (tokens, "the model ended its text")
+
+
+def test_a_loop_ends_the_text_unless_allowed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = model.forward
+
+    def always_nine(*args: Any, **options: Any) -> Any:
+        out = forward(*args, **options)
+        out.logits[..., 9] = 1e9
+        return out
+
+    monkeypatch.setattr(model, "forward", always_nine)
+    text = stream(model, Numbers(), "5 6 7", Sampling(60))
+    assert text.tokens == 32
+    assert "repeated itself (--allow-loops" in text.end
+    assert stream(model, Numbers(), "5 6 7", Sampling(60, stop_loops=False)).tokens == 60
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loop"),
+    [
+        ([7] * 31, False),
+        ([7] * 32, True),
+        ([1, 2] + [3, 4, 5] * 11, True),
+        ([3, 4, 5] * 11 + [1], False),
+        (list(range(40)) * 2, False),
+        (list(range(40)) * 3, True),
+        ([0, *range(40), 1, *range(40), 2, *range(40)], False),  # a form that is filled in
+    ],
+)
+def test_what_is_a_loop(tokens: list[int], loop: bool) -> None:
+    assert in_a_loop(tokens) is loop
+
+
+def test_a_chat(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stream(model, Numbers(), "5 9 6", Sampling(9))
+    plain = words(capsys)
+    stream(model, Numbers(), "9", Sampling(9), chat=True)
+    assert words(capsys) == plain
+
+
+def test_a_penalty_for_repetition(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stream(model, Numbers(), "5 6 7", Sampling(40, repetition_penalty=1e6, stop_loops=False))
+    assert len(set(words(capsys))) == 40  # each new token another one
