@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import logging
 import math
 import os
 import signal
@@ -25,12 +26,15 @@ from tqdm import tqdm
 
 from provider.config import ServeConfig
 from provider.observe.log import console as _errors
-from provider.observe.log import log_to_console
+from provider.observe.log import log_to_console, logs_json
+from provider.observe.supervisor import notify
 from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
-from provider.serve.tokens import TokenFile
+from provider.serve.tokens import OVERLAP_DAYS, TokenFile, shown
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
 from shared.options import takes
+
+log = logging.getLogger(__name__)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
@@ -66,13 +70,49 @@ def certs(
     )
 
 
+_Days = Annotated[
+    Optional[int],  # noqa: UP045 - typer reads it at run time
+    typer.Option(min=1, max=3650, help="How long it is valid. Default: for ever."),
+]
+
+
+def _print_token(token: str, days: int | None) -> None:
+    valid = "for ever; --days N makes one that expires" if days is None else f"for {days} days"
+    _errors.print(f"valid {valid}; it is shown only now", highlight=False)
+    print(token)
+
+
 @token_app.command("add")
 def token_add(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     token_file: Annotated[Path, typer.Option(help="Stores the token's hash; made if needed.")],
+    days: _Days = None,
 ) -> None:
-    """Print a new token for a tenant, which replaces an older one; it is shown only now."""
-    print(TokenFile(token_file).add(tenant))
+    """Print a new token for a tenant, which replaces older ones; it is shown only now."""
+    _print_token(TokenFile(token_file).add(tenant, days), days)
+
+
+@token_app.command("rotate")
+def token_rotate(
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    token_file: Annotated[Path, typer.Option(help="Made by `token add`.")],
+    days: _Days = None,
+    overlap_days: Annotated[
+        int, typer.Option(min=0, max=365, help="How long the present token stays valid beside it.")
+    ] = OVERLAP_DAYS,
+) -> None:
+    """Print a further token for a tenant; the present one stays valid for some days."""
+    _print_token(TokenFile(token_file).rotate(tenant, days, overlap_days), days)
+
+
+@token_app.command("list")
+def token_list(token_file: Annotated[Path, typer.Option(help="Made by `token add`.")]) -> None:
+    """Print whose tokens there are, when they were made and when they expire (UTC)."""
+    now = datetime.datetime.now(datetime.UTC)
+    print(f"{'TENANT':<24} {'MADE':<17} EXPIRES")
+    for tenant, token in TokenFile(token_file).listed():
+        ended = " (expired)" if token.ended(now) else ""
+        print(f"{tenant:<24} {shown(token.made, 'unknown'):<17} {shown(token.expires)}{ended}")
 
 
 @token_app.command("remove")
@@ -98,12 +138,13 @@ def _declared(hint: Any) -> Any:
 @takes(ServeConfig, typer.Option, _declared)
 def serve(config: ServeConfig) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
-    log_to_console()
+    log_to_console(config.log_format)
     keep_freed_memory()
     from provider.serve.provider import Provider
 
     def progress(items: Any, what: str) -> Any:
-        return tqdm(items, desc=what, unit="group", file=sys.stderr)
+        # None: only on a terminal
+        return tqdm(items, desc=what, unit="group", file=sys.stderr, disable=True if logs_json() else None)
 
     provider = Provider(config, progress=progress)
     provider.start()
@@ -111,29 +152,37 @@ def serve(config: ServeConfig) -> None:
     gc.collect()
     gc.freeze()
     if provider.recording is not None:
-        _errors.print(
-            f"[bold red]RECORDING[/] everything that tenants send into {provider.recording.path}; tenants "
-            "are told, and refuse unless they allow it"
+        log.warning(
+            "RECORDING everything that tenants send into %s; they are told, and refuse unless they allow it",
+            provider.recording.path,
         )
     manifest = provider.manifest
-    urls = " and ".join(filter(None, (provider.url, provider.local_url)))
-    _errors.print(
-        f"serving [bold]{manifest.model}[/] ({manifest.architecture}, {config.numerics}, "
-        f"{len(manifest.groups)} groups, digest {manifest.digest[:16]}) "
-        f"to {provider.tenants} tenants at {urls}; status at {provider.admin_url}/"
+    log.info(
+        "serving %s (%s, %s, %d groups, digest %s) to %d tenant%s at %s; status at %s/",
+        manifest.model,
+        manifest.architecture,
+        config.numerics,
+        len(manifest.groups),
+        manifest.digest[:16],
+        provider.tenants,
+        "s"[: provider.tenants != 1],
+        " and ".join(filter(None, (provider.url, provider.local_url))),
+        provider.admin_url,
     )
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     provider.announce()
+    notify("READY=1")
     # With a timeout: a signal that another thread takes runs its handler only when this one wakes.
     freed = FreedMemory()
     while not stop.wait(0.5):
         freed.give_back()
-    _errors.print("draining")
+    notify("STOPPING=1")
+    log.info("draining")
     clean = provider.drain(config.drain_seconds)
     provider.close()
-    _errors.print("stopped" if clean else "stopped; some requests were cut off")
+    log.info("stopped" if clean else "stopped; some requests were cut off")
 
 
 def run(application: Callable[[], Any]) -> None:
@@ -141,7 +190,10 @@ def run(application: Callable[[], Any]) -> None:
     try:
         application()
     except SymbiosisError as error:
-        _errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        if logs_json():
+            log.error("%s", error)
+        else:
+            _errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(1)
 
 

@@ -137,7 +137,7 @@ class ServeConfig:
         int,
         Option(
             _OBSERVED,
-            "Loopback port of the status page, /metrics and /healthz; 0 picks one.",
+            "Loopback port of the status page, /metrics, /usage.csv, /healthz and /readyz; 0 picks one.",
             least=0,
             most=65535,
         ),
@@ -146,6 +146,19 @@ class ServeConfig:
         Path | None,
         Option(_OBSERVED, "Gets {url, pid, admin_url}, and local_url if there is one, once all is open."),
     ] = None
+    log_format: Annotated[
+        str, Option(_OBSERVED, "text, or json: one object a line.", choices=("text", "json"))
+    ] = "text"
+    usage_file: Annotated[
+        Path | None,
+        Option(
+            _OBSERVED,
+            "Append what each tenant used to this CSV file; %Y-%m in its name makes a file a month.",
+        ),
+    ] = None
+    usage_seconds: Annotated[
+        int, Option(_OBSERVED, "Between two entries in --usage-file, by the clock.", least=1)
+    ] = 3600
     transcript: Annotated[
         Path | None,
         Option(_OBSERVED, "Record what tenants send into this folder, for an audit; tenants are told."),

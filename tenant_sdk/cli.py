@@ -70,13 +70,13 @@ def _print_stats(session: Session, connection: options.SessionOptions, to: Conso
     sources = len(connection.mask_source or ())
     masked = {
         "one-time": f"every row, each under a mask of its own ({sources} mask source{'s'[: sources != 1]}; "
-        f"effects of {stats.effect_rows:,} rows fetched)",
+        f"{stats.effect_rows:,} rows multiplied there)",
         "noise-bank": "with banks of masks that serve many rows each",
         "plain": "nothing; the executor saw every activation",
     }[connection.privacy]
     checked = f"{stats.verified_rows:,} of {stats.rows:,} rows" if stats.verified_rows else "nothing"
     if 0 < stats.verified_rows < stats.rows and connection.verify in (None, "always"):
-        checked += "; the others made the fingerprints"
+        checked += "; the rest prepared these checks"
     to.print(
         f"session: {stats.requests:,} requests, {stats.rows:,} rows, {stats.bytes_sent / 1e6:.1f} MB sent, "
         f"{stats.bytes_received / 1e6:.1f} MB received, {waiting:.1f} s waiting, "

@@ -40,12 +40,14 @@ class Completion(NamedTuple):
         request_class: the class that it was given.
         queue_seconds: until its first row was multiplied.
         reply_seconds: until its last was.
+        product_seconds: of its products; of one that it shared with others, a share by its rows.
     """
 
     blocks: list[torch.Tensor]
     request_class: RequestClass
     queue_seconds: float
     reply_seconds: float
+    product_seconds: float = 0.0
 
 
 OnCompletion = Callable[["Completion | Exception"], None]
@@ -54,13 +56,14 @@ OnCompletion = Callable[["Completion | Exception"], None]
 class _Submission:
     """A request on its way, and who wants the answer."""
 
-    __slots__ = ("answers", "completed", "done", "first", "left", "request", "under_way", "work")
+    __slots__ = ("answers", "completed", "done", "first", "left", "request", "seconds", "under_way", "work")
 
     def __init__(self, work: Work, request: Request, completed: OnCompletion) -> None:
         self.work, self.request, self.completed = work, request, completed
         self.answers: dict[int, list[torch.Tensor]] = {}  # by their first row
         self.first = 0.0
         self.done = 0  # rows
+        self.seconds = 0.0  # of products
         self.under_way = 0  # pieces that a lane has
         self.left = False  # nobody wants the answer any more
 
@@ -264,6 +267,7 @@ class Engine:
         ended = self._clock()
         answers, processor = multiplied
         complete: list[tuple[_Submission, Completion | Exception]] = []
+        row_seconds = (ended - started) / rows_of(batch)
         for (work, start, stop), answer in zip(batch, answers, strict=True):
             submission = self._submissions.get(work)
             if submission is None:
@@ -280,9 +284,10 @@ class Engine:
                 continue
             submission.answers[start] = answer
             submission.done += stop - start
+            submission.seconds += (stop - start) * row_seconds
             if submission.done == work.rows:
                 blocks = _joined(submission.answers)
-                times = submission.first - work.arrived, ended - work.arrived
+                times = submission.first - work.arrived, ended - work.arrived, submission.seconds
                 complete.append((submission, Completion(blocks, work.request_class, *times)))
         fault: Exception | None = None
         for submission, _ in complete:

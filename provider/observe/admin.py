@@ -1,11 +1,12 @@
-"""The loopback port: the status page, ``/metrics``, ``/healthz``."""
+"""The loopback port: the status page, ``/metrics``, ``/usage.csv``, ``/healthz`` and ``/readyz``."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import msgspec
@@ -13,6 +14,7 @@ from prometheus_client import make_wsgi_app
 
 from provider.observe.metrics import Metrics
 from provider.observe.status import PAGE, Status
+from provider.observe.usage import usage_csv
 from shared.errors import ConfigurationError
 
 HEADERS = [
@@ -23,8 +25,7 @@ HEADERS = [
     ("X-Content-Type-Options", "nosniff"),
     ("Cache-Control", "no-store"),
 ]
-
-
+OK, UNAVAILABLE = "200 OK", "503 Service Unavailable"
 CONNECTIONS = 16
 
 
@@ -61,20 +62,49 @@ class _QuietHandler(WSGIRequestHandler):
         """Scrapes are not worth a log line each."""
 
 
+class Health(Protocol):
+    """What probes ask."""
+
+    def alive(self) -> bool:
+        """Whether the process works, ready or not; if not, it should be started again."""
+        ...
+
+    def not_ready(self) -> str:
+        """Why no tenant should be sent here now, in a word or two; empty: it is ready."""
+        ...
+
+
 class AdminServer:
-    """Serves a status page, ``/metrics`` and ``/healthz`` on a loopback port, in a thread of its own.
+    """Serves a status page, ``/metrics``, usage and probes on a loopback port, in a thread of its own.
 
     Args:
         metrics: what to show.
         port: 0 picks one; see ``port`` for which.
-        healthy: asked at every ``/healthz``; 200 if true, 503 if not (draining).
+        health: asked at every ``/healthz`` and ``/readyz``; 200, or 503 with the reason.
         status: of the page; None: there is none.
+
+    Raises:
+        ConfigurationError: the port is taken.
     """
 
-    def __init__(
-        self, metrics: Metrics, port: int, healthy: Callable[[], bool], status: Status | None = None
-    ) -> None:
+    def __init__(self, metrics: Metrics, port: int, health: Health, status: Status | None = None) -> None:
         show_metrics = make_wsgi_app(metrics.registry)
+        since = datetime.now(UTC)
+
+        def usage() -> tuple[str, str, bytes]:
+            return OK, "text/csv", usage_csv(since, datetime.now(UTC), metrics.usage()).encode()
+
+        def ready() -> tuple[str, str, bytes]:
+            why = health.not_ready()
+            return (UNAVAILABLE if why else OK), "text/plain", (why or "ready").encode() + b"\n"
+
+        def alive() -> tuple[str, str, bytes]:
+            return (OK, "text/plain", b"ok\n") if health.alive() else (UNAVAILABLE, "text/plain", b"stuck\n")
+
+        pages = {"/usage.csv": usage, "/healthz": alive, "/readyz": ready}
+        if status is not None:
+            pages["/"] = lambda: (OK, "text/html; charset=utf-8", PAGE)
+            pages["/status.json"] = lambda: (OK, "application/json", msgspec.json.encode(status.report()))
 
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             path = environ["PATH_INFO"]
@@ -82,21 +112,15 @@ class AdminServer:
             if environ.get("HTTP_HOST", "127.0.0.1").partition(":")[0] not in ("127.0.0.1", "localhost"):
                 start_response("403 Forbidden", [("Content-Type", "text/plain")])
                 return [b"ask for 127.0.0.1\n"]
-            if status is not None and path in ("/", "/status.json"):
-                kind = "text/html; charset=utf-8" if path == "/" else "application/json"
-                start_response("200 OK", [("Content-Type", kind), *HEADERS])
-                return [PAGE if path == "/" else msgspec.json.encode(status.report())]
             if path == "/metrics":
                 shown: Iterable[bytes] = show_metrics(environ, start_response)
                 return shown
-            if path == "/healthz":
-                ok = healthy()
-                start_response(
-                    "200 OK" if ok else "503 Service Unavailable", [("Content-Type", "text/plain")]
-                )
-                return [b"ok\n" if ok else b"draining\n"]
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"try /, /metrics or /healthz\n"]
+            if path not in pages:
+                start_response("404 Not Found", [("Content-Type", "text/plain")])
+                return [f"try /metrics, {', '.join(pages)}\n".encode()]
+            code, kind, body = pages[path]()
+            start_response(code, [("Content-Type", kind), *HEADERS])
+            return [body]
 
         try:
             self._server: WSGIServer = make_server(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from provider.engine.engine import Completion
 from shared.wire.header import Direction, Header, Operation, RequestClass
@@ -15,6 +18,53 @@ _OPERATIONS = {
     Operation.EFFECT: "effect",
     Operation.SEED_EFFECT: "seed_effect",
 }
+DOWNLOAD = "download"  # in place of a request class: parameters and files, which have no rows
+
+
+class Usage(NamedTuple):
+    """What one tenant was answered, of one request class.
+
+    Bytes are those of payloads; ``product_seconds`` the time of products, of which tenants who share one
+    have shares by their rows.
+    """
+
+    requests: int = 0
+    rows: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    product_seconds: float = 0.0
+
+    def plus(self, more: Usage, sign: int = 1) -> Usage:
+        """Both together; with sign -1, what this has on top of the other."""
+        return Usage(
+            self.requests + sign * more.requests,
+            self.rows + sign * more.rows,
+            self.received_bytes + sign * more.received_bytes,
+            self.sent_bytes + sign * more.sent_bytes,
+            self.product_seconds + sign * more.product_seconds,
+        )
+
+
+UsageBy = dict[tuple[str, str], Usage]  # by tenant and request class
+
+
+class _UsageCollector(Collector):
+    """Shows usage as metrics, whose names are those of its fields."""
+
+    def __init__(self, usage: UsageBy) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        now = self._usage.copy()
+        for index, name in enumerate(Usage._fields):
+            family = CounterMetricFamily(
+                f"symbiosis_tenant_{name}",
+                f"Answered, by tenant and request class: {name.replace('_', ' ')}.",
+                labels=("tenant", "request_class"),
+            )
+            for of, usage in now.items():
+                family.add_metric(of, usage[index])
+            yield family
 
 
 class Metrics:
@@ -70,16 +120,8 @@ class Metrics:
             "Processor time of products, in the thread that gathers and begins them; with --threads 1, all.",
             registry=self.registry,
         )
-        self._tenant_rows = Counter(
-            "symbiosis_tenant_rows", "Rows by tenant.", ("tenant",), registry=self.registry
-        )
-        self._tenant_bytes = Counter(
-            "symbiosis_tenant_bytes",
-            "Payload bytes of products by tenant, both ways.",
-            ("tenant",),
-            registry=self.registry,
-        )
-        self._by_tenant: dict[str, tuple[Counter, Counter]] = {}
+        self._usage: UsageBy = {}
+        self.registry.register(_UsageCollector(self._usage))
         self._by_class = {
             c: (self._queue.labels(c.name.lower()), self._reply.labels(c.name.lower()))
             for c in RequestClass
@@ -109,6 +151,11 @@ class Metrics:
             ("decode_tokens_late", "Decoded tokens that took longer.", lambda: tokens()[1]),
         ):
             Gauge(f"symbiosis_{name}", text, registry=self.registry).set_function(value)
+
+    def certificate(self, expires: float) -> None:
+        """Show when the TLS certificate ends, in seconds since the epoch."""
+        text = "When the TLS certificate that is in use ends, in seconds since the epoch."
+        Gauge("symbiosis_certificate_expires_seconds", text, registry=self.registry).set(expires)
 
     def handshake_failed(self, reason: str) -> None:
         """A connection ended before a session began."""
@@ -146,12 +193,24 @@ class Metrics:
         reply.observe(done.reply_seconds)
         self.received.inc(header.payload_bytes)
         self.sent.inc(answer.payload_bytes)
-        by_tenant = self._by_tenant.get(tenant)
-        if by_tenant is None:  # looking labels up costs more than counting
-            by_tenant = self._tenant_rows.labels(tenant), self._tenant_bytes.labels(tenant)
-            self._by_tenant[tenant] = by_tenant
-        by_tenant[0].inc(header.rows)
-        by_tenant[1].inc(header.payload_bytes + answer.payload_bytes)
+        sizes = header.payload_bytes, answer.payload_bytes
+        self._used(
+            tenant, done.request_class.name.lower(), Usage(1, header.rows, *sizes, done.product_seconds)
+        )
+
+    def downloaded(self, tenant: str, header: Header, answer: Header) -> None:
+        """Count one answered request for parameters, or for a part of a file."""
+        self.sent.inc(answer.payload_bytes)
+        self._used(tenant, DOWNLOAD, Usage(1, 0, header.payload_bytes, answer.payload_bytes))
+
+    def usage(self) -> UsageBy:
+        """What has been answered since the start, by tenant and request class (or DOWNLOAD)."""
+        return dict(sorted(self._usage.copy().items()))
+
+    def _used(self, tenant: str, request_class: str, usage: Usage) -> None:
+        """In the loop's thread."""
+        of = tenant, request_class
+        self._usage[of] = self._usage.get(of, Usage()).plus(usage)
 
     def batch(self, rows: int, seconds: float, processor: float) -> None:
         """Count one product, of one request or many; ``processor`` seconds are those of its first thread."""

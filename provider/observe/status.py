@@ -21,10 +21,13 @@ class Status:
     Args:
         metrics: what is sampled.
         about: what does not change: model, numerics, objective.
+
+    Attributes:
+        about: may be replaced, by one who knows more.
     """
 
     def __init__(self, metrics: Metrics, about: dict[str, Any]) -> None:
-        self._metrics, self._about = metrics, about
+        self._metrics, self.about = metrics, about
         self._samples: deque[dict[str, float]] = deque(maxlen=KEPT)
         self._before = self._totals()
         self._stop = threading.Event()
@@ -53,12 +56,14 @@ class Status:
     def report(self) -> dict[str, Any]:
         """What ``/status.json`` shows."""
         rows = self._metrics.by_label("symbiosis_tenant_rows_total", "tenant")
-        sizes = self._metrics.by_label("symbiosis_tenant_bytes_total", "tenant")
+        received = self._metrics.by_label("symbiosis_tenant_received_bytes_total", "tenant")
+        sent = self._metrics.by_label("symbiosis_tenant_sent_bytes_total", "tenant")
         tenants = [
-            {"name": name, "rows": count, "bytes": sizes.get(name, 0.0)} for name, count in rows.items()
+            {"name": name, "rows": count, "bytes": received.get(name, 0.0) + sent.get(name, 0.0)}
+            for name, count in rows.items()
         ]
         return {
-            **self._about,
+            **self.about,
             "samples": list(self._samples),
             "tenants": sorted(tenants, key=lambda tenant: -tenant["rows"]),
         }

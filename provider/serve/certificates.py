@@ -24,6 +24,18 @@ DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS = 90  # what is renewed this often is renewed by a script, and a lost key is soon worth nothing
 
 
+def expiry(certificate: str | Path) -> datetime.datetime:
+    """When a PEM file's first certificate ends, in UTC.
+
+    Raises:
+        ConfigurationError: it holds none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(Path(certificate).read_bytes()).not_valid_after_utc
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"no certificate in {certificate}: {error}") from error
+
+
 def write_certificates(
     folder: str | Path,
     hosts: Sequence[str] = DEFAULT_HOSTS,

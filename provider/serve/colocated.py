@@ -29,7 +29,7 @@ from provider.serve.descriptors import explained, none_left
 from provider.serve.handshake import NO_ROOM
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service, TenantSession
-from shared.errors import ConfigurationError, WireError
+from shared.errors import AuthenticationError, ConfigurationError, WireError
 from shared.transport import SCHEME
 from shared.transport.colocated import (
     ANSWERS,
@@ -414,7 +414,10 @@ class ColocatedServer:
                 "protocol_version", f"this executor speaks {SUBPROTOCOL}; install a matching version"
             )
         token = parts[1].decode(errors="surrogateescape") if len(parts) == 2 else ""
-        tenant = self._tokens.tenant_of(token)
+        try:
+            tenant = self._tokens.tenant_of(token)
+        except AuthenticationError as error:
+            return self._refuse("unauthorized", error.message)
         if tenant is None:
             return self._refuse(
                 "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"

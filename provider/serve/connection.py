@@ -28,6 +28,7 @@ class Connection(ABC):
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
+        self._who = {"tenant": tenant}  # for the log
         self._draining = self._ending = self._ended = False
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
@@ -52,17 +53,18 @@ class Connection(ABC):
             if not self._ended:
                 handle()
         except WireError as error:
-            log.warning("tenant %s broke the protocol: %s", self.tenant, error)
+            log.warning("tenant %s broke the protocol: %s", self.tenant, error, extra=self._who)
             self._session.refuse(0, error)
             self._refused(error)
         except (OSError, EOFError) as error:
             self._broke(error)
         except Exception:
-            log.exception("the connection of tenant %s failed", self.tenant)
+            log.exception("the connection of tenant %s failed", self.tenant, extra=self._who)
             self._end()
 
     def _broke(self, error: BaseException) -> None:
-        log.info("tenant %s: connection ended: %s", self.tenant, type(error).__name__)
+        reason = type(error).__name__
+        log.info("tenant %s: connection ended: %s", self.tenant, reason, extra=self._who | {"reason": reason})
         self._end()
 
     def _end(self) -> None:
@@ -113,7 +115,8 @@ class Connections:
                 self._reserved_for[tenant] += 1
                 return True
         self.metrics.handshake_failed("tenant_full")
-        log.warning("tenant %s has %d connections already", tenant, self._tenant_limit)
+        who = {"tenant": tenant}
+        log.warning("tenant %s has %d connections already", tenant, self._tenant_limit, extra=who)
         return False
 
     def release_for(self, tenant: str) -> None:

@@ -16,7 +16,7 @@ from websockets.server import ServerProtocol
 
 from provider.serve.descriptors import explained, none_left
 from provider.serve.tokens import TokenFile
-from shared.errors import ConfigurationError
+from shared.errors import AuthenticationError, ConfigurationError
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, encode
 
@@ -161,6 +161,8 @@ def _admit(
         if none_left(error):
             return refuse(503, "overloaded", NO_ROOM, RETRY_SECONDS)
         return refuse(503, "internal", "the executor cannot check tokens; report it to the provider")
+    except AuthenticationError as error:
+        return refuse(401, "unauthorized", error.message)
     if tenant is None:
         return refuse(
             401, "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"

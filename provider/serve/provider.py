@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -14,15 +15,21 @@ from provider.engine.scheduler import Objective, Opportunistic, Policy, make_pol
 from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
+from provider.observe.periodic import Periodic
 from provider.observe.status import Status
 from provider.observe.transcript import TranscriptWriter
+from provider.observe.usage import UsageFile
+from provider.serve.certificates import expiry
 from provider.serve.colocated import ColocatedServer
 from provider.serve.descriptors import allow, needed
-from provider.serve.server import Server, server_context
+from provider.serve.server import Server, bound, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
 from shared.wire.messages import Manifest
+
+ALIVE_SECONDS = 5.0  # for the engine's loop to turn; what takes longer runs elsewhere
+DAY = 86400.0
 
 
 class Provider:
@@ -55,6 +62,8 @@ class Provider:
         self.config, self._options = config, options
         self._opened = ExitStack()
         self._local: ColocatedServer | None = None
+        self._service: Service | None = None
+        self._not_ready = "loading"
 
     def start(self) -> None:
         """Load the checkpoint and listen; returns when tenants can come.
@@ -75,19 +84,24 @@ class Provider:
         context = server_context(config.tls_dir, config.client_ca)
         tokens = TokenFile(config.token_file)
         self.tenants = tokens.check_readable()
+        # Whatever is taken or cannot be written is told now: loading may take minutes.
+        listener = bound(config.host, config.port)
+        opened.callback(listener.close)
+        metrics, status = self._observe(tokens, opened)
         executor = self._load()
         self.recording = None
         if config.transcript is not None:
             self.recording = TranscriptWriter(config.transcript, executor.manifest)
             opened.callback(self.recording.close)
-        service, policy = self._service(executor)
+        service, policy = self._make_service(executor, metrics)
         opened.callback(service.close)
+        self._watch(service, policy, status)
         self.server = Server(
             service,
             context=context,
             tokens=tokens,
             host=config.host,
-            port=config.port,
+            listener=listener,
             max_connections=config.max_connections,
             tenant_connections=config.tenant_connections,
         )
@@ -103,7 +117,7 @@ class Provider:
             )
             opened.callback(self._local.close)
         self.local_url = self._local.url if self._local else ""
-        self._observe(service, policy, opened)
+        self._service, self._not_ready = service, ""
 
     def _load(self) -> BaseExecutor:
         config = self.config
@@ -116,8 +130,8 @@ class Provider:
             **self._options,
         )
 
-    def _service(self, executor: BaseExecutor) -> tuple[Service, Policy]:
-        config, metrics = self.config, Metrics()
+    def _make_service(self, executor: BaseExecutor, metrics: Metrics) -> tuple[Service, Policy]:
+        config = self.config
         objective = Objective(
             config.decode_objective_ms / 1000, config.decode_rows, wait_seconds=config.batch_wait_ms / 1000
         )
@@ -135,26 +149,48 @@ class Provider:
         engine = Engine.of(executor, lambda _: policy, latency, on_batch=metrics.batch)
         return Service(executor, engine, metrics, quotas, self.recording), policy
 
-    def _observe(self, service: Service, policy: Policy, opened: ExitStack) -> None:
-        config, metrics, server = self.config, service.metrics, self.server
-        metrics.watch(
+    def _observe(self, tokens: TokenFile, opened: ExitStack) -> tuple[Metrics, Status]:
+        """Open the admin port and the usage file, before anything is loaded: both outlive the engine."""
+        config, metrics = self.config, Metrics()
+        metrics.certificate(expiry(config.tls_dir / "server.pem").timestamp())
+        status = Status(metrics, {"model": config.model_dir.name, "summary": "loading"})
+        opened.callback(status.close)
+        admin = AdminServer(metrics, config.admin_port, self, status)
+        opened.callback(admin.close)
+        self.admin_url = f"http://127.0.0.1:{admin.port}"
+        if config.usage_file is not None:
+            opened.callback(UsageFile(config.usage_file, metrics.usage, config.usage_seconds).close)
+        tokens.warn()
+        opened.callback(Periodic(DAY, tokens.warn, "tokens").close)
+        return metrics, status
+
+    def _watch(self, service: Service, policy: Policy, status: Status) -> None:
+        config, manifest = self.config, service.executor.manifest
+        service.metrics.watch(
             lambda: service.engine.waiting,
             lambda: service.quotas.in_flight()[1],
             lambda: policy.tokens.counts if isinstance(policy, Opportunistic) else (0, 0),
         )
-        status = Status(
-            metrics,
-            {
-                "model": self.manifest.model,
-                "summary": f"{self.manifest.architecture}, {config.numerics}, "
-                f"{len(self.manifest.groups)} groups; {config.batching} batching; "
-                f"decode objective {config.decode_objective_ms:g} ms a token",
-            },
-        )
-        opened.callback(status.close)
-        admin = AdminServer(metrics, config.admin_port, lambda: not server.draining, status)
-        opened.callback(admin.close)
-        self.admin_url = f"http://127.0.0.1:{admin.port}"
+        status.about = {
+            "model": manifest.model,
+            "summary": f"{manifest.architecture}, {config.numerics}, {len(manifest.groups)} groups; "
+            f"{config.batching} batching; decode objective {config.decode_objective_ms:g} ms a token",
+        }
+
+    def alive(self) -> bool:
+        """See ``provider.observe.admin.Health``: whether the loop that answers everybody turns."""
+        if self._service is None:
+            return True  # loading, which has no loop
+        turned = threading.Event()
+        try:
+            self._service.engine.loop.call(turned.set)
+        except RuntimeError:  # no thread to be had
+            return False
+        return turned.wait(ALIVE_SECONDS)
+
+    def not_ready(self) -> str:
+        """See ``provider.observe.admin.Health``."""
+        return self._not_ready
 
     @property
     def manifest(self) -> Manifest:
@@ -178,7 +214,7 @@ class Provider:
 
     def drain(self, seconds: float) -> bool:
         """Let nobody in any more, and every session answer what has arrived; whether all ended in time."""
-        deadline = time.monotonic() + seconds
+        deadline, self._not_ready = time.monotonic() + seconds, "draining"
         self.server.stop_listening()
         if self._local is not None:
             self._local.close()

@@ -70,6 +70,24 @@ def server_context(tls_dir: str | Path, client_ca: str | Path | None = None) -> 
     return context
 
 
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that has the port, and does not listen yet: nobody can connect.
+
+    Raises:
+        ConfigurationError: another has it, or there is no such address.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old sessions may be in TIME_WAIT
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
 class Acceptor:
     """Lets tenants in at a listening socket: TLS and the websocket handshake, in a thread for each.
 
@@ -108,7 +126,7 @@ class Acceptor:
         told = -math.inf
         while not self._connections.draining:
             try:
-                raw, _ = self._listener.accept()
+                raw, address = self._listener.accept()
             except OSError as error:
                 if self._connections.draining or error.errno == errno.EINVAL:  # nobody listens any more
                     break
@@ -123,7 +141,9 @@ class Acceptor:
                 raw.close()
             else:
                 try:
-                    threading.Thread(target=self._let_in, args=(raw,), name="handshake", daemon=True).start()
+                    threading.Thread(
+                        target=self._let_in, args=(raw, address[0]), name="handshake", daemon=True
+                    ).start()
                 except RuntimeError:  # no more threads to be had: this connection is one too many
                     raw.close()
                     self._connections.metrics.handshake_failed("full")
@@ -131,9 +151,9 @@ class Acceptor:
             self._reserve.acquire()
         self._reserve.release()
 
-    def _let_in(self, raw: socket.socket) -> None:
+    def _let_in(self, raw: socket.socket, peer: str) -> None:
         try:
-            connection = self._shake_hands(raw)
+            connection = self._shake_hands(raw, peer)
             if connection is None:
                 self._connections.release()
             else:
@@ -142,7 +162,7 @@ class Acceptor:
             log.exception("a handshake failed")
             self._connections.release()
 
-    def _shake_hands(self, raw: socket.socket) -> WebsocketConnection | None:
+    def _shake_hands(self, raw: socket.socket, peer: str) -> WebsocketConnection | None:
         with raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -154,16 +174,18 @@ class Acceptor:
                 if isinstance(error, HandshakeRefused):
                     reason = error.reason
                 self._connections.metrics.handshake_failed(reason)
-                log.info("no session: %s (%s)", reason, type(error).__name__)
+                what = {"peer": peer, "reason": reason}
+                log.info("no session: %s (%s)", reason, type(error).__name__, extra=what)
                 return None
+            who = {"peer": peer, "tenant": tenant}
             try:
                 return WebsocketConnection(
                     sock, tenant, self._open, self._max_message_bytes, self._max_in_flight
                 )
             except TooManyConnections as error:
-                log.info("tenant %s was turned away: %s", tenant, error)
+                log.info("tenant %s was turned away: %s", tenant, error, extra=who)
             except OSError as error:
-                log.error("tenant %s was turned away: %s", tenant, explained(error))
+                log.error("tenant %s was turned away: %s", tenant, explained(error), extra=who)
                 self._connections.metrics.handshake_failed("full")
             return None
 
@@ -180,6 +202,7 @@ class Server:
     """A base executor behind a TLS port.
 
     Args:
+        listener: see ``bound``; this listens, and closes it. None: one of ``host`` and ``port``.
         max_connections: further ones are closed at once.
         tenant_connections: of one tenant; further ones are turned away.
     """
@@ -192,6 +215,7 @@ class Server:
         tokens: TokenFile,
         host: str = "127.0.0.1",
         port: int = 8765,
+        listener: socket.socket | None = None,
         max_connections: int = 256,
         tenant_connections: int = 64,
     ) -> None:
@@ -199,10 +223,11 @@ class Server:
         self.connections = Connections(
             service.metrics, service.engine.loop, max_connections, tenant_connections
         )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = listener or bound(host, port)
         try:
-            self.listener = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
+            self.listener.listen(128)
+        except OSError as error:  # another process that had bound it as well was first
+            self.listener.close()
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.host, self.port = host, self.listener.getsockname()[1]
         limits = service.executor.manifest.limits

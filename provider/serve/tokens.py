@@ -1,36 +1,75 @@
-"""Bearer tokens: 32 random bytes each, of which the file keeps only the SHA-256."""
+"""Bearer tokens: 32 random bytes each, of which the file keeps only the SHA-256, and when they end."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from shared.errors import ConfigurationError
+from shared.errors import AuthenticationError, ConfigurationError
+
+log = logging.getLogger(__name__)
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Time = Annotated[datetime, msgspec.Meta(tz=True)]
+
+OVERLAP_DAYS = 7  # of an old token and the one that it is rotated to
+WARNING_DAYS = 7  # before a tenant's last token ends
+
+
+class StoredToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the file has of one token; ``made`` is None if it comes from a file without times."""
+
+    sha256: _Hash
+    made: _Time | None = None
+    expires: _Time | None = None  # None: never
+
+    def ended(self, now: datetime) -> bool:
+        """Whether it is valid no more."""
+        return self.expires is not None and self.expires <= now
+
+
+_Tokens = dict[str, list[StoredToken]]  # by tenant, oldest first
+# Made once: msgspec 0.22 crashes when such a type is resolved again and again.
+_stored = msgspec.json.Decoder(dict[str, _Hash | list[StoredToken]])
+
+
+def shown(time: datetime | None, otherwise: str = "never") -> str:
+    """A time in UTC, for people."""
+    return otherwise if time is None else f"{time.astimezone(UTC):%Y-%m-%d %H:%M}"
+
+
+def _utc() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
 
 
 class TokenFile:
-    """A JSON file ``{tenant: sha256 of its token}``, readable by its owner only.
+    """A JSON file ``{tenant: [{sha256, made, expires}]}``, readable by its owner only.
 
-    A plain hash is enough because a token is 256 random bits, not a password. The file is read at
-    every check, so that adding and removing tenants needs no restart.
+    Also read, and then written in that form: ``{tenant: sha256}``. A plain hash is enough because a token is
+    256 random bits, not a password. The file is read at every check, so that changes need no restart.
+
+    Args:
+        path: of the file.
+        clock: what time it is, with its zone.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, clock: Callable[[], datetime] = _utc) -> None:
+        self.path, self._clock = Path(path), clock
 
-    def _read(self) -> dict[str, str]:
+    def _read(self) -> _Tokens:
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, _Hash])
+            found = _stored.decode(self.path.read_bytes())
         except FileNotFoundError:
             raise ConfigurationError(
                 f"{self.path} does not exist; make it with "
@@ -40,28 +79,55 @@ class TokenFile:
             raise ConfigurationError(f"cannot read {self.path}: {error.strerror}") from error
         except msgspec.DecodeError as error:
             raise ConfigurationError(f"{self.path} is not a token file: {error}") from error
+        return {name: [StoredToken(kept)] if isinstance(kept, str) else kept for name, kept in found.items()}
 
     def check_readable(self) -> int:
         """Number of tenants; raises ConfigurationError if the file cannot be used."""
         return len(self._read())
 
-    def add(self, tenant: str) -> str:
-        """Make a token for a tenant, replacing an older one, and return it; it is stored nowhere."""
+    def add(self, tenant: str, days: int | None = None) -> str:
+        """Make a token for a tenant, replacing older ones, and return it; it is stored nowhere.
+
+        Args:
+            days: how long it is valid; None: until it is removed.
+        """
         if not _TENANT.fullmatch(tenant):
             raise ConfigurationError("a tenant's name is 1 to 64 letters, digits, dots, dashes, underscores")
         tokens = self._read() if self.path.exists() else {}
-        token = secrets.token_urlsafe(32)
-        self._write({**tokens, tenant: _hash(token)})
+        return self._store(tokens, tenant, [], days)
+
+    def rotate(self, tenant: str, days: int | None = None, overlap_days: int = OVERLAP_DAYS) -> str:
+        """Make a further token for a tenant, and have the newest of the present ones end after the overlap.
+
+        Args:
+            days: how long the new one is valid; None: until it is removed.
+            overlap_days: how long the old one still is, unless it ends sooner by itself.
+
+        Raises:
+            ConfigurationError: the file has no such tenant.
+        """
+        tokens, now = self._read(), self._clock()
+        if tenant not in tokens:
+            raise ConfigurationError(f"{self.path} has no tenant {tenant!r}; `token add` makes a first token")
+        last = now + timedelta(days=overlap_days)
+        valid = [old for old in tokens[tenant] if not old.ended(now)][-1:] if overlap_days else []
+        kept = [msgspec.structs.replace(old, expires=min(old.expires or last, last)) for old in valid]
+        return self._store(tokens, tenant, kept, days)
+
+    def _store(self, tokens: _Tokens, tenant: str, kept: list[StoredToken], days: int | None) -> str:
+        now, token = self._clock(), secrets.token_urlsafe(32)
+        expires = None if days is None else now + timedelta(days=days)
+        self._write({**tokens, tenant: [*kept, StoredToken(_hash(token), now, expires)]})
         return token
 
     def remove(self, tenant: str) -> None:
-        """Forget a tenant: its token opens no further session."""
+        """Forget a tenant: its tokens open no further session."""
         tokens = self._read()
         if tenant not in tokens:
             raise ConfigurationError(f"{self.path} has no tenant {tenant!r}")
         self._write({name: stored for name, stored in tokens.items() if name != tenant})
 
-    def _write(self, tokens: dict[str, str]) -> None:
+    def _write(self, tokens: _Tokens) -> None:
         temporary = self.path.with_name(self.path.name + ".new")
         try:
             temporary.unlink(missing_ok=True)  # a file that exists would keep its mode
@@ -73,13 +139,48 @@ class TokenFile:
             raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
 
     def tenant_of(self, token: str) -> str | None:
-        """The tenant that holds this token, or None. Time does not depend on which or whether."""
+        """The tenant that holds this token, or None. Time does not depend on which or whether.
+
+        Raises:
+            AuthenticationError: it was one, and has expired; the message is for who holds it.
+        """
         given = _hash(token)
-        found = None
+        found: tuple[str, StoredToken] | None = None
         for tenant, stored in self._read().items():
-            if hmac.compare_digest(given, stored):
-                found = tenant
-        return found
+            for each in stored:
+                if hmac.compare_digest(given, each.sha256):
+                    found = tenant, each
+        if found is None:
+            return None
+        tenant, stored_token = found
+        if stored_token.ended(self._clock()):
+            when = shown(stored_token.expires)
+            raise AuthenticationError(f"this token expired at {when} UTC; ask the provider for a new one")
+        return tenant
+
+    def listed(self) -> list[tuple[str, StoredToken]]:
+        """Every token with its tenant, also those that have ended."""
+        return [(name, each) for name, stored in sorted(self._read().items()) for each in stored]
+
+    def warn(self) -> None:
+        """Log which tenants' last tokens end soon, or that the file cannot be read."""
+        try:
+            tokens, now = self._read(), self._clock()
+        except ConfigurationError as error:
+            log.error("cannot check tokens: %s", error)
+            return
+        for tenant, stored in tokens.items():
+            ends = [each.expires for each in stored if each.expires is not None]
+            if not ends or len(ends) < len(stored):
+                continue  # one never does
+            days = (max(ends) - now) / timedelta(days=1)
+            if 0 < days <= WARNING_DAYS:
+                log.warning(
+                    "the token of tenant %s expires at %s UTC; make another with `token rotate`",
+                    tenant,
+                    shown(max(ends)),
+                    extra={"tenant": tenant, "seconds": round(days * 86400)},
+                )
 
 
 def _hash(token: str) -> str:

@@ -17,7 +17,7 @@ from provider.observe.metrics import Metrics
 from provider.observe.transcript import TranscriptWriter
 from provider.session.quota import Quotas
 from shared.errors import SymbiosisError, WireError
-from shared.wire.header import PRODUCTS, Header, Operation
+from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, Fetch, Hello, decode, encode
 from shared.wire.protocol import ExecutorProtocol
 from shared.wire.websocket import Incoming, new_payload, tensor_bytes
@@ -76,7 +76,7 @@ class TenantSession:
         # Admitted and not yet taken by the network: its header, the answer's, bytes of both.
         self._admitted: dict[int, tuple[Header, Header, int]] = {}
         self._number = service.transcript.opened(tenant) if service.transcript else 0
-        self._closed = False
+        self._closed, self._began, self._answered = False, time.monotonic(), 0
         self._under_way: set[int] = set()  # of those admitted, without an answer
 
     @property
@@ -140,6 +140,11 @@ class TenantSession:
 
     def close(self) -> None:
         """The tenant left, or its carrier broke, perhaps in the middle of a message."""
+        lasted, count = round(time.monotonic() - self._began, 3), self._answered
+        extra = {"tenant": self._tenant, "seconds": lasted, "requests": count}
+        log.info(
+            "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
+        )
         self._closed = True
         for number in self._admitted.keys() - self._under_way:
             self._release(number)  # the others hold memory until they are back
@@ -150,7 +155,7 @@ class TenantSession:
     # -- kinds of requests -----------------------------------------------------------------------
 
     def _welcome(self, header: Header, hello: Hello) -> None:
-        log.info("tenant %s connected with %.40r", self._tenant, hello.client)
+        log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra={"tenant": self._tenant})
         welcome = encode(self._service.executor.manifest)
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
         self._send(answer, welcome, _nothing)
@@ -170,6 +175,7 @@ class TenantSession:
         if not self._back(header, answer, done.blocks):
             return
         service = self._service
+        self._answered += 1
         if service.transcript:
             service.transcript.answered(self._number, header.request_id, done.reply_seconds)
         service.engine.afterwards(partial(service.metrics.answered, self._tenant, header, answer, done))
@@ -189,7 +195,7 @@ class TenantSession:
     def _read(self, header: Header, answer: Header, future: Future[torch.Tensor]) -> None:
         error = future.exception()
         if self._back(header, answer, [] if error else [future.result()], error):
-            self._service.metrics.sent.inc(answer.payload_bytes)
+            self._service.metrics.downloaded(self._tenant, header, answer)
 
     def _back(
         self,
@@ -216,7 +222,8 @@ class TenantSession:
         """One request's failure is that request's alone; the peer learns nothing of its cause."""
         self._release(id(header))
         if not isinstance(error, WireError):
-            log.error("request of tenant %s failed", self._tenant, exc_info=error)
+            of = {"tenant": self._tenant, "request_class": RequestClass(header.request_class).name.lower()}
+            log.error("request of tenant %s failed", self._tenant, exc_info=error, extra=of)
             error = WireError("internal", "the executor failed on this request; report it")
         if error.fatal:
             raise error

@@ -75,8 +75,10 @@ def test_from_certificates_to_a_generated_text(
     assert 1 < after < before
     assert "8 steps" in out
     assert "MB sent" in out
-    assert "masked: every row, each under a mask of its own (1 mask source; effects of" in out
-    rows, of = re.search(r"checked: ([\d,]+) of ([\d,]+) rows; the others made the finger", out).groups()  # type: ignore[union-attr]
+    assert re.search(
+        r"masked: every row, each under a mask of its own \(1 mask source; [\d,]+ rows multiplied there", out
+    )
+    rows, of = re.search(r"checked: ([\d,]+) of ([\d,]+) rows; the rest prepared these checks", out).groups()  # type: ignore[union-attr]
     assert 0 < int(rows.replace(",", "")) < int(of.replace(",", ""))
     assert "step 1 of 8: loss" in err
     assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] == "LORA"
@@ -91,7 +93,7 @@ def test_from_certificates_to_a_generated_text(
         tenant(*prompt, *source, "--allow-same-operator", "--adapter", adapter, secrets=secrets),
         tenant(*prompt, *local, *sampling, "--verify", "off"),
     ]
-    said = (r"checked: (\d+) of \1 rows\n", "the others made the fingerprints", "checked: nothing")
+    said = (r"checked: (\d+) of \1 rows\n", "the rest prepared these checks", "checked: nothing")
     texts = []
     for run, expected in zip(runs, said, strict=True):
         out, err = ok(run)

@@ -9,12 +9,15 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import Executor
 
 from provider.observe.admin import CONNECTIONS, AdminServer
 from provider.observe.metrics import Metrics
+
+HEALTHY = SimpleNamespace(alive=lambda: True, not_ready=lambda: "")
 
 
 def test_a_signal_that_another_thread_takes_still_drains(
@@ -29,7 +32,7 @@ def test_a_signal_that_another_thread_takes_still_drains(
 
 
 def test_a_silent_client_holds_up_neither_scrapes_nor_the_end() -> None:
-    admin = AdminServer(Metrics(), 0, healthy=lambda: True)
+    admin = AdminServer(Metrics(), 0, HEALTHY)
     with socket.create_connection(("127.0.0.1", admin.port)):
         url = f"http://127.0.0.1:{admin.port}/healthz"
         assert urllib.request.urlopen(url, timeout=10).read() == b"ok\n"
@@ -40,7 +43,7 @@ def test_a_silent_client_holds_up_neither_scrapes_nor_the_end() -> None:
 
 
 def test_clients_that_say_nothing_take_no_more_than_some_threads() -> None:
-    admin = AdminServer(Metrics(), 0, healthy=lambda: True)
+    admin = AdminServer(Metrics(), 0, HEALTHY)
     before, silent = threading.active_count(), []
     try:
         for _ in range(4 * CONNECTIONS):

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,7 @@ def work(metrics: Metrics) -> None:
 
 @contextmanager
 def shown(status: Status, metrics: Metrics) -> Iterator[AdminServer]:
-    admin = AdminServer(metrics, 0, lambda: True, status)
+    admin = AdminServer(metrics, 0, SimpleNamespace(alive=lambda: True, not_ready=lambda: ""), status)
     try:
         yield admin
     finally:

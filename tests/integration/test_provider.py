@@ -55,10 +55,8 @@ def test_it_serves_as_configured(make: Make, llama: Executor, tmp_path: Path, lo
         provider.announce()
         told = json.loads((tmp_path / "ready").read_text())
         assert (told["url"], told["local_url"]) == (provider.url, provider.local_url)
-        page = http.client.HTTPConnection(told["admin_url"].removeprefix("http://"), timeout=20)
-        with contextlib.closing(page):
-            page.request("GET", "/healthz")
-            assert page.getresponse().status == 200
+        assert told["admin_url"] == provider.admin_url
+        assert ask(provider, "/healthz") == (200, "ok\n")
     with pytest.raises(ConnectError):
         Executor(provider.url, llama.token, llama.ca).connect()
 
@@ -83,8 +81,51 @@ def test_what_cannot_start_leaves_nothing_open(
         with pytest.raises(ConfigurationError, match=f"cannot listen.*{port}"):
             provider.start()
     eventually(lambda: not [t for t in threads() - before if t.name not in ("accept", "status")])
-    (recording,) = tmp_path.glob("*.transcript")
-    assert recording.stat().st_size > 0
+    assert not list(tmp_path.iterdir())  # nor anything begun
+
+
+@pytest.mark.parametrize("taken", ["port", "admin_port"])
+def test_a_port_in_use_is_told_before_the_checkpoint_is_read(make: Make, tmp_path: Path, taken: str) -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
+        provider = make(**{"port": 0, taken: other.getsockname()[1], "model_dir": tmp_path / "none"})
+        with pytest.raises(ConfigurationError, match="cannot listen"):
+            provider.start()
+
+
+def test_until_all_is_loaded_it_is_alive_and_not_ready(
+    make: Make, monkeypatch: pytest.MonkeyPatch, llama: Executor
+) -> None:
+    """And nobody can connect: a balancer tries another executor at once."""
+    provider, told = make(), []
+    load = provider._load
+
+    def look() -> object:
+        told.extend([ask(provider, "/healthz"), ask(provider, "/readyz"), ask(provider, "/status.json")[0]])
+        return load()
+
+    monkeypatch.setattr(provider, "_load", look)
+    with provider:
+        assert told == [(200, "ok\n"), (503, "loading\n"), 200]
+        assert ask(provider, "/readyz") == (200, "ready\n")
+        Executor(provider.url, llama.token, llama.ca).connect().close()
+        with monkeypatch.context() as patch:
+            patch.setattr("provider.serve.provider.ALIVE_SECONDS", 0.05)
+            stuck = threading.Event()
+            provider.server.service.engine.loop.call(stuck.wait)  # type: ignore[arg-type]
+            assert ask(provider, "/healthz") == (503, "stuck\n")
+            stuck.set()
+        assert ask(provider, "/healthz") == (200, "ok\n")
+        provider.drain(1.0)
+        assert ask(provider, "/readyz") == (503, "draining\n")
+        assert ask(provider, "/healthz") == (200, "ok\n")
+
+
+def ask(provider: Provider, path: str) -> tuple[int, str]:
+    page = http.client.HTTPConnection(provider.admin_url.removeprefix("http://"), timeout=20)
+    with contextlib.closing(page):
+        page.request("GET", path)
+        answer = page.getresponse()
+        return answer.status, answer.read().decode()
 
 
 def test_a_missing_certificate_is_told_before_the_checkpoint_is_read(make: Make, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,20 +257,22 @@ def names_in(page: str) -> set[str]:
 
 
 def test_the_admin_port_listens_on_loopback_and_says_how_it_is() -> None:
-    healthy = True
+    alive, why = True, "loading"
     metrics = Metrics()
     metrics.refused.labels("group").inc()
     metrics.handshakes_failed.labels("tls").inc()
-    admin = AdminServer(metrics, 0, healthy=lambda: healthy)
+    admin = AdminServer(metrics, 0, SimpleNamespace(alive=lambda: alive, not_ready=lambda: why))
     try:
         assert admin._server.server_address[0] == "127.0.0.1"
         url = f"http://127.0.0.1:{admin.port}"
         status, page = get(url, "/metrics")
         assert status == 200
         assert names_in(page) >= NAMES
-        assert get(url, "/healthz") == (200, "ok\n")
-        healthy = False
-        assert get(url, "/healthz") == (503, "draining\n")
+        for why, code in (("loading", 503), ("", 200), ("draining", 503)):
+            assert get(url, "/healthz") == (200, "ok\n")  # who is busy or ends needs no other start
+            assert get(url, "/readyz") == (code, f"{why or 'ready'}\n")
+        alive = False
+        assert get(url, "/healthz") == (503, "stuck\n")
         assert get(url, "/")[0] == 404
     finally:
         admin.close()
@@ -356,13 +359,15 @@ def test_sigterm_answers_drains_and_exits_with_0(
     assert status == 200
     assert names_in(page) >= NAMES - {"symbiosis_refused_total", "symbiosis_handshakes_failed_total"}
     assert get(executor.admin_url, "/healthz") == (200, "ok\n")
+    assert get(executor.admin_url, "/readyz") == (200, "ready\n")
     with open_raw(executor) as peer:
         peer.hello()
         rows = 65_536
         peer.message(product(rows, 64, group=2, members=0b11), bytes(rows * 256))
         peer._early = peer.sock.recv(14)
         process.send_signal(signal.SIGTERM)
-        eventually(lambda: get(executor.admin_url, "/healthz") == (503, "draining\n"))
+        eventually(lambda: get(executor.admin_url, "/readyz") == (503, "draining\n"))
+        assert get(executor.admin_url, "/healthz") == (200, "ok\n")
         assert process.poll() is None
         fields, body = peer.receive()
         assert (fields.operation, fields.rows, fields.columns) == (REPLY, rows, 192)

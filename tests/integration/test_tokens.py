@@ -6,9 +6,13 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import logging
 import os
+import re
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -26,10 +30,28 @@ from shared.errors import AuthenticationError, ConfigurationError, ConnectError
 from shared.wire.header import Direction, Operation
 
 
+class Clock:
+    """Says what it is set to."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2020, 3, 1, 12, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def pass_days(self, days: float) -> None:
+        self.now += timedelta(days=days)
+
+
 @pytest.fixture
-def tokens(tmp_path: Path) -> TokenFile:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, clock: Clock) -> TokenFile:
     """A token file that does not exist yet."""
-    return TokenFile(tmp_path / "tokens.json")
+    return TokenFile(tmp_path / "tokens.json", clock)
 
 
 @pytest.fixture
@@ -40,9 +62,10 @@ def open_umask() -> Iterator[None]:
     os.umask(before)
 
 
-def test_the_file_holds_a_hash_and_nothing_else(tokens: TokenFile) -> None:
+def test_the_file_holds_a_hash_a_time_and_nothing_else(tokens: TokenFile) -> None:
     token = tokens.add("alice")
-    assert json.loads(tokens.path.read_text()) == {"alice": hashlib.sha256(token.encode()).hexdigest()}
+    entry = {"sha256": hashlib.sha256(token.encode()).hexdigest(), "made": "2020-03-01T12:00:00Z"}
+    assert json.loads(tokens.path.read_text()) == {"alice": [entry]}
     assert token not in tokens.path.read_text()
     assert len(token) >= 43  # 32 bytes in base64
     assert tokens.add("bob") != token
@@ -70,9 +93,10 @@ def test_a_new_token_replaces_the_old_one(tokens: TokenFile) -> None:
 
 @pytest.mark.parametrize("token", ["", "x", "\udcff", "\xff", "a" * 100_000, "alice", "\0"])
 def test_anything_else_is_nobody(tokens: TokenFile, token: str) -> None:
-    stored = json.loads(tokens.path.read_text())["alice"] if tokens.add("alice") else ""
+    tokens.add("alice")
+    (stored,) = json.loads(tokens.path.read_text())["alice"]
     assert tokens.tenant_of(token) is None
-    assert tokens.tenant_of(stored) is None
+    assert tokens.tenant_of(stored["sha256"]) is None
 
 
 def test_every_entry_is_compared_in_constant_time(tokens: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +126,21 @@ def test_names_that_are_none(tokens: TokenFile, name: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"alice": 1}', '{"alice": "é"}', '{"alice": "ab"}', '{"alice": {"hash": "x"}}', "\xff"],
+    [
+        *(
+            "",
+            "{",
+            "[]",
+            '{"alice": 1}',
+            '{"alice": "é"}',
+            '{"alice": "ab"}',
+            '{"alice": {"hash": "x"}}',
+            "\xff",
+        ),
+        '{"alice": [{"sha256": "ab"}]}',
+        '{"alice": [{"sha256": "%s", "expires": "2020-03-01T12:00:00"}]}' % ("0" * 64),  # of no zone
+        '{"alice": [{"sha256": "%s", "until": "2020-03-01T12:00:00Z"}]}' % ("0" * 64),
+    ],
 )
 def test_a_damaged_file_lets_nobody_in(tokens: TokenFile, text: str) -> None:
     tokens.path.write_text(text)
@@ -144,6 +182,143 @@ def test_changes_take_effect_without_a_restart(llama: Executor, tls_dir: Path, t
     assert server.drain(SECONDS)
 
 
-def test_the_command_prints_the_token_once(tokens: TokenFile) -> None:
-    result = CliRunner().invoke(app, ["token", "add", "alice", "--token-file", str(tokens.path)])
-    assert tokens.tenant_of(result.stdout.strip()) == "alice"
+# -- expiry and rotation ---------------------------------------------------------------------------
+
+
+def test_a_token_ends_and_its_holder_is_told(tokens: TokenFile, clock: Clock) -> None:
+    short, lasting = tokens.add("alice", days=3), tokens.add("bob")
+    clock.pass_days(2.999)
+    assert tokens.tenant_of(short) == "alice"
+    clock.pass_days(0.001)
+    with pytest.raises(
+        AuthenticationError, match="this token expired at 2020-03-04 12:00 UTC; ask the provider"
+    ):
+        tokens.tenant_of(short)
+    assert tokens.tenant_of(lasting) == "bob"
+    assert tokens.tenant_of("nobody's") is None
+
+
+def test_two_tokens_are_valid_while_one_is_rotated(tokens: TokenFile, clock: Clock) -> None:
+    old, other = tokens.add("alice"), tokens.add("bob", days=100)
+    new = tokens.rotate("alice", days=30)
+    clock.pass_days(6.9)
+    assert [tokens.tenant_of(each) for each in (old, new, other)] == ["alice", "alice", "bob"]
+    newest = tokens.rotate("alice", overlap_days=14)  # the first is forgotten: no more than two at a time
+    assert [tokens.tenant_of(each) for each in (old, new, newest)] == [None, "alice", "alice"]
+    clock.pass_days(14)
+    with pytest.raises(AuthenticationError, match="expired"):
+        tokens.tenant_of(new)
+    assert tokens.tenant_of(newest) == "alice"
+    assert tokens.check_readable() == 2
+
+
+def test_rotation_lengthens_no_life(tokens: TokenFile, clock: Clock) -> None:
+    old = tokens.add("alice", days=2)
+    tokens.rotate("alice", overlap_days=7)
+    clock.pass_days(2)
+    with pytest.raises(AuthenticationError):
+        tokens.tenant_of(old)
+
+
+def test_without_overlap_the_old_token_ends_at_once(tokens: TokenFile) -> None:
+    old = tokens.add("alice")
+    new = tokens.rotate("alice", overlap_days=0)
+    assert [tokens.tenant_of(each) for each in (old, new)] == [None, "alice"]
+    with pytest.raises(ConfigurationError, match="no tenant 'carol'"):
+        tokens.rotate("carol")
+
+
+def test_files_without_times_are_read_and_kept(tokens: TokenFile) -> None:
+    former = {"alice": hashlib.sha256(b"first").hexdigest(), "bob": hashlib.sha256(b"second").hexdigest()}
+    tokens.path.write_text(json.dumps(former))
+    assert tokens.tenant_of("first") == "alice"
+    carol, alice = tokens.add("carol"), tokens.rotate("alice")
+    found = [tokens.tenant_of(each) for each in ("first", alice, "second", carol)]
+    assert found == ["alice", "alice", "bob", "carol"]
+
+
+def test_a_warning_some_days_before(
+    tokens: TokenFile, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens.add("alice", days=10)
+    tokens.add("bob")
+    tokens.add("carol", days=10)
+    token = tokens.rotate("carol", days=100)  # who has a newer one needs no warning
+    with caplog.at_level(logging.WARNING):
+        tokens.warn()
+        assert not caplog.records
+        clock.pass_days(4)
+        tokens.warn()
+        (record,) = caplog.records
+        assert "tenant alice expires at 2020-03-11 12:00 UTC" in record.getMessage()
+        assert (record.tenant, record.seconds) == ("alice", 6 * 86400)  # type: ignore[attr-defined]
+        tokens.path.write_text("{")
+        tokens.warn()
+        assert "not a token file" in caplog.text
+    assert token not in caplog.text
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_who_comes_with_an_expired_token_reads_why(
+    serve_process: Callable[..., Executor],
+    checkpoint: Callable[[str], Path],
+    tokens: TokenFile,
+    clock: Clock,
+    local: bool,
+) -> None:
+    clock.now = datetime.now(UTC) - timedelta(days=3)
+    former, valid = tokens.add("alice", days=2), tokens.add("bob", days=5)
+    with tempfile.TemporaryDirectory() as folder:
+        more = ("--local-dir", f"{folder}/here") if local else ()
+        executor = serve_process(checkpoint("llama"), "--token-file", str(tokens.path), *more)
+        if local:
+            executor = dataclasses.replace(executor, url=f"ipc://{folder}/here")
+        to = {"ca": None} if local else {}
+        with pytest.raises(
+            AuthenticationError, match=r"this token expired at .* UTC; ask the provider for a new one"
+        ):
+            executor.connect(token=former, **to)
+        executor.connect(token=valid, **to).close()
+    assert executor.log is not None
+    log = executor.log.read_text()
+    assert "the token of tenant bob expires" in log
+    assert former not in log
+    assert valid not in log
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+
+def command(*words: object) -> tuple[str, str]:
+    """What it prints, and what it says beside."""
+    result = CliRunner().invoke(app, ["token", *map(str, words)])
+    assert result.exit_code == 0, result
+    return result.stdout, result.stderr
+
+
+def test_the_command_prints_the_token_once_and_how_long_it_is_valid(tokens: TokenFile) -> None:
+    tokens._clock = lambda: datetime.now(UTC)
+    file = ("--token-file", tokens.path)
+    out, said = command("add", "alice", *file)
+    assert tokens.tenant_of(out.strip()) == "alice"
+    assert "valid for ever; --days N makes one that expires" in said
+    new, said = command("rotate", "alice", *file, "--days", 30)
+    assert "valid for 30 days" in said
+    assert [tokens.tenant_of(each.strip()) for each in (out, new)] == ["alice", "alice"]
+
+
+def test_the_list_shows_no_token_and_no_hash(tokens: TokenFile) -> None:
+    tokens.path.write_text(json.dumps({"former": "0" * 64}))
+    given = [tokens.add("alice", days=1), tokens.rotate("alice"), tokens.add("bob")]
+    out, _ = command("list", "--token-file", tokens.path)
+    lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert lines == [
+        ["TENANT", "MADE", "EXPIRES"],
+        ["alice", "2020-03-01 12:00", "2020-03-02 12:00 (expired)"],
+        ["alice", "2020-03-01 12:00", "never"],
+        ["bob", "2020-03-01 12:00", "never"],
+        ["former", "unknown", "never"],
+    ]
+    for token in given:
+        assert token not in out
+    assert not re.search("[0-9a-f]{8}", out)

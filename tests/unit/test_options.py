@@ -31,7 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
         raise ConfigurationError("enough")
 
     monkeypatch.setattr("provider.serve.provider.Provider", provider)
-    monkeypatch.setattr("provider.cli.log_to_console", lambda: None)
+    monkeypatch.setattr("provider.cli.log_to_console", lambda log_format: None)
     monkeypatch.setattr("provider.cli.keep_freed_memory", lambda: None)
     return configs
 
@@ -54,6 +54,7 @@ def test_the_choices_are_those_that_there_are() -> None:
     [
         ("numerics", "float8", "unknown --numerics 'float8'; choose from float32, bfloat16, ring"),
         ("batching", "some", "unknown --batching 'some'; choose from opportunistic, none, lockstep"),
+        ("log_format", "xml", "unknown --log-format 'xml'; choose from text, json"),
         ("port", 65536, "--port is at least 0 and at most 65535, not 65536"),
         ("admin_port", -1, "--admin-port"),
         ("max_connections", 0, "--max-connections is at least 1, not 0"),
@@ -73,7 +74,7 @@ def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None
     given: dict[str, Any] = {
         field.name: {bool: True, int: 3, float: 4.5, str: "x"}.get(type(field.default), Path(field.name))
         for field in dataclasses.fields(ServeConfig)
-    } | {"numerics": "ring", "batching": "none"}
+    } | {"numerics": "ring", "batching": "none", "log_format": "json"}
     words = ["model_dir"]
     for name, value in given.items():
         if name != "model_dir":
