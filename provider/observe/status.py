@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from provider.observe.metrics import Metrics
+from provider.observe.metrics import Metrics, Usage
 
 PAGE = (Path(__file__).parent / "status.html").read_bytes()
 SECONDS = 1.0  # between two samples
@@ -55,13 +55,10 @@ class Status:
 
     def report(self) -> dict[str, Any]:
         """What ``/status.json`` shows."""
-        rows = self._metrics.by_label("symbiosis_tenant_rows_total", "tenant")
-        received = self._metrics.by_label("symbiosis_tenant_received_bytes_total", "tenant")
-        sent = self._metrics.by_label("symbiosis_tenant_sent_bytes_total", "tenant")
-        tenants = [
-            {"name": name, "rows": count, "bytes": received.get(name, 0.0) + sent.get(name, 0.0)}
-            for name, count in rows.items()
-        ]
+        by_tenant: dict[str, Usage] = {}
+        for (tenant, _), usage in self._metrics.usage().items():
+            by_tenant[tenant] = by_tenant.get(tenant, Usage()).plus(usage)
+        tenants = [{"name": name, **usage._asdict()} for name, usage in by_tenant.items()]
         return {
             **self.about,
             "samples": list(self._samples),

@@ -35,7 +35,7 @@ def work(metrics: Metrics) -> None:
     for tenant, rows in (("alice", 30), ("bob", 10)):
         request = Header(Operation.PRODUCT, Direction.FORWARD, 1, 0, 1, rows, 64, 1)
         answer = request._replace(operation=Operation.REPLY)
-        metrics.answered(tenant, request, answer, Completion([], RequestClass.DECODE, 0.001, 0.002))
+        metrics.answered(tenant, request, answer, Completion([], RequestClass.DECODE, 0.001, 0.002, 0.1))
 
 
 @contextmanager
@@ -69,8 +69,15 @@ def test_a_sample_is_what_happened_since_the_last() -> None:
     }
     assert second["rows_per_second"] == second["busy"] == 0.0
     assert status.report()["tenants"] == [
-        {"name": "alice", "rows": 30.0, "bytes": 2 * 30 * 64 * 4},
-        {"name": "bob", "rows": 10.0, "bytes": 2 * 10 * 64 * 4},
+        {
+            "name": name,
+            "requests": 1,
+            "rows": rows,
+            "received_bytes": rows * 64 * 4,
+            "sent_bytes": rows * 64 * 4,
+            "product_seconds": 0.1,
+        }
+        for name, rows in (("alice", 30), ("bob", 10))
     ]
 
 
@@ -125,6 +132,8 @@ def test_a_browser_shows_the_figures(tmp_path: Path) -> None:
     assert re.search(r'id="rows_per_product">40\.0<', page)
     assert re.search(r'id="busy">25 %<', page)
     assert re.search(r'id="met">none decoded<', page)
-    assert re.search(r"<td>alice</td><td>900</td><td>0\.4 MiB</td>", page)
+    assert re.search(
+        r"<td>alice</td><td>30</td><td>900</td><td>0\.2 MiB</td><td>0\.2 MiB</td><td>3\.0 s</td>", page
+    )
     assert page.count("last 29 s") == 8
     assert len(re.findall(r'<path d="M0\.00 ', page)) >= 6

@@ -1,0 +1,124 @@
+"""The files in deploy/: they name metrics that there are, and what systemd understands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Executor
+from typer.testing import CliRunner
+
+from provider.cli import app
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNIT = DEPLOY / "symbiosis-provider.service"
+ANALYZE, PROMTOOL = shutil.which("systemd-analyze"), shutil.which("promtool")
+DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
+ALERTS = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+ENDINGS = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def shown(page: str) -> set[str]:
+    """Names of all samples that a page of metrics has, or would have once something is counted."""
+    kinds = re.findall(r"(?m)^# TYPE (symbiosis_\w+) (\w+)$", page)
+    return {
+        name + ending for name, kind in kinds if not name.endswith("_created") for ending in ENDINGS[kind]
+    }
+
+
+def queries(dashboard: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"symbiosis_\w+", text))
+
+
+def test_dashboard_and_alerts_name_metrics_that_there_are(
+    serve_process: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    executor = serve_process(checkpoint("llama"))
+    there = shown(urllib.request.urlopen(executor.admin_url + "/metrics", timeout=20).read().decode())
+    variables = "".join(
+        each["definition"] for each in DASHBOARD["templating"]["list"] if "definition" in each
+    )
+    shows = named(" ".join(queries(DASHBOARD)) + variables)
+    warns = named(" ".join(rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]))
+    assert shows
+    assert warns
+    assert shows | warns <= there
+    families = {re.sub("_(bucket|sum|count)$", "", name) for name in shows}
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in there} == families  # none is left out
+    document = named((DEPLOY.parent / "docs" / "operations.md").read_text())
+    assert document == families
+
+
+def test_no_two_panels_lie_on_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken
+        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_every_alert_says_what_it_means() -> None:
+    for group in ALERTS["groups"]:
+        for rule in group["rules"]:
+            assert rule["annotations"].keys() == {"summary", "description"}
+            assert rule["labels"]["severity"] in ("page", "ticket")
+            assert rule["alert"] in (DEPLOY.parent / "docs" / "operations.md").read_text()
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian package prometheus)")
+def test_prometheus_understands_alerts_and_queries(tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    rules = [
+        {"record": "some:name", "expr": re.sub(r"\$__\w+", "5m", query), "labels": {"number": str(number)}}
+        for number, query in enumerate(queries(DASHBOARD))
+    ]
+    (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
+    for file in (DEPLOY / "alerts.yml", tmp_path / "queries.yml"):
+        done = subprocess.run([PROMTOOL, "check", "rules", file], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed (Debian package systemd)")
+def test_systemd_understands_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
+    assert ANALYZE is not None
+    unit = tmp_path / UNIT.name
+    unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", UNIT.read_text()))
+    done = subprocess.run([ANALYZE, "verify", unit], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    command = [ANALYZE, "security", "--offline=true", "--threshold=20", unit]  # of 100, least is best
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_unit_starts_what_there_is_and_holds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = UNIT.read_text()
+    (command,) = re.findall(r"(?m)^ExecStart=(.*)$", text)
+    _, *words = shlex.split(command)
+    config = tmp_path / "provider.toml"
+    config.write_text('tls_dir = "none"\ntoken_file = "none"\n')
+    words[words.index("--config") + 1] = str(config)
+    for name in ("log_to_console", "keep_freed_memory"):  # they are for a process of one's own
+        monkeypatch.setattr(f"provider.cli.{name}", lambda *_: None)
+    result = CliRunner().invoke(app, words)
+    assert "no usable certificate in none" in str(result.exception)  # all options were understood
+    assert not re.search(r"(?i)token=|secret|password", text)
+    drained, stopped = 10, int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0])
+    assert drained < stopped
