@@ -188,7 +188,8 @@ def test_a_wrong_token(transport: str, llama_everywhere: Everywhere) -> None:
         llama_everywhere.connect(transport, token="not-a-token")
     with llama_everywhere.connect(transport) as session:
         product(session, torch.zeros(1, 64))
-    assert llama_everywhere.metric("symbiosis_tenant_rows_total", tenant=TENANT) > 0
+    metrics = llama_everywhere.service.metrics
+    assert metrics.by_label("symbiosis_tenant_rows_total", "tenant")[TENANT] > 0
     eventually(lambda: llama_everywhere.metric("symbiosis_connections") == 0)
 
 
