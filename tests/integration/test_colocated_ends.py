@@ -237,7 +237,7 @@ def directory() -> Iterator[Path]:
 
 
 def connect(executor: Executor, directory: Path, **options: Any) -> tenant_sdk.Session:
-    given = {"token": executor.token, "privacy": "plain"} | options
+    given = {"token": executor.token, "privacy": "plain", "patience": 0.0} | options
     return tenant_sdk.connect(f"ipc://{directory}", **given)
 
 
