@@ -154,7 +154,7 @@ def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     CliRunner().invoke(tenant_app, ["generate", "--config", str(file)])
     assert opened[1:] == [SessionConfig(**common, mask_sources=["local:a", "local:b"], timeout=3.0)]
     for command, change, message in (
-        ("generate", 'token = "t0k3n"', "token: there is no such option; the keys are adapter, allow_loops, allow_same"),
+        ("generate", 'token = "t0k3n"', "token: there is no such option; the keys are adapter, allow_loops"),
         ("generate", "digest = 1", "digest: Expected `str`"),
         ("doctor", "", "allow_transcript: there is no such option; the keys are allow_same"),
     ):
