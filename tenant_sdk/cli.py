@@ -288,7 +288,10 @@ def generate(
     ] = None,
     repetition_penalty: Annotated[
         float,
-        typer.Option(help="Above 1: make tokens less likely that the prompt or the text has already."),
+        typer.Option(
+            help="Above 1: make tokens less likely that the prompt or the text has already. It also keeps an "
+            "adapter from copying out of the prompt, so 1, off, is the default."
+        ),
     ] = 1.0,
     allow_loops: Annotated[
         bool,

@@ -131,6 +131,7 @@ KINDS: dict[str, Any] = {
     "wire_dtype": str,
     "digest": str,
     "timeout": float,
+    "patience": float,
 }
 
 

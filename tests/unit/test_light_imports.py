@@ -40,7 +40,7 @@ def run(program: str, *arguments: str, columns: str = "200") -> tuple[list[str],
 def first_line(*arguments: str) -> tuple[str, list[str]]:
     """What a command says first, and which of the heavy had been imported by then."""
     program = """
-import sys
+import logging, sys
 from rich.console import Console
 def stop(self, line="", **_):
     if not isinstance(line, str):
@@ -48,6 +48,7 @@ def stop(self, line="", **_):
     print(line, "IMPORTED", *({"torch", "transformers", "peft"} & sys.modules.keys()))
     raise SystemExit
 Console.print = stop
+logging.StreamHandler.emit = lambda self, record: stop(self, record.getMessage())
 """
     module, *words = arguments
     done = subprocess.run(

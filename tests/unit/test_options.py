@@ -166,7 +166,7 @@ def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (
             "generate",
             'token = "t0k3n"',
-            "token: there is no such option; the keys are adapter, allow_other_base",
+            "token: there is no such option; the keys are adapter, allow_loops, allow_other_base",
         ),
         ("generate", "digest = 1", "digest: Expected `str`"),
         ("doctor", "", "allow_transcript: there is no such option; the keys are allow_same"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import WireError
-from shared.wire.header import DTYPE_CODES, DTYPES, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, DTYPES, RINGS, Direction, Header, Operation
 from shared.wire.messages import FileInfo, GroupInfo, Limits, Manifest, Member, ParameterInfo, digest_of
 from shared.wire.protocol import (
     MAX_ANSWER_CONTROL_BYTES,
@@ -213,7 +213,7 @@ def test_what_is_accepted_is_small_and_has_a_small_answer(header: Header, numeri
     group = GROUPS[header.group]
     outputs = sum(m.outputs for i, m in enumerate(group.members) if header.members >> i & 1)
     widths = (group.inputs, outputs) if header.direction == Direction.FORWARD else (outputs, group.inputs)
-    assert (header.columns, answer.columns) == (widths[0], widths[1] * (1 + ring))
+    assert (header.columns, answer.columns) == (widths[0], widths[1] * RINGS.get(numerics, 1))
     assert answer == header._replace(operation=Operation.REPLY, columns=answer.columns)
 
 
