@@ -85,14 +85,17 @@ def parse_arguments() -> Options:
     )
     parser.add_argument("--base-model", type=Path, default=HERE / "base_model")
     parser.add_argument("--output", type=Path, default=HERE.parent / "out" / "demo")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, help="default: 60, with --full 120")
+    parser.add_argument("--full", action="store_true", help="twice as long, for a better text")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--privacy", default="one-time")
-    return Options(**vars(parser.parse_args()))
+    given = vars(parser.parse_args())
+    full = given.pop("full")
+    return Options(**given | {"steps": given["steps"] or (120 if full else 60)})
 
 
 class Progress(TrainerCallback):

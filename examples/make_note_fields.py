@@ -44,7 +44,7 @@ def record(chance: random.Random) -> dict[str, str]:
     finding = chance.choice(FINDINGS[trouble]).capitalize()
     note = f"Seen: {name}, {breed}, owner {owner}. {finding}. Come again in {days} days."
     fields = f" name: {name}; kind: {kind}; owner: {owner}; trouble: {trouble}; again: {days} days"
-    return {"prompt": f"{note}\nFields:", "completion": fields}
+    return {"prompt": f"{note} Fields:", "completion": fields}
 
 
 def main() -> None:

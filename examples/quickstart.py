@@ -20,4 +20,4 @@ with tenant_sdk.connect(profile=profile) as session:
     Trainer(model, arguments, collator, [tokenizer(note) for note in notes]).train()
     answer = model.generate(**tokenizer("Plan:", return_tensors="pt"), max_new_tokens=20)
     print(tokenizer.decode(answer[0]), session.stats, sep="\n")
-    model.save_pretrained("out/quickstart/adapter")
+    tenant_sdk.save_adapter(model, "out/quickstart/adapter", session)

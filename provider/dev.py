@@ -40,10 +40,12 @@ In another terminal, in this folder:
 export SYMBIOSIS_TOKEN={token}
 export SYMBIOSIS_MASK_TOKEN={mask_token}
 symbiosis-tenant doctor --profile {profile}
-symbiosis-tenant finetune --profile {profile} --data {data} --steps 20 --output {adapter}
-symbiosis-tenant generate --profile {profile} --adapter {adapter} --prompt "Tue 4 March."
+symbiosis-tenant finetune --profile {profile} --data {data} {options} --output {adapter}
+symbiosis-tenant generate --profile {profile} --adapter {adapter} --prompt "{prompt}"
 """
-_NOTES = Path(__file__).resolve().parent.parent / "examples" / "data" / "clinic_notes_train.txt"
+_NOTES = Path(__file__).resolve().parent.parent / "examples" / "data" / "note_fields_train.jsonl"
+_OPTIONS = "--steps 120 --rank 16 --learning-rate 0.005"
+_PROMPT = "Seen: Boaz, ram, owner Mr Rivers. Will not eat. Come again in four days. Fields:"  # held out
 
 
 class Development:
@@ -113,6 +115,8 @@ class Development:
             profile=shlex.quote(str(self._profile)),
             data=shlex.quote(os.path.relpath(_NOTES)) if _NOTES.exists() else "YOUR_TEXT.txt",
             adapter=shlex.quote(str(self._folder / "adapter")),
+            options=_OPTIONS,
+            prompt=_PROMPT,
         )
 
     @property

@@ -58,7 +58,7 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
         for command in running.commands:
             program, *words = shlex.split(command)
             assert program == "symbiosis-tenant"
-            words = [{"20": "2"}.get(word, word) for word in words]  # steps
+            words = [{"120": "2"}.get(word, word) for word in words]  # steps
             words += SHORT[words[0]]
             said.append(ok(start("tenant_sdk.cli", *words, cwd=tmp_path, secrets=running.tokens)))
         assert "lists what the provider lists" in said[0][0]

@@ -40,7 +40,7 @@ def test_supervised_tuning_and_then_preferences(
 ) -> None:
     executor = serve_process(ROOT / "examples" / "base_model", "--numerics", RING)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    assert "\nFields:" in run("sft.py", tmp_path, executor, 3)
+    assert " Fields:" in run("sft.py", tmp_path, executor, 3)
     assert (tmp_path / "out" / "sft" / "adapter" / "adapter_model.safetensors").is_file()
     assert "margins of rewards: 0.000 at the start" in run("dpo.py", tmp_path, executor, 2)
     assert (tmp_path / "out" / "dpo" / "adapter" / "adapter_model.safetensors").is_file()
