@@ -85,8 +85,8 @@ def parse_arguments() -> Options:
     )
     parser.add_argument("--base-model", type=Path, default=HERE / "base_model")
     parser.add_argument("--output", type=Path, default=HERE.parent / "out" / "demo")
-    parser.add_argument("--steps", type=int, help="default: 60, with --full 120")
-    parser.add_argument("--full", action="store_true", help="twice as long, for a better text")
+    parser.add_argument("--steps", type=int, help="default: 120, with --full 300")
+    parser.add_argument("--full", action="store_true", help="longer, for a better text")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=5e-3)
@@ -95,7 +95,7 @@ def parse_arguments() -> Options:
     parser.add_argument("--privacy", default="one-time")
     given = vars(parser.parse_args())
     full = given.pop("full")
-    return Options(**given | {"steps": given["steps"] or (120 if full else 60)})
+    return Options(**given | {"steps": given["steps"] or (300 if full else 120)})
 
 
 class Progress(TrainerCallback):
