@@ -58,6 +58,7 @@ class Parties:
         given: dict[str, Any] = {
             "privacy": "noise-bank" if "bank" in mode else mode,
             "allow_transcript": True,
+            "patience": 0.0,  # what is lost is not sent again: a copy would look like a mask that serves twice
         }
         if mode in (ELSEWHERE, RING_BANK):
             given["mask_sources"] = [f"local:{self.model}"]

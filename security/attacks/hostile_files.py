@@ -155,7 +155,9 @@ class MemoryBomb:
 
 def load_as_tenant(url: str, token: str, ca: Path, folder: Path) -> None:
     """What a tenant does with what is served; ``folder`` holds the same files."""
-    with tenant_sdk.connect(url, token=token, ca=ca, privacy="plain", allow_transcript=True) as session:
+    with tenant_sdk.connect(
+        url, token=token, ca=ca, privacy="plain", allow_transcript=True, patience=0.0
+    ) as session:
         session.load_tokenizer()(MemoryBomb.TEXT)
         session.load_model(progress=False)
 
