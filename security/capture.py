@@ -58,7 +58,8 @@ class Parties:
         given: dict[str, Any] = {
             "privacy": "noise-bank" if "bank" in mode else mode,
             "allow_transcript": True,
-            "patience": 0.0,  # what is lost is not sent again: a copy would look like a mask that serves twice
+            # What is lost is not sent again: a copy would look like a mask that serves twice.
+            "patience": 0.0,
         }
         if mode in (ELSEWHERE, RING_BANK):
             given["mask_sources"] = [f"local:{self.model}"]
