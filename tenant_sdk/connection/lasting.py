@@ -108,11 +108,15 @@ class LastingConnection:
             self._reopen(time.monotonic())
         return self._channel
 
+    def waits_after(self, error: SymbiosisError) -> bool:
+        """Whether a request that failed so can be sent again."""
+        return self.patience > 0 and not self._closing.is_set() and went_away(error)
+
     def after(self, error: SymbiosisError, lost: Lost) -> Channel:
         """A channel on which a request can be sent again.
 
         Args:
-            error: what the request failed with; raised if this is no reason to send it again.
+            error: what the request failed with, after which this ``waits_after``.
             lost: what the request has been through, which is written down here.
 
         Raises:
@@ -120,8 +124,6 @@ class LastingConnection:
         """
         self._home.check()
         now = time.monotonic()
-        if not self.patience or self._closing.is_set() or not went_away(error):
-            raise error
         lost.since, lost.times = lost.since or now, lost.times + 1
         if lost.times > MOST_REPEATS:
             raise ConnectionLost(
@@ -135,7 +137,7 @@ class LastingConnection:
     def answered(self, channel: Channel) -> None:
         """The executor has answered a request: if it was away, it is back."""
         if self._tries and channel is self._channel:
-            self._tries, told, self._told = 0, self._told, None
+            self._tries, told, self._told, self._cause = 0, self._told, None, None
             if told is not None:
                 log.warning("%s is back after %s", self.url, _duration(time.monotonic() - self._gone_since))
 

@@ -329,6 +329,8 @@ class RemoteExecutor:
                 self._overloaded(seconds)
                 attempt += 1
             except SymbiosisError as error:
+                if not self.connection.waits_after(error):
+                    raise  # from here: a frame that held the error would keep rows in a cycle with it
                 channel = self.connection.after(error, lost)
                 began, attempt = time.monotonic(), 0
             pending = None

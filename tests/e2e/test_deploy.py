@@ -118,7 +118,7 @@ def test_the_unit_starts_what_there_is_and_holds_no_secret(
     for name in ("log_to_console", "keep_freed_memory"):  # they are for a process of one's own
         monkeypatch.setattr(f"provider.cli.{name}", lambda *_: None)
     result = CliRunner().invoke(app, words)
-    assert "no usable certificate in none" in str(result.exception)  # all options were understood
+    assert "is not a checkpoint folder" in str(result.exception)  # all options were understood
     assert not re.search(r"(?i)token=|secret|password", text)
     drained, stopped = 10, int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0])
     assert drained < stopped

@@ -21,7 +21,7 @@ from provider.serve.certificates import still_valid, write_certificates
 
 SHORT: dict[str, list[str]] = {
     "doctor": [],
-    "finetune": ["--sequence-length", "16"],
+    "finetune": ["--sequence-length", "64", "--batch-size", "2"],
     "generate": ["--max-new-tokens", "4"],
 }
 NOW = datetime.datetime.now(datetime.UTC)

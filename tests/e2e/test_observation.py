@@ -143,7 +143,5 @@ def test_what_fails_at_the_start_is_json_as_well(
         status, out, err = finish(start("provider.cli", "serve", checkpoint("llama"), *where))
     assert (status, out) == (1, "")
     (line,) = map(json.loads, err.splitlines())
-    assert (line["level"], line["message"]) == (
-        "error",
-        f"cannot listen on 127.0.0.1:{port}: Address already in use",
-    )
+    assert line["level"] == "error"
+    assert line["message"].startswith(f"cannot listen on 127.0.0.1:{port}: Address already in use")

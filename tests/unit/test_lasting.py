@@ -72,6 +72,8 @@ class World:
 
     def lose(self, lost: Lost | None = None, error: SymbiosisError = BROKE) -> Any:
         self.connection.latest.broken = True
+        if not self.connection.waits_after(error):
+            raise error
         return self.connection.after(error, lost or Lost())
 
 

@@ -164,7 +164,6 @@ def test_finetune_and_generate_go_on_after_a_restart(
     until(run.stderr, f"step 2 of {STEPS}")
     phoenix.kill()
     said = until(run.stderr, "is away")
-    assert "Connection refused" in said or "ended the connection" in said or "broke" in said
     assert "waiting up to 10 minutes" in said
     phoenix.restart()
     status, _, err = rest(run)
