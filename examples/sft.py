@@ -1,6 +1,6 @@
 """Supervised fine-tuning with TRL: learn to write a note's fields, under one-time masks.
 
-`pip install trl` first; the environment variables are those of quickstart.py.
+`pip install trl` first; executors and tokens come from a profile, as in quickstart.py.
 """
 
 import os
@@ -12,16 +12,11 @@ from trl import SFTConfig, SFTTrainer
 
 import tenant_sdk
 
+# `symbiosis-provider serve examples/base_model --dev` makes this file.
+PROFILE = os.environ.get("SYMBIOSIS_PROFILE", "symbiosis-dev/symbiosis.toml")
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 120
 
-with tenant_sdk.connect(
-    os.environ["SYMBIOSIS_URL"],
-    token=os.environ["SYMBIOSIS_TOKEN"],
-    ca=os.environ["SYMBIOSIS_CA"],
-    mask_sources=[os.environ["SYMBIOSIS_MASK_SOURCE"]],
-    mask_source_token=os.environ.get("SYMBIOSIS_MASK_TOKEN"),
-    mask_source_ca=os.environ.get("SYMBIOSIS_MASK_CA"),
-) as session:
+with tenant_sdk.connect(profile=PROFILE) as session:
     tokenizer = session.load_tokenizer()
     # Prompts and completions: the loss is on the completions alone.
     records = datasets.Dataset.from_json("examples/data/note_fields_train.jsonl")

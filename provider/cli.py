@@ -37,7 +37,7 @@ from provider.serve.tokens import OVERLAP_DAYS, TokenFile, shown
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.hub import hub_id
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import check_model_folder, in_options, option_names, takes, version
+from shared.options import check_model_folder, in_options, option_names, prints_version, takes
 
 if TYPE_CHECKING:
     from provider.serve.provider import Provider
@@ -52,16 +52,16 @@ app.add_typer(token_app, name="token")
 _NAMES = option_names(ServeConfig)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"symbiosis-provider {version()}")
-        raise typer.Exit
-
-
 @app.callback()
 def _root(
     _version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version",
+            help="Show the version.",
+            is_eager=True,
+            callback=prints_version("symbiosis-provider"),
+        ),
     ] = False,
 ) -> None:
     """Host the frozen layers of a language model for tenants."""

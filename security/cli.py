@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.options import version
+from shared.options import prints_version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -120,16 +120,16 @@ def attack(
         console.print(table)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"symbiosis-audit {version()}")
-        raise typer.Exit
-
-
 @app.callback()
 def _root(
     _version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version",
+            help="Show the version.",
+            is_eager=True,
+            callback=prints_version("symbiosis-audit"),
+        ),
     ] = False,
 ) -> None:
     """Attack every privacy mode, and report what leaked."""

@@ -49,6 +49,17 @@ def option_names(configuration: type[Any]) -> dict[str, str]:
     return {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(configuration)}
 
 
+def prints_version(program: str) -> Callable[[bool], None]:
+    """The callback of ``program``'s option ``--version``: print it and exit."""
+
+    def callback(wanted: bool) -> None:
+        if wanted:
+            print(program, version())
+            raise SystemExit
+
+    return callback
+
+
 def version() -> str:
     """What ``--version`` prints."""
     try:

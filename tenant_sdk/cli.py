@@ -25,7 +25,7 @@ from shared.errors import (
     VerificationError,
     peer_text,
 )
-from shared.options import in_options, takes, version
+from shared.options import in_options, prints_version, takes
 from tenant_sdk import cli_options as options
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import url_of
@@ -39,16 +39,16 @@ _status = Console(stderr=True, highlight=False, soft_wrap=True)
 _results = Console(highlight=False, soft_wrap=True)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"symbiosis-tenant {version()}")
-        raise typer.Exit
-
-
 @app.callback()
 def _root(
     _version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version",
+            help="Show the version.",
+            is_eager=True,
+            callback=prints_version("symbiosis-tenant"),
+        ),
     ] = False,
 ) -> None:
     """Use a language model whose frozen layers a provider hosts, keeping text and adapters here."""
