@@ -156,6 +156,12 @@ def finetune(
     train_on_prompt: Annotated[
         bool, typer.Option("--train-on-prompt", help="Learn whole records, not the answers alone.")
     ] = False,
+    packing: Annotated[
+        bool,
+        typer.Option(
+            "--packing", help="Put the records of a step into one row instead of padding them: fewer bytes."
+        ),
+    ] = False,
     seed: options.Seed = 0,
     held_out: Annotated[
         Optional[list[Path]],  # noqa: UP045
@@ -209,6 +215,7 @@ def finetune(
         save_steps=save_steps,
         resume=resume,
         train_on_prompt=train_on_prompt,
+        packing=packing,
         report_to=tuple(report_to or ()),
     )
     columns = (

@@ -27,6 +27,7 @@ from shared.errors import ConfigurationError
 IGNORED = -100  # a label that takes no part in the loss
 Blocks = list[list[int]]
 Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
+Collate = Callable[[Sequence[Example]], dict[str, Tensor]]
 Say = Callable[[str], None]
 
 _RECORDS = (".jsonl", ".ndjson", ".json")
@@ -81,6 +82,20 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
         )
     )
     return {"input_ids": ids, "attention_mask": attended, "labels": labels}
+
+
+def collate_packed(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """A batch as one row without padding: ``input_ids``, ``labels``, ``position_ids``, int64 ``[1, tokens]``.
+
+    Positions begin anew with each example, by which transformers tells them apart and lets none attend to
+    another; it looks for that where there is neither an attention mask nor a cache.
+    """
+    labels = [[IGNORED, *each["labels"][1:]] for each in examples]  # nothing predicts an example's first
+    return {
+        "input_ids": torch.tensor([[token for each in examples for token in each["input_ids"]]]),
+        "labels": torch.tensor([[label for each in labels for label in each]]),
+        "position_ids": torch.tensor([[at for each in labels for at in range(len(each))]]),
+    }
 
 
 def read_text(path: Path) -> str:

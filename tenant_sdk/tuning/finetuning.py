@@ -34,9 +34,11 @@ from tenant_sdk.storage import (
     whole_folder,
 )
 from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method
-from tenant_sdk.tuning.data import Example, Reader, collate, trained_tokens
+from tenant_sdk.tuning.data import Collate, Example, Reader, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate
+
+_FEW = 32  # tokens that show how a model attends
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class TrainingOptions:
     """Options of a training; see the help of `symbiosis-tenant finetune`.
 
     ``data`` and ``held_out``: text files and JSONL, see ``tenant_sdk.tuning.data``. ``steps`` None:
-    ``epochs`` passes over the data. ``learning_rate`` None: the method's own. ``report_to``: names of what
-    the Trainer reports to.
+    ``epochs`` passes over the data. ``learning_rate`` None: the method's own. ``packing``: a batch is one row
+    without padding. ``report_to``: names of what the Trainer reports to.
     """
 
     data: tuple[Path, ...]
@@ -64,10 +66,16 @@ class TrainingOptions:
     save_steps: int = 50
     resume: bool = False
     train_on_prompt: bool = False
+    packing: bool = False
     report_to: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what the Trainer cannot report to."""
+        """Refuse what cannot be packed, and what the Trainer cannot report to."""
+        if self.packing and find_method(self.method).prompt_like:
+            raise ConfigurationError(
+                f"--packing does not go with --method {self.method}: its virtual tokens "
+                "stand before a row, not before each record in it"
+            )
         for name in self.report_to:
             if name not in INTEGRATION_TO_CALLBACK:
                 raise ConfigurationError(
@@ -77,6 +85,11 @@ class TrainingOptions:
                 raise ConfigurationError(
                     f"--report-to {name} needs its package, which is not installed: `pip install {name}`"
                 )
+
+    @property
+    def collate(self) -> Collate:
+        """Makes a batch of examples."""
+        return collate_packed if self.packing else collate
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,31 @@ def perplexity(model: Any, examples: Sequence[Example], batch_size: int) -> floa
         predicted += count
     model.train(was_training)
     return math.exp(nats / predicted)
+
+
+@torch.no_grad()
+def check_packing(model: Any, examples: Sequence[Example]) -> None:
+    """Let an example through the model twice, packed behind a longer and behind a shorter one.
+
+    Raises:
+        ConfigurationError: what the model says of it differs: it sees what is before it.
+    """
+    first, last = ({name: ids[:_FEW] for name, ids in each.items()} for each in (examples[0], examples[-1]))
+    shorter = {name: ids[: len(ids) // 2] for name, ids in first.items()}
+    was_training = model.training
+    model.eval()
+    one, other = (
+        model(**{name: tensor.to(model.device) for name, tensor in collate_packed([before, last]).items()})
+        .logits[0, -len(last["input_ids"]) :]
+        .float()
+        for before in (first, shorter)
+    )
+    model.train(was_training)
+    if (one - other).norm() > 1e-3 * one.norm():  # floats are summed in another order, and rounded again
+        raise ConfigurationError(
+            "with this model packed records would see each other: its layers do not keep apart what "
+            "`position_ids` does. Leave out --packing"
+        )
 
 
 class _AdaLora(TrainerCallback):
@@ -170,6 +208,9 @@ def finetune(
             training.method, training.rank, training.targets, training.virtual_tokens, steps, training.seed
         ),
     )
+    if training.packing:
+        model.config.use_cache = False
+        check_packing(model, examples)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters")
     _check_space(output, trained)
@@ -194,9 +235,8 @@ def finetune(
         say(f"held-out perplexity before: {before:.2f}")
     done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
     if done < steps:
-        say(
-            estimate(model, examples, training.batch_size, steps - done, training.seed, lambda: session.stats)
-        )
+        batch, left = training.batch_size, steps - done
+        say(estimate(model, examples, batch, left, training.seed, lambda: session.stats, training.collate))
     started = time.perf_counter()
     losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
     seconds = time.perf_counter() - started
@@ -283,7 +323,7 @@ def _train(
         model=model,
         args=arguments,
         train_dataset=list(examples),
-        data_collator=collate,
+        data_collator=training.collate,
         callbacks=[between, Progress(show), *([_AdaLora()] if training.method == "adalora" else [])],
     )
     trainer.remove_callback(PrinterCallback)

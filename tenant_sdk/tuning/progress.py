@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import TrainerCallback
 
 from tenant_sdk.connection.stats import Stats
-from tenant_sdk.tuning.data import Example, collate
+from tenant_sdk.tuning.data import Collate, Example
 
 _DRAWN = 50  # batches, for the mean size of one
 
@@ -62,6 +63,7 @@ def estimate(
     steps: int,
     seed: int,
     stats: Callable[[], Stats],
+    collate: Collate,
 ) -> str:
     """What ``steps`` steps will take, as a line, from one that is done here; its gradients are dropped.
 
@@ -71,17 +73,17 @@ def estimate(
     chance = random.Random(seed)  # noqa: S311 - which examples are measured
     size = min(batch_size, len(examples))
     model.train()
-    _pass(model, chance.sample(examples, 1))
-    measured = chance.sample(examples, size)
+    _pass(model, collate(chance.sample(examples, 1)))
+    measured = collate(chance.sample(examples, size))
     before, started = stats(), time.perf_counter()
     _pass(model, measured)
     seconds, after = time.perf_counter() - started, stats()
     model.zero_grad()
     # Batches differ in how much their longest example makes them padded.
-    mean = sum(_cells(chance.sample(examples, size)) for _ in range(_DRAWN)) / _DRAWN
+    mean = sum(_rows(collate(chance.sample(examples, size))) for _ in range(_DRAWN)) / _DRAWN
     # The last batch of an epoch may be small.
     filled = len(examples) / (math.ceil(len(examples) / size) * size)
-    times = steps * mean * filled / _cells(measured)
+    times = steps * mean * filled / _rows(measured)
     up, down = (
         times * (getattr(after, name) - getattr(before, name)) / 1e9
         for name in ("bytes_sent", "bytes_received")
@@ -96,11 +98,10 @@ def _gb(amount: float) -> str:
     return f"{amount:,.1f} GB" if amount >= 10 else f"{amount:.3g} GB"
 
 
-def _pass(model: Any, examples: Sequence[Example]) -> None:
-    batch = {name: tensor.to(model.device) for name, tensor in collate(examples).items()}
-    model(**batch).loss.backward()
+def _pass(model: Any, batch: dict[str, Tensor]) -> None:
+    model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss.backward()
 
 
-def _cells(examples: Sequence[Example]) -> int:
+def _rows(batch: dict[str, Tensor]) -> int:
     """Tokens of a batch with its padding, which the executor multiplies like others."""
-    return len(examples) * max(len(each["input_ids"]) for each in examples)
+    return batch["input_ids"].numel()

@@ -288,3 +288,35 @@ def test_reports(session: tenant_sdk.Session, text: Path, monkeypatch: pytest.Mo
     )
     train(session, options(text, "adapter", report_to=("wandb",)))
     assert any("loss" in each for each in collected)
+
+
+def test_packed_records_are_learned_alike_with_fewer_rows(
+    session: tenant_sdk.Session, tmp_path: Path
+) -> None:
+    """Their labels are the same tokens, so that losses are, but for the order in which floats are summed."""
+    data = tmp_path / "records.jsonl"
+    answers = ("rest", "walk twice a day", "no", "come again in two weeks")
+    lines = [{"prompt": f"Plan {at}:", "completion": f" {answer}"} for at, answer in enumerate(answers)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    reports, rows = [], []
+    for packing in (False, True):
+        before = session.stats.rows
+        chosen = options(data, f"{packing}", packing=packing, sequence_length=64, steps=3, batch_size=4)
+        reports.append(train(session, chosen)[0])
+        rows.append(session.stats.rows - before)
+    assert reports[1].first_loss == pytest.approx(reports[0].first_loss, rel=1e-5)
+    assert reports[1].last_loss == pytest.approx(reports[0].last_loss, rel=1e-4)
+    assert rows[1] < 0.8 * rows[0]  # 82 tokens instead of 4 * 32, and what checks it
+
+
+def test_packing_is_refused_where_records_would_see_each_other(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    data = records(tmp_path)
+    with (
+        serve(checkpoint("opt")).connect() as opened,
+        pytest.raises(ConfigurationError, match="Leave out --packing"),
+    ):
+        train(opened, options(data, "opt", packing=True, sequence_length=64))
+    with pytest.raises(ConfigurationError, match="--packing does not go with --method prefix"):
+        options(data, "prefix", packing=True, method="prefix")

@@ -11,7 +11,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.data import IGNORED, Example, Reader, chat_prompt, collate, trained_tokens
+from tenant_sdk.tuning.data import (
+    IGNORED,
+    Example,
+    Reader,
+    chat_prompt,
+    collate,
+    collate_packed,
+    trained_tokens,
+)
 
 BASE_MODEL = Path(__file__).parents[2] / "examples" / "base_model"
 Write = Callable[..., Path]
@@ -238,3 +246,14 @@ def test_batches_are_padded_and_masked() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch["labels"].tolist() == [[IGNORED, 6, IGNORED], [7, 8, 9]]
     assert [trained_tokens(each) for each in (short, long)] == [1, 2]
+
+
+def test_packed_batches_have_no_padding_and_positions_of_their_own() -> None:
+    batch = collate_packed(
+        [{"input_ids": [5, 6], "labels": [5, 6]}, {"input_ids": [7, 8, 9], "labels": [IGNORED, 8, 9]}]
+    )
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9]],
+        "labels": [[IGNORED, 6, IGNORED, 8, 9]],
+        "position_ids": [[0, 1, 0, 1, 2]],
+    }
