@@ -7,7 +7,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -17,14 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, track
 
-from shared.errors import (
-    ConfigurationError,
-    ConnectionLost,
-    RequestTimeout,
-    SymbiosisError,
-    VerificationError,
-    peer_text,
-)
+from shared.errors import ConfigurationError, SymbiosisError, peer_text
 from shared.options import in_options, prints_version, takes
 from tenant_sdk import cli_options as options
 from tenant_sdk.config import SessionConfig
@@ -90,6 +84,22 @@ def _say_first(config: SessionConfig) -> None:
     sources = [url_of(source) for source in config.mask_sources]
     others = f", masks from {' and '.join(sources)}" if sources else ""
     _status.print(f"connecting to {escape(url_of(config.provider))}{escape(others)}")
+
+
+@contextmanager
+def _interruption_told() -> Iterator[None]:
+    """Around all that draws on the terminal: what was interrupted is told below it."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        _status.print("interrupted")
+        _print_notes(interruption)
+        raise
+
+
+def _print_notes(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        _status.print(escape(note))
 
 
 def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
@@ -226,6 +236,7 @@ def finetune(
         TextColumn("{task.fields[speed]}"),
     )
     with (
+        _interruption_told(),
         open_session(config) as session,
         Progress(*columns, console=_status) as bar,
     ):
@@ -241,20 +252,14 @@ def finetune(
             if now.loss is not None and not _status.is_terminal:
                 _status.print(f"step {now.step} of {now.steps}: loss {fields['loss']}, {fields['speed']}")
 
-        try:
-            report = train(
-                training,
-                adapted,
-                words,
-                session,
-                show=show,
-                say=lambda line: _status.print(escape(line)),
-            )
-        except (ConnectionLost, RequestTimeout, VerificationError) as error:
-            raise type(error)(f"{error.message}; to resume, add --resume to the same command") from error
-        except KeyboardInterrupt:
-            _status.print("interrupted; to go on, add --resume to the same command")
-            raise
+        report = train(
+            training,
+            adapted,
+            words,
+            session,
+            show=show,
+            say=lambda line: _status.print(escape(line)),
+        )
     _results.print(
         f"loss: {report.first_loss:.4f} at the start, {report.last_loss:.4f} at the end of {report.steps} "
         f"steps ({report.seconds:.1f} s)"
@@ -424,6 +429,7 @@ def run(application: Callable[[], Any]) -> None:
         application()
     except SymbiosisError as error:
         _status.print(f"[bold red]error:[/] {_escaped(str(error))}")
+        _print_notes(error)
         sys.exit(1)
     except BaseException as error:
         # How the compiled part of a tokenizer gives up on a text; the class has no name that can be imported.

@@ -143,7 +143,23 @@ class TrainingCheckpoints:
                 "--resume needs the options of the interrupted training; these differ: "
                 + ", ".join(f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
             )
-        return max(self._whole(), key=lambda path: int(path.name[11:]), default=None)
+        return self._newest()
+
+    @contextmanager
+    def resumable(self) -> Iterator[None]:
+        """Note with whatever ends the training inside how far it came, where that is, and how to go on."""
+        try:
+            yield
+        except BaseException as error:
+            if newest := self._newest():
+                error.add_note(
+                    f"step {_step(newest)} is kept in {self.folder}; to go on from it, add --resume to the "
+                    "same command"
+                )
+            raise
+
+    def _newest(self) -> Path | None:
+        return max(self._whole(), key=_step, default=None)
 
     def _whole(self) -> list[Path]:
         """The checkpoints that are complete: the Trainer writes its state last."""
@@ -153,6 +169,10 @@ class TrainingCheckpoints:
     def remove(self) -> None:
         """The training is complete: its checkpoints are of no more use."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

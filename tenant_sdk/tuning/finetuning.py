@@ -228,27 +228,30 @@ def finetune(
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
 
-    before = None
-    if held_out:
-        with model.disable_adapter():
-            before = perplexity(model, held_out, training.batch_size)
-        say(f"held-out perplexity before: {before:.2f}")
-    done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
-    if done < steps:
-        batch, left = training.batch_size, steps - done
-        say(estimate(model, examples, batch, left, training.seed, lambda: session.stats, training.collate))
-    started = time.perf_counter()
-    losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
-    seconds = time.perf_counter() - started
-    after = None
-    if held_out:
-        after = perplexity(model, held_out, training.batch_size)
-        say(f"held-out perplexity after: {after:.2f}")
-    tokens = sum(len(example["input_ids"]) for example in examples)
-    report = TrainingReport(steps, seconds, trained, losses[0], losses[-1], before, after)
-    resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
-    with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
-        save_adapter(model, folder, session, training=_figures(training, settings, tokens, report))
+    with checkpoints.resumable():
+        before = None
+        if held_out:
+            with model.disable_adapter():
+                before = perplexity(model, held_out, training.batch_size)
+            say(f"held-out perplexity before: {before:.2f}")
+        done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
+        if done < steps:
+            batch, left = training.batch_size, steps - done
+            say(
+                estimate(model, examples, batch, left, training.seed, lambda: session.stats, training.collate)
+            )
+        started = time.perf_counter()
+        losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
+        seconds = time.perf_counter() - started
+        after = None
+        if held_out:
+            after = perplexity(model, held_out, training.batch_size)
+            say(f"held-out perplexity after: {after:.2f}")
+        tokens = sum(len(example["input_ids"]) for example in examples)
+        report = TrainingReport(steps, seconds, trained, losses[0], losses[-1], before, after)
+        resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
+        with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
+            save_adapter(model, folder, session, training=_figures(training, settings, tokens, report))
     checkpoints.remove()
     return report
 

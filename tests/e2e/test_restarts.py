@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import threading
@@ -196,10 +197,13 @@ def test_ctrl_c_and_resume_end_with_the_same_adapter(
     run.send_signal(signal.SIGINT)
     status, _, err = rest(run)
     assert status != 0
-    assert "interrupted; to go on, add --resume to the same command" in err
+    (step,) = re.findall(
+        rf"^interrupted\nstep (\d) is kept in {output}.checkpoints; to go on from it, add --resume", err, re.M
+    )
+    assert (output.with_name("adapter.checkpoints") / f"checkpoint-{step}").is_dir()
+    assert "training" not in err.partition("interrupted")[2]
     assert "Traceback" not in err
     assert not output.exists()
-    assert [path.name for path in output.with_name("adapter.checkpoints").glob("checkpoint-*")]
     ok(finetune(base, output, "--resume"))
     assert weights(output) == undisturbed
 
@@ -227,6 +231,6 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     status, _, err = rest(run)
     assert status == 1, err
     assert f"error: {phoenix.executor.url} was tried again and again for 2." in err
-    assert "to resume, add --resume to the same command" in err
+    assert f"is kept in {output}.checkpoints; to go on from it, add --resume to the same command" in err
     ok(finetune(base, output, "--resume"))
     assert weights(output) == undisturbed

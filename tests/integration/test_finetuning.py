@@ -21,7 +21,13 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 import tenant_sdk
-from shared.errors import ConfigurationError, StorageError
+from shared.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    RequestRefused,
+    StorageError,
+    SymbiosisError,
+)
 from tenant_sdk.tuning.data import Reader, pack, read_tokens, whole
 from tenant_sdk.tuning.finetuning import TrainingOptions, TrainingReport, finetune, perplexity
 from tenant_sdk.tuning.progress import TrainingStep
@@ -183,6 +189,30 @@ def test_resumed_training_gives_the_adapter_of_an_uninterrupted_one(
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
     assert not (text.parent / "resumed.checkpoints").exists()
+
+
+@pytest.mark.parametrize("error", [AuthenticationError("refused"), RequestRefused("draining", "gone")])
+def test_whatever_ends_a_training_says_how_it_goes_on(
+    error: SymbiosisError, session: tenant_sdk.Session, text: Path
+) -> None:
+    def stop_in_step_3(now: TrainingStep) -> None:
+        if now.step == 3:
+            raise error
+
+    with pytest.raises(type(error)) as ended:
+        train(session, options(text, "adapter"), stop_in_step_3)
+    folder = text.parent / "adapter.checkpoints"
+    note = f"step 3 is kept in {folder}; to go on from it, add --resume to the same command"
+    assert ended.value.__notes__ == [note]
+
+
+def test_nothing_is_said_of_a_training_that_kept_nothing(session: tenant_sdk.Session, text: Path) -> None:
+    def stop(now: TrainingStep) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError) as ended:  # no checkpoint is made of a step that broke
+        train(session, options(text, "adapter"), stop)
+    assert not hasattr(ended.value, "__notes__")
 
 
 def test_a_disk_that_is_full_at_the_end(
