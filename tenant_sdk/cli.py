@@ -194,12 +194,14 @@ def finetune(
     base: options.Base = None,
 ) -> None:
     """Train an adapter on files; the text, the adapter and its gradients stay on this machine."""
-    from tenant_sdk.storage import check_new_folder
+    from tenant_sdk.storage import TrainingCheckpoints, check_new_folder
     from tenant_sdk.tuning.adapters import find_method
+    from tenant_sdk.tuning.records import check_data
 
     find_method(method)
-    check_new_folder(output)
+    TrainingCheckpoints(check_new_folder(output), {}).check(resume=resume)
     config = connection.session()
+    check_data([*data, *(held_out or ())])
     _say_first(config)
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.finetuning import TrainingOptions
@@ -320,9 +322,12 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a prompt, with or without an adapter; the text and the adapter stay on this machine."""
+    from tenant_sdk.storage import check_adapter_folder
     from tenant_sdk.tuning.sampling import Sampling
 
     config = connection.session()
+    if adapter is not None:
+        check_adapter_folder(adapter)
     sampling = Sampling(
         max_new_tokens,
         temperature,

@@ -11,6 +11,7 @@ from peft import PeftModel
 from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.session import Session
+from tenant_sdk.storage import check_adapter_folder
 from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
 
 log = logging.getLogger(__name__)
@@ -82,9 +83,7 @@ def load_adapter(
         ModelMismatch: it was made for another base model.
     """
     folder = Path(folder)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / name).is_file():
-            raise ConfigurationError(f"{folder} holds no adapter: there is no {name} in it")
+    check_adapter_folder(folder)
     record = None if allow_other_base else Provenance.read(folder)
     if record is not None and (differs := record.check(session, folder)):
         log.warning("%s", differs)

@@ -28,6 +28,7 @@ from shared.errors import (
     StorageError,
     SymbiosisError,
 )
+from tenant_sdk.storage import TrainingCheckpoints
 from tenant_sdk.tuning.data import Reader, pack, read_tokens, whole
 from tenant_sdk.tuning.finetuning import TrainingOptions, TrainingReport, finetune, perplexity
 from tenant_sdk.tuning.progress import TrainingStep
@@ -213,6 +214,22 @@ def test_nothing_is_said_of_a_training_that_kept_nothing(session: tenant_sdk.Ses
     with pytest.raises(RuntimeError) as ended:  # no checkpoint is made of a step that broke
         train(session, options(text, "adapter"), stop)
     assert not hasattr(ended.value, "__notes__")
+
+
+def test_checkpoints_that_are_in_the_way_show_before_there_is_a_session(
+    session: tenant_sdk.Session, text: Path
+) -> None:
+    def stop(now: TrainingStep) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(session, options(text, "adapter", save_steps=1), stop)
+    checkpoints = TrainingCheckpoints(text.parent / "adapter", {})
+    checkpoints.check(resume=True)
+    with pytest.raises(ConfigurationError, match="holds an interrupted training; go on with --resume"):
+        checkpoints.check(resume=False)
+    with pytest.raises(ConfigurationError, match="there is nothing to resume"):
+        TrainingCheckpoints(text.parent / "other", {}).check(resume=True)
 
 
 def test_a_disk_that_is_full_at_the_end(
