@@ -115,6 +115,7 @@ def chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     Raises:
         ConfigurationError: the tokenizer has no chat template, or it takes no such message.
     """
+    _template(tokenizer, "the prompt", "leave out --chat")
     text = _render(tokenizer, [{"role": "user", "content": prompt}], "the prompt", answer=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -151,7 +152,9 @@ class Reader:
             return self._records(path, text)
         tokens = _text_tokens(path, text, self.tokenizer)
         blocks = pack(tokens, self.length, keep_tail=self.keep_tail)
-        self.say(f"{path}: {len(tokens)} tokens in {len(blocks)} blocks of {len(blocks[0])}")
+        self.say(
+            f"{path}: read as plain text, {len(tokens)} tokens in {len(blocks)} blocks of {len(blocks[0])}"
+        )
         return [whole(block) for block in blocks]
 
     def _records(self, path: Path, text: str) -> list[Example]:
@@ -263,13 +266,13 @@ class Reader:
         }
 
 
-def _template(tokenizer: Any, where: str) -> str:
+def _template(tokenizer: Any, where: str, instead: str = "use a prompt (and completion) instead") -> str:
     try:
         return str(tokenizer.get_chat_template())
     except (ValueError, AttributeError):  # none, or several and none of them the default
         raise ConfigurationError(
             f"{where}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has "
-            "one with --tokenizer FOLDER, or use a prompt (and completion) instead"
+            f"one with --tokenizer FOLDER, or {instead}"
         ) from None
 
 

@@ -10,14 +10,19 @@ A line of a JSONL file is a record, one of::
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, peer_text
 
 _NAMES = (".jsonl", ".ndjson", ".json")
+_KEYS = ("text", "prompt", "completion", "messages")  # one of which a record cannot do without
+_MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
+# What holds text, but is none.
+_BINARY = (".parquet", ".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -52,6 +57,11 @@ def read_text(path: Path) -> str:
     Raises:
         ConfigurationError: it cannot be read.
     """
+    if path.suffix.lower() in _BINARY:
+        raise ConfigurationError(
+            f"{path} is not plain text: {path.suffix} files are not read. Make plain text of it, or JSONL "
+            "with a record in each line"
+        )
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -89,18 +99,29 @@ def records_of(path: Path, text: str) -> Iterator[tuple[str, Record]]:
         raise ConfigurationError(f"{path} holds no record to learn from: it is empty")
 
 
+def _has(line: str) -> str:
+    """The keys that a record has instead, and those that may be meant."""
+    items = msgspec.json.decode(line.encode(), type=dict[str, Any]).items()
+    keys = [key for key, value in items if value is not None]
+    shown = [peer_text(key, _LONGEST_KEY) for key in sorted(keys)[:_MOST_KEYS]]
+    close = [get_close_matches(key.lower(), _KEYS, n=1) for key in shown if key not in _KEYS]
+    meant = {f"`{name}`" for found in close for name in found if name not in keys}
+    return (
+        f"this one has {' and '.join(shown) or 'none of them'}"
+        + (f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else "")
+        + (f"; did you mean {' and '.join(sorted(meant))}?" if meant else "")
+    )
+
+
 def _decode(line: str, where: str) -> Record:
     try:
         record = msgspec.json.decode(line.encode(), type=Record)
     except (msgspec.DecodeError, RecursionError) as error:  # which quotes no value
         raise ConfigurationError(f"{where}: {error}; a line holds one record, a JSON object") from None
-    given = {
-        name for name in ("text", "prompt", "completion", "messages") if getattr(record, name) is not None
-    }
+    given = {name for name in _KEYS if getattr(record, name) is not None}
     if given not in ({"text"}, {"prompt", "completion"}, {"messages"}):
-        has = " and ".join(sorted(given)) or "none of them"
         raise ConfigurationError(
-            f"{where}: a record has `text`, or `prompt` and `completion`, or `messages`; this one has {has}"
+            f"{where}: a record has `text`, or `prompt` and `completion`, or `messages`; {_has(line)}"
         )
     if record.messages is None and not (record.text or record.completion):
         raise ConfigurationError(f"{where}: the {'completion' if record.text is None else 'text'} is empty")
