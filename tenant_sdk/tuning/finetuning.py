@@ -191,6 +191,11 @@ def finetune(
     output = check_new_folder(training.output)
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
+    if length < training.sequence_length:
+        say(
+            f"--sequence-length {training.sequence_length} is cut to {length}: the model's context has no "
+            "room for more"
+        )
     reader = Reader(tokenizer, length, training.train_on_prompt, say=say)
     examples = reader.read(training.data)
     held_out = replace(reader, keep_tail=True).read(training.held_out)

@@ -263,6 +263,17 @@ def test_too_little_space_is_noticed_before_the_training(
     assert not (text.parent / "adapter.checkpoints").exists()
 
 
+def test_a_sequence_length_beyond_the_context_is_cut_and_said(
+    session: tenant_sdk.Session, text: Path
+) -> None:
+    _, said = train(session, options(text, "adapter", sequence_length=100_000, steps=1))
+    assert "--sequence-length 100000 is cut to 128: the model's context has no room for more" in said
+    assert any("in 2 blocks of 128" in line for line in said)
+    prompt = options(text, "prompt", method="prompt", virtual_tokens=8, sequence_length=128, steps=1)
+    assert any("is cut to 120:" in line for line in train(session, prompt)[1])
+    assert not any("is cut" in line for line in train(session, options(text, "short"))[1])
+
+
 def test_no_room_for_text(session: tenant_sdk.Session, text: Path) -> None:
     with pytest.raises(ConfigurationError, match="128 of them for virtual tokens"):
         train(session, options(text, "adapter", method="prompt", virtual_tokens=128))
