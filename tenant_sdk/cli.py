@@ -79,8 +79,12 @@ def _load(
     return (model.to("cuda") if torch.cuda.is_available() else model), words
 
 
-def _say_first(config: SessionConfig) -> None:
+def _say_loading() -> None:
     """Libraries that take seconds to import come after this."""
+    _status.print("loading torch and transformers")
+
+
+def _say_connecting(config: SessionConfig) -> None:
     sources = [url_of(source) for source in config.mask_sources]
     others = f", masks from {' and '.join(sources)}" if sources else ""
     _status.print(f"connecting to {escape(url_of(config.provider))}{escape(others)}")
@@ -202,7 +206,7 @@ def finetune(
     TrainingCheckpoints(check_new_folder(output), {}).check(resume=resume)
     config = connection.session()
     check_data([*data, *(held_out or ())])
-    _say_first(config)
+    _say_loading()
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.finetuning import TrainingOptions
     from tenant_sdk.tuning.finetuning import finetune as train
@@ -230,6 +234,7 @@ def finetune(
         packing=packing,
         report_to=tuple(report_to or ()),
     )
+    _say_connecting(config)
     columns = (
         TextColumn("training"),
         BarColumn(),
@@ -337,11 +342,12 @@ def generate(
         stop=tuple(stop or ()),
         stop_loops=not allow_loops,
     )
-    _say_first(config)
+    _say_loading()
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.folders import load_adapter
     from tenant_sdk.tuning.generation import stream
 
+    _say_connecting(config)
     with open_session(config) as session:
         ready, words = _load(session, tokenizer, model)
         if adapter is not None:

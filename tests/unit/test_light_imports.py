@@ -151,11 +151,26 @@ def test_the_first_line_comes_before_what_takes_seconds(tmp_path: Path) -> None:
     finetune = ("finetune", *PLAIN, "--data", __file__, "--output", str(tmp_path / "o"))
     for arguments, said in (
         (("provider", "serve", MODEL, *served), f"reading {MODEL}"),
-        (("tenant_sdk", *GENERATE), "connecting to wss://localhost:1"),
-        (("tenant_sdk", *finetune), "connecting to wss://localhost:1"),
+        (("tenant_sdk", *GENERATE), "loading torch and transformers"),
+        (("tenant_sdk", *finetune), "loading torch and transformers"),
         (("tenant_sdk", "doctor", *TENANT), "examining wss://localhost:1"),
     ):
         assert first_line(*arguments) == (said, []), arguments
+
+
+def test_connecting_is_said_when_what_takes_seconds_is_there() -> None:
+    program = """
+import sys
+from rich.console import Console
+def heard(self, line="", **_):
+    sys.stdout.write(f"{line} {'transformers' in sys.modules and 'peft' in sys.modules}\\n")
+Console.print = heard
+"""
+    _, said = run(program + main("tenant_sdk"), *GENERATE, "--patience", "0")
+    first, second, third = said.splitlines()
+    assert first == "loading torch and transformers False"
+    assert second == "connecting to wss://localhost:1 True"
+    assert "error" in third
 
 
 @pytest.mark.parametrize(
