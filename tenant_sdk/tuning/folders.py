@@ -62,6 +62,13 @@ def save_adapter(
     write_card(Path(folder), record, found, model.active_peft_config)
 
 
+def _first(error: str) -> str:
+    """The first mismatch of those that torch lists, one a line, below a heading."""
+    heading, *mismatches = [line.strip(" \t.") for line in error.splitlines() if line.strip()] or [""]
+    more = f" (and {len(mismatches) - 1} more)" if len(mismatches) > 1 else ""
+    return f"{mismatches[0]}{more}" if mismatches else heading
+
+
 def load_adapter(
     model: Any,
     folder: str | Path,
@@ -91,7 +98,7 @@ def load_adapter(
         return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModelMismatch(
-            f"the adapter in {folder} was made for another base model: {str(error).splitlines()[0]}"
+            f"the adapter in {folder} was made for another base model: {_first(str(error))}"
         ) from error
     except Exception as error:  # safetensors and json have errors of their own kinds
         raise ConfigurationError(f"cannot read the adapter in {folder}: {error}") from error

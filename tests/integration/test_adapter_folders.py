@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
 import shutil
 import warnings
 import weakref
@@ -19,7 +20,7 @@ import torch
 from conftest import Executor, make_model, relative_error
 from parity import fixed_result, load_local, token_ids
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import tenant_sdk
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
@@ -201,6 +202,20 @@ def test_an_adapter_of_another_base_is_refused(
             assert part in str(refused.value)
         loaded = tenant_sdk.load_adapter(model, saved, session, allow_other_base=True)
         assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_an_adapter_of_a_larger_base_shows_what_does_not_fit(
+    serve: Callable[..., Executor], saved: Path, tmp_path: Path
+) -> None:
+    config = make_model("llama").config
+    config.hidden_size, config.head_dim = 32, 8
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    with serve(tmp_path / "small").connect() as session:
+        model = session.load_model(progress=False)
+        with pytest.raises(ModelMismatch) as refused:
+            tenant_sdk.load_adapter(model, saved, session, allow_other_base=True)
+    said = r"another base model: size mismatch for .*q_proj.*\[2, 64\].*\[2, 32\]\) \(and 3 more\)$"
+    assert re.search(said, str(refused.value))
 
 
 def test_another_tokenizer_is_no_other_base(
