@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from commands import BASE_MODEL, TRAIN, ok, tenant
-from conftest import RING, Executor
+from conftest import RING, Executor, make_model
 from hubs import COMMIT, hub
 from typer.testing import CliRunner
 
@@ -102,6 +103,23 @@ def test_the_tenants_own_copy(
     )
     assert "--allow-other-base" in str(refused.exception)
     assert run(*say, "--allow-other-base").exit_code == 0
+
+
+def test_a_copy_that_is_not_quite_the_executors(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    """Attached, it passes as one that was rounded; of its files every byte counts."""
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "served")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1.03
+    model.save_pretrained(tmp_path / "own")
+    with serve(tmp_path / "served").connect() as session:
+        session.attach(model)
+        with pytest.raises(
+            ModelMismatch, match=r"does not hold the weights .* Give the very checkpoint that"
+        ):
+            attach_own(session, str(tmp_path / "own"))
+        attach_own(session, str(tmp_path / "served"))
 
 
 def test_a_copy_that_is_none(tmp_path: Path, serve: Callable[..., Executor]) -> None:
