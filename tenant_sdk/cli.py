@@ -267,9 +267,10 @@ def finetune(
             show=show,
             say=lambda line: _status.print(escape(line)),
         )
+    since = f" since step {report.resumed_at}" if report.resumed_at else ""
     _results.print(
         f"loss: {report.first_loss:.4f} at the start, {report.last_loss:.4f} at the end of {report.steps} "
-        f"steps ({report.seconds:.1f} s)"
+        f"steps ({report.seconds:.1f} s{since})"
     )
     if report.perplexity_before is not None and report.perplexity_after is not None:
         _results.print(

@@ -25,6 +25,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from shared.errors import ConfigurationError, StorageError, SymbiosisError
+from tenant_sdk.model.naming import base_of
 from tenant_sdk.session import Session
 from tenant_sdk.storage import (
     TrainingCheckpoints,
@@ -94,10 +95,14 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Result: losses in nats per token of the batches of a step, perplexities of the held-out text."""
+    """Result: losses in nats per token of the batches of a step, perplexities of the held-out text.
+
+    ``seconds`` are those since ``resumed_at``, the number of steps that a training before it had done.
+    """
 
     steps: int
     seconds: float
+    resumed_at: int
     trained_parameters: int
     first_loss: float
     last_loss: float
@@ -253,11 +258,16 @@ def finetune(
             after = perplexity(model, held_out, training.batch_size)
             say(f"held-out perplexity after: {after:.2f}")
         tokens = sum(len(example["input_ids"]) for example in examples)
-        report = TrainingReport(steps, seconds, trained, losses[0], losses[-1], before, after)
+        report = TrainingReport(steps, seconds, done, trained, losses[0], losses[-1], before, after)
         resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
         with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
             save_adapter(model, folder, session, training=_figures(training, settings, tokens, report))
     checkpoints.remove()
+    if not base_of(model).name:
+        say(
+            "the adapter's card does not say where its base is found; "
+            "--base FOLDER or NAME[@REVISION] would have it said"
+        )
     return report
 
 
@@ -271,6 +281,8 @@ def _figures(
     if not method.prompt_like:
         del chosen["virtual_tokens"]
     figures = chosen | {"tokens": tokens} | asdict(report)
+    if resumed_at := figures.pop("resumed_at"):
+        figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
     return {name: value for name, value in figures.items() if value is not None}
 
 

@@ -47,10 +47,9 @@ def save_adapter(
     if not configs or not hasattr(model, "save_pretrained"):
         raise ConfigurationError(f"{type(model).__name__} has no adapter; make one with peft.get_peft_model")
     found = base_of(model) if base is None else find_base(base, session.manifest)
-    if not found.name and base is None:
-        found = folder_of_peer(session.manifest)
+    called = found if found.name or base is not None else folder_of_peer(session.manifest)
     for config in configs.values():
-        config.base_model_name_or_path, config.revision = found.name or None, found.revision
+        config.base_model_name_or_path, config.revision = called.name or None, called.revision
     # PEFT's own default would ask a hub how large the vocabulary was.
     embeddings = model.get_input_embeddings()
     supplied = {info.shape for info in session.manifest.parameters}

@@ -69,7 +69,9 @@ def test_a_folder_says_what_it_belongs_to_and_loads_without_an_executor(
 ) -> None:
     model = adapted(session.load_model(base=folder, progress=False))
     expected = fixed_result(model, token_ids())
-    tenant_sdk.save_adapter(model, tmp_path / "one", session, training={"steps": 3, "note": "a|b\nc"})
+    tenant_sdk.save_adapter(
+        model, tmp_path / "one", session, training={"steps": 3, "note": "a|b\nc", "perplexity": 25.205985}
+    )
     model.save_pretrained(tmp_path / "plain")
     for name in ("one", "plain"):
         assert read(tmp_path / name, "adapter_config.json")["base_model_name_or_path"] == str(folder)
@@ -79,12 +81,15 @@ def test_a_folder_says_what_it_belongs_to_and_loads_without_an_executor(
     for name in ("digest", "weights", "numerics", "architecture"):
         assert record[name] == getattr(manifest, name)
     assert (record["privacy"], record["training"]["steps"]) == ("plain", 3)
+    assert record["training"]["perplexity"] == 25.21
     card = (tmp_path / "one" / "README.md").read_text()
     assert "library_name: peft" in card
     assert f"AutoModelForCausalLM.from_pretrained('{folder}')" in card
     assert "tenant_sdk.load_adapter(session.load_model()" in card
     assert "| privacy mode | plain |" in card
     assert r"| note | a\|b c |" in card
+    assert "| perplexity | 25.21 |" in card
+    assert "`ADAPTER` is this folder)" in card
     assert "More Information Needed" not in card
 
 
@@ -116,7 +121,11 @@ def test_the_name_of_a_providers_folder_is_no_address(
     assert model.name_or_path == ""
     tenant_sdk.save_adapter(model, tmp_path, session)
     assert read(tmp_path, "adapter_config.json")["base_model_name_or_path"] == folder.name
-    assert "base_model:" not in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "base_model:" not in card
+    assert f"# A LORA adapter for {folder.name}" in card
+    assert "AutoModelForCausalLM.from_pretrained('FOLDER_OF_THE_BASE')" in card
+    assert "(`ADAPTER` is this folder, `FOLDER_OF_THE_BASE` that of the base model)" in card
 
 
 @pytest.mark.parametrize(
