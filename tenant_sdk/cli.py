@@ -73,7 +73,9 @@ def _load(
             words = session.load_tokenizer()
         else:
             try:
-                words = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
+                words = AutoTokenizer.from_pretrained(
+                    str(tokenizer), local_files_only=True, trust_remote_code=False
+                )
             except (OSError, ValueError) as error:
                 raise ConfigurationError(f"no tokenizer in {tokenizer}: {error}") from error
     return (model.to("cuda") if torch.cuda.is_available() else model), words
@@ -266,6 +268,7 @@ def finetune(
             session,
             show=show,
             say=lambda line: _status.print(escape(line)),
+            keep_tokenizer=tokenizer is not None,
         )
     since = f" since step {report.resumed_at}" if report.resumed_at else ""
     _results.print(
@@ -347,8 +350,11 @@ def generate(
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.folders import load_adapter
     from tenant_sdk.tuning.generation import stream
+    from tenant_sdk.tuning.own import tokenizer_in
 
     _say_connecting(config)
+    if tokenizer is None and adapter is not None and (tokenizer := tokenizer_in(adapter)):
+        _status.print(f"tokenizer: the one in {escape(str(adapter))}")
     with open_session(config) as session:
         ready, words = _load(session, tokenizer, model)
         if adapter is not None:

@@ -180,6 +180,7 @@ def finetune(
     *,
     show: Callable[[TrainingStep], None],
     say: Callable[[str], None],
+    keep_tokenizer: bool = False,
 ) -> TrainingReport:
     """Train an adapter on files and save it as a standard PEFT folder.
 
@@ -188,6 +189,7 @@ def finetune(
         session: of the model; a training is not resumed on another base.
         show: called after every step, and with every loss.
         say: called with a line for the user; no text of the data is in it.
+        keep_tokenizer: it is another than the base's; save it beside the adapter.
 
     Raises:
         ConfigurationError: an option does not fit the text, the model or the output folder.
@@ -261,7 +263,13 @@ def finetune(
         report = TrainingReport(steps, seconds, done, trained, losses[0], losses[-1], before, after)
         resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
         with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
-            save_adapter(model, folder, session, training=_figures(training, settings, tokens, report))
+            save_adapter(
+                model,
+                folder,
+                session,
+                training=_figures(training, settings, tokens, report),
+                tokenizer=tokenizer if keep_tokenizer else None,
+            )
     checkpoints.remove()
     if not base_of(model).name:
         say(

@@ -24,6 +24,7 @@ def save_adapter(
     *,
     base: str | Path | None = None,
     training: Any = None,
+    tokenizer: Any = None,
     **options: Any,
 ) -> None:
     """Save the adapter of a PEFT model, with what it belongs to; no model hub is asked anything.
@@ -37,6 +38,7 @@ def save_adapter(
         base: where the base model is found, as for ``session.load_model``; default: what the model says, or
             else what the provider calls it.
         training: a ``transformers.Trainer`` that has trained it, or figures by name; see ``training_of``.
+        tokenizer: another than the base's, to save beside the adapter; `generate` uses it there.
         options: others of PEFT's ``save_pretrained``.
 
     Raises:
@@ -55,6 +57,8 @@ def save_adapter(
     supplied = {info.shape for info in session.manifest.parameters}
     resized = embeddings is not None and tuple(embeddings.weight.shape) not in supplied
     model.save_pretrained(str(folder), **({"save_embedding_layers": resized} | options))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
     figures = training_of(training) if hasattr(training, "state") else training or {}
     record = Provenance.of(session, figures)
     record.write(Path(folder))
