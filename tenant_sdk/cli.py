@@ -61,11 +61,13 @@ def _load(
 
     # Their warnings are for those who wrote the code that calls them.
     transformers_logging.set_verbosity_error()
+    if not _status.is_terminal:  # where a bar is drawn anew, each time a line
+        transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
         model: Any
         if own is None:
-            model = session.load_model(base=base)
+            model = session.load_model(base=base, progress=_status.is_terminal)
         else:
             model, folder = attach_own(session, own, base)
             tokenizer = tokenizer or tokenizer_in(folder)
@@ -299,7 +301,10 @@ def generate(
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="The prompt is a user's message: put it into the tokenizer's chat template."
+            "--chat",
+            help="The prompt is what a user says to a chat model, and what is written the answer: the "
+            "tokenizer's chat template puts the prompt into a conversation. Without this the model goes on "
+            "from the prompt as it is.",
         ),
     ] = False,
     stop: Annotated[
@@ -324,6 +329,7 @@ def generate(
             "without this it ends there, and says so.",
         ),
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No figures at the end.")] = False,
     tokenizer: options.Tokenizer = None,
     model: options.Model = None,
     allow_other_base: Annotated[
@@ -360,6 +366,8 @@ def generate(
         if adapter is not None:
             ready = load_adapter(ready, adapter, session, allow_other_base=allow_other_base)
         text = stream(ready, words, prompt, sampling, chat=chat)
+    if quiet:
+        return
     _status.print(
         f"{text.tokens} tokens in {text.seconds:.1f} s, {text.tokens / text.seconds:.1f} tokens/s; "
         f"ended by: {text.end}"

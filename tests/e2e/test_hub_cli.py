@@ -131,6 +131,11 @@ def test_an_adapter_remembers_the_tokenizer_that_it_was_trained_with(
     written = run("generate", *say)
     assert written.exit_code == 0, written.exception
     assert f"tokenizer: the one in {adapter}\n" in written.stderr
+    assert "session: " in written.stderr
+    assert "%|" not in learned.stderr + written.stderr  # bars are for terminals
+    quiet = run("generate", *say, "--quiet")
+    assert quiet.stdout == written.stdout
+    assert quiet.stderr.splitlines()[-1] == f"tokenizer: the one in {adapter}"
     given = run("generate", *say, "--tokenizer", BASE_MODEL)
     assert "the one in" not in given.stderr
     assert "or leave out --chat" in str(given.exception)
