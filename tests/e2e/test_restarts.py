@@ -20,6 +20,8 @@ from ring_sessions import Trio, one_time
 from test_trainer import adapt, trainer
 from transformers import TrainerCallback
 
+from provider.serve.tokens import TokenFile
+
 pytest_plugins = ("ring_fixtures",)
 
 SECONDS = 120.0
@@ -206,6 +208,27 @@ def test_ctrl_c_and_resume_end_with_the_same_adapter(
     assert not output.exists()
     ok(finetune(base, output, "--resume"))
     assert weights(output) == undisturbed
+
+
+def test_an_executor_that_comes_back_and_refuses_the_token(
+    serve_process: Callable[..., Executor], tmp_path: Path
+) -> None:
+    """Waiting would be in vain, and nothing is lost."""
+    TokenFile(tmp_path / "others").add("other")
+    phoenix, output = Phoenix(serve_process, BASE_MODEL), tmp_path / "adapter"
+    run = finetune(phoenix.executor, output)
+    until(run.stderr, f"step 2 of {STEPS}")
+    phoenix.kill()
+    port = phoenix.executor.url.rpartition(":")[2]
+    serve_process(BASE_MODEL, "--numerics", RING, "--port", port, "--token-file", str(tmp_path / "others"))
+    status, _, err = rest(run)
+    assert status == 1, err
+    error, note = err.splitlines()[-2:]
+    assert error.startswith("error: ")
+    assert "token" in error
+    assert re.match(
+        rf"step \d is kept in {output}.checkpoints; to go on from it, add --resume to the same command", note
+    )
 
 
 def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
