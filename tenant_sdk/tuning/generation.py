@@ -75,11 +75,11 @@ def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, chat:
         raise ConfigurationError("the prompt is empty")
     if limit is not None and ids.shape[1] + sampling.max_new_tokens > limit:
         room = limit - ids.shape[1]
-        todo = (
-            f"ask for at most {room} with --max-new-tokens"
-            if room > 0
-            else f"shorten the prompt by at least {1 - room} tokens, or more for a longer answer"
-        )
+        if room > 0:
+            todo = f"ask for at most {room} with --max-new-tokens"
+        else:
+            fewer = f"{1 - room} token{'s'[: room != 0]}"
+            todo = f"shorten the prompt by at least {fewer}, or more for a longer answer"
         raise ConfigurationError(
             f"the prompt has {ids.shape[1]} tokens and the model's context {limit}: {todo}"
         )

@@ -95,7 +95,7 @@ def estimate(
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.2g} seconds"
 
 
 def _gb(amount: float) -> str:
