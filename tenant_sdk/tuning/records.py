@@ -49,6 +49,8 @@ def check_data(paths: Sequence[Path]) -> None:
             if holds_records(path, text):
                 for _ in records_of(path, text):
                     pass
+            elif not text.strip():
+                raise ConfigurationError(f"{path} holds no text to learn from")
 
 
 def read_text(path: Path) -> str:

@@ -249,6 +249,19 @@ def test_a_file_of_a_kind_that_is_not_read(tmp_path: Path) -> None:
         check_data([tmp_path / "x.PDF"])
 
 
+@pytest.mark.parametrize(
+    ("lines", "name", "message"),
+    [
+        (["", " "], "x.txt", "x.txt holds no text to learn from"),
+        (["", " "], "x.jsonl", "x.jsonl holds no record to learn from: it is empty"),
+        ([{"text": "fine"}, {"promt": 1}], "x.txt", r"x.txt, line 2: .*`prompt`\?"),
+    ],
+)
+def test_what_shows_without_a_tokenizer(lines: list[Any], name: str, message: str, write: Write) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_data([write({"text": "fine"}), write(*lines, name=name)])
+
+
 def test_a_pipe_is_not_read_before_its_time(tokenizer: Any) -> None:
     """It can be read once only, as a shell's ``<(...)`` is."""
     out, into = os.pipe()
