@@ -7,7 +7,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -17,14 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, track
 
-from shared.errors import (
-    ConfigurationError,
-    ConnectionLost,
-    RequestTimeout,
-    SymbiosisError,
-    VerificationError,
-    peer_text,
-)
+from shared.errors import ConfigurationError, SymbiosisError, peer_text
 from shared.options import in_options, prints_version, takes
 from tenant_sdk import cli_options as options
 from tenant_sdk.config import SessionConfig
@@ -67,11 +61,13 @@ def _load(
 
     # Their warnings are for those who wrote the code that calls them.
     transformers_logging.set_verbosity_error()
+    if not _status.is_terminal:  # where a bar is drawn anew, each time a line
+        transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
         model: Any
         if own is None:
-            model = session.load_model(base=base)
+            model = session.load_model(base=base, progress=_status.is_terminal)
         else:
             model, folder = attach_own(session, own, base)
             tokenizer = tokenizer or tokenizer_in(folder)
@@ -79,17 +75,39 @@ def _load(
             words = session.load_tokenizer()
         else:
             try:
-                words = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
+                words = AutoTokenizer.from_pretrained(
+                    str(tokenizer), local_files_only=True, trust_remote_code=False
+                )
             except (OSError, ValueError) as error:
                 raise ConfigurationError(f"no tokenizer in {tokenizer}: {error}") from error
     return (model.to("cuda") if torch.cuda.is_available() else model), words
 
 
-def _say_first(config: SessionConfig) -> None:
+def _say_loading() -> None:
     """Libraries that take seconds to import come after this."""
+    _status.print("loading torch and transformers")
+
+
+def _say_connecting(config: SessionConfig) -> None:
     sources = [url_of(source) for source in config.mask_sources]
     others = f", masks from {' and '.join(sources)}" if sources else ""
     _status.print(f"connecting to {escape(url_of(config.provider))}{escape(others)}")
+
+
+@contextmanager
+def _interruption_told() -> Iterator[None]:
+    """Around all that draws on the terminal: what was interrupted is told below it."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        _status.print("interrupted")
+        _print_notes(interruption)
+        raise
+
+
+def _print_notes(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        _status.print(escape(note))
 
 
 def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
@@ -184,13 +202,15 @@ def finetune(
     base: options.Base = None,
 ) -> None:
     """Train an adapter on files; the text, the adapter and its gradients stay on this machine."""
-    from tenant_sdk.storage import check_new_folder
+    from tenant_sdk.storage import TrainingCheckpoints, check_new_folder
     from tenant_sdk.tuning.adapters import find_method
+    from tenant_sdk.tuning.records import check_data
 
     find_method(method)
-    check_new_folder(output)
+    TrainingCheckpoints(check_new_folder(output), {}).check(resume=resume)
     config = connection.session()
-    _say_first(config)
+    check_data([*data, *(held_out or ())])
+    _say_loading()
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.finetuning import TrainingOptions
     from tenant_sdk.tuning.finetuning import finetune as train
@@ -218,6 +238,7 @@ def finetune(
         packing=packing,
         report_to=tuple(report_to or ()),
     )
+    _say_connecting(config)
     columns = (
         TextColumn("training"),
         BarColumn(),
@@ -226,6 +247,7 @@ def finetune(
         TextColumn("{task.fields[speed]}"),
     )
     with (
+        _interruption_told(),
         open_session(config) as session,
         Progress(*columns, console=_status) as bar,
     ):
@@ -241,23 +263,19 @@ def finetune(
             if now.loss is not None and not _status.is_terminal:
                 _status.print(f"step {now.step} of {now.steps}: loss {fields['loss']}, {fields['speed']}")
 
-        try:
-            report = train(
-                training,
-                adapted,
-                words,
-                session,
-                show=show,
-                say=lambda line: _status.print(escape(line)),
-            )
-        except (ConnectionLost, RequestTimeout, VerificationError) as error:
-            raise type(error)(f"{error.message}; to resume, add --resume to the same command") from error
-        except KeyboardInterrupt:
-            _status.print("interrupted; to go on, add --resume to the same command")
-            raise
+        report = train(
+            training,
+            adapted,
+            words,
+            session,
+            show=show,
+            say=lambda line: _status.print(escape(line)),
+            keep_tokenizer=tokenizer is not None,
+        )
+    since = f" since step {report.resumed_at}" if report.resumed_at else ""
     _results.print(
         f"loss: {report.first_loss:.4f} at the start, {report.last_loss:.4f} at the end of {report.steps} "
-        f"steps ({report.seconds:.1f} s)"
+        f"steps ({report.seconds:.1f} s{since})"
     )
     if report.perplexity_before is not None and report.perplexity_after is not None:
         _results.print(
@@ -283,7 +301,10 @@ def generate(
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="The prompt is a user's message: put it into the tokenizer's chat template."
+            "--chat",
+            help="The prompt is what a user says to a chat model, and what is written the answer: the "
+            "tokenizer's chat template puts the prompt into a conversation. Without this the model goes on "
+            "from the prompt as it is.",
         ),
     ] = False,
     stop: Annotated[
@@ -308,6 +329,7 @@ def generate(
             "without this it ends there, and says so.",
         ),
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No figures at the end.")] = False,
     tokenizer: options.Tokenizer = None,
     model: options.Model = None,
     allow_other_base: Annotated[
@@ -315,9 +337,12 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a prompt, with or without an adapter; the text and the adapter stay on this machine."""
+    from tenant_sdk.storage import check_adapter_folder
     from tenant_sdk.tuning.sampling import Sampling
 
     config = connection.session()
+    if adapter is not None:
+        check_adapter_folder(adapter)
     sampling = Sampling(
         max_new_tokens,
         temperature,
@@ -327,16 +352,22 @@ def generate(
         stop=tuple(stop or ()),
         stop_loops=not allow_loops,
     )
-    _say_first(config)
+    _say_loading()
     from tenant_sdk.composition import open_session
     from tenant_sdk.tuning.folders import load_adapter
     from tenant_sdk.tuning.generation import stream
+    from tenant_sdk.tuning.own import tokenizer_in
 
+    _say_connecting(config)
+    if tokenizer is None and adapter is not None and (tokenizer := tokenizer_in(adapter)):
+        _status.print(f"tokenizer: the one in {escape(str(adapter))}")
     with open_session(config) as session:
         ready, words = _load(session, tokenizer, model)
         if adapter is not None:
             ready = load_adapter(ready, adapter, session, allow_other_base=allow_other_base)
         text = stream(ready, words, prompt, sampling, chat=chat)
+    if quiet:
+        return
     _status.print(
         f"{text.tokens} tokens in {text.seconds:.1f} s, {text.tokens / text.seconds:.1f} tokens/s; "
         f"ended by: {text.end}"
@@ -424,6 +455,7 @@ def run(application: Callable[[], Any]) -> None:
         application()
     except SymbiosisError as error:
         _status.print(f"[bold red]error:[/] {_escaped(str(error))}")
+        _print_notes(error)
         sys.exit(1)
     except BaseException as error:
         # How the compiled part of a tokenizer gives up on a text; the class has no name that can be imported.

@@ -122,7 +122,10 @@ class Session:
             offload_head: swap the output head too.
             exclude: layers whose names end with one of these stay local.
             probe: before swapping, send one random row per layer and compare, so that another
-                checkpoint of the same shape is noticed.
+                checkpoint of the same shape is noticed: one whose answers differ by more than 5 % in norm in
+                any layer. Less is taken for rounding, such as a copy in another precision; weights that are
+                all 3 % too large pass too. ``detach`` and ``--model`` of the command line compare the
+                checkpoint's digest instead.
 
         Returns:
             The same model.

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,19 @@ def check_new_folder(path: Path) -> Path:
     return path
 
 
+def check_adapter_folder(path: Path) -> None:
+    """Refuse what is no folder of an adapter, before anything is imported that could read it.
+
+    Raises:
+        ConfigurationError: there is no such folder, or it lacks a file.
+    """
+    if not path.is_dir():
+        raise ConfigurationError(f"there is no such folder: {path}; give the one that finetune wrote")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (path / name).is_file():
+            raise ConfigurationError(f"{path} holds no adapter: there is no {name} in it")
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A temporary sibling to write into, which takes the name ``path`` if the block ends without an error.
@@ -108,10 +121,25 @@ class TrainingCheckpoints:
         settings: what must be the same when a training is resumed.
     """
 
-    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.folder = output.with_name(output.name + ".checkpoints")
         self._settings_file = self.folder / "settings.json"
-        self._settings = settings
+        self._settings = dict(settings)
+
+    def check(self, *, resume: bool) -> None:
+        """Whether a training can begin, or go on, so far as that shows without its settings.
+
+        Raises:
+            ConfigurationError: an interrupted training would be overwritten, or there is none to resume.
+        """
+        if not resume and self._whole():
+            raise ConfigurationError(
+                f"{self.folder} holds an interrupted training; go on with --resume, or remove it first"
+            )
+        if resume and not self._settings_file.is_file():
+            raise ConfigurationError(
+                f"there is nothing to resume: no {self._settings_file}; leave out --resume"
+            )
 
     def begin(self, *, resume: bool) -> Path | None:
         """Make the folder, or look into the one of an interrupted training.
@@ -123,19 +151,12 @@ class TrainingCheckpoints:
             ConfigurationError: an interrupted training would be overwritten, or there is none to
                 resume, or it had other settings.
         """
+        self.check(resume=resume)
         if not resume:
-            if self._whole():
-                raise ConfigurationError(
-                    f"{self.folder} holds an interrupted training; go on with --resume, or remove it first"
-                )
             with disk_errors(self.folder, "checkpoints", "Then run again."):
                 self.folder.mkdir(exist_ok=True)
                 self._settings_file.write_text(json.dumps(self._settings, indent=1))
             return None
-        if not self._settings_file.is_file():
-            raise ConfigurationError(
-                f"there is nothing to resume: no {self._settings_file}; leave out --resume"
-            )
         before = _read_json(self._settings_file) or {}
         other = [name for name, value in self._settings.items() if before.get(name) != value]
         if other:
@@ -143,7 +164,23 @@ class TrainingCheckpoints:
                 "--resume needs the options of the interrupted training; these differ: "
                 + ", ".join(f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
             )
-        return max(self._whole(), key=lambda path: int(path.name[11:]), default=None)
+        return self._newest()
+
+    @contextmanager
+    def resumable(self) -> Iterator[None]:
+        """Note with whatever ends the training inside how far it came, where that is, and how to go on."""
+        try:
+            yield
+        except BaseException as error:
+            if newest := self._newest():
+                error.add_note(
+                    f"step {_step(newest)} is kept in {self.folder}; to go on from it, add --resume to the "
+                    "same command"
+                )
+            raise
+
+    def _newest(self) -> Path | None:
+        return max(self._whole(), key=_step, default=None)
 
     def _whole(self) -> list[Path]:
         """The checkpoints that are complete: the Trainer writes its state last."""
@@ -153,6 +190,10 @@ class TrainingCheckpoints:
     def remove(self) -> None:
         """The training is complete: its checkpoints are of no more use."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

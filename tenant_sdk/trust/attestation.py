@@ -238,4 +238,4 @@ def _difference(field: str, mine: object, theirs: object) -> str:
         one, other = ({each.name: each for each in listed} for listed in (mine, theirs))  # type: ignore[attr-defined]
         differ = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
         return f"{field[:-1]} {min(differ)[:80]}" if differ else f"another order of {field}"
-    return f"another {field}"
+    return f"{'other' if field.endswith('s') else 'another'} {field}"

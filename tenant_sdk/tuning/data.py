@@ -1,12 +1,8 @@
-"""Training data as people have it: text files and JSONL records, made into token ids and labels.
+"""Training data made into token ids and labels: text files and JSONL records.
 
-A text file becomes blocks of equal length. A line of a JSONL file is a record, one of::
-
-    {"text": "..."}                           a text of its own: all of it is learned
-    {"prompt": "...", "completion": "..."}    the completion is learned
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-
-The last goes through the tokenizer's chat template, and what assistants say is learned.
+A text file becomes blocks of equal length; what a record may be is in ``tenant_sdk.tuning.records``. Of
+`text` all is learned, of `prompt` and `completion` the latter. `messages` go through the tokenizer's chat
+template, and what assistants say is learned.
 """
 
 from __future__ import annotations
@@ -17,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shared.errors import ConfigurationError
+from tenant_sdk.tuning.records import Record, holds_records, read_text, records_of
 
 IGNORED = -100  # a label that takes no part in the loss
 Blocks = list[list[int]]
@@ -30,19 +26,8 @@ Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, 
 Collate = Callable[[Sequence[Example]], dict[str, Tensor]]
 Say = Callable[[str], None]
 
-_RECORDS = (".jsonl", ".ndjson", ".json")
 # How transformers itself looks for it, before it asks for assistants' tokens.
 _MARKED = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
-
-
-class _Record(msgspec.Struct, frozen=True):
-    """A line of a JSONL file; other keys are not read."""
-
-    text: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None  # that the template may describe
 
 
 def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
@@ -98,22 +83,6 @@ def collate_packed(examples: Sequence[Example]) -> dict[str, Tensor]:
     }
 
 
-def read_text(path: Path) -> str:
-    """A file's text, in UTF-8, with or without a byte order mark.
-
-    Raises:
-        ConfigurationError: it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"{path} is not plain text in UTF-8: {error.reason} in byte {error.start}"
-        ) from None  # the error itself holds the whole text
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-
-
 def read_tokens(path: Path, tokenizer: Any) -> list[int]:
     """Token ids of a whole UTF-8 text file.
 
@@ -146,6 +115,7 @@ def chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     Raises:
         ConfigurationError: the tokenizer has no chat template, or it takes no such message.
     """
+    _template(tokenizer, "the prompt", "leave out --chat")
     text = _render(tokenizer, [{"role": "user", "content": prompt}], "the prompt", answer=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -178,23 +148,21 @@ class Reader:
 
     def _file(self, path: Path) -> list[Example]:
         text = read_text(path)
-        if path.suffix.lower() in _RECORDS or _is_record(text):
+        if holds_records(path, text):
             return self._records(path, text)
         tokens = _text_tokens(path, text, self.tokenizer)
         blocks = pack(tokens, self.length, keep_tail=self.keep_tail)
-        self.say(f"{path}: {len(tokens)} tokens in {len(blocks)} blocks of {len(blocks[0])}")
+        self.say(
+            f"{path}: read as plain text, {len(tokens)} tokens in {len(blocks)} blocks of {len(blocks[0])}"
+        )
         return [whole(block) for block in blocks]
 
     def _records(self, path: Path, text: str) -> list[Example]:
         examples: list[Example] = []
         records, split, left_out = 0, 0, []
-        # Not splitlines(): JSON may hold other ends of lines as they are.
-        for number, line in enumerate(text.split("\n"), 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
+        for where, record in records_of(path, text):
             records += 1
-            for example in self._encode(_decode(line, where), where):
+            for example in self._encode(record, where):
                 if not trained_tokens(example):
                     raise ConfigurationError(
                         f"{where}: there is nothing to learn: no answer that follows something"
@@ -207,8 +175,9 @@ class Reader:
                 else:
                     left_out.append(len(example["input_ids"]))
         if not examples:
-            why = f"all are longer than {self.length} tokens" if records else "it is empty"
-            raise ConfigurationError(f"{path} holds no record to learn from: {why}")
+            raise ConfigurationError(
+                f"{path} holds no record to learn from: all are longer than {self.length} tokens"
+            )
         tokens, trained = sum(len(e["input_ids"]) for e in examples), sum(map(trained_tokens, examples))
         self.say(f"{path}: {records} records, {tokens} tokens, {trained} of them to learn")
         longer = f"of {records} records are longer than {self.length} tokens"
@@ -221,14 +190,10 @@ class Reader:
             )
         return examples
 
-    def _encode(self, record: _Record, where: str) -> list[Example]:
+    def _encode(self, record: Record, where: str) -> list[Example]:
         """Usually one example; what is too long is the caller's matter."""
         if record.messages is not None:
             return self._chat(record.messages, record.tools, where)
-        if not (record.text or record.completion):
-            raise ConfigurationError(
-                f"{where}: the {'completion' if record.text is None else 'text'} is empty"
-            )
         if record.text is not None:
             return [whole(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
         prompt, completion = record.prompt or "", record.completion or ""
@@ -262,10 +227,6 @@ class Reader:
         def render(until: int, *, answer: bool = False) -> str:
             return _render(tokenizer, messages[:until], where, tools, answer=answer)
 
-        if not messages or not all(isinstance(each.get("role"), str) for each in messages):
-            raise ConfigurationError(
-                f"{where}: `messages` is a list of objects that have a `role`, not empty"
-            )
         if self.train_on_prompt:
             return [self._spans(render(len(messages)), [(0, None)])]
         if (template := _template(tokenizer, where)) and _MARKED.search(template):
@@ -305,38 +266,13 @@ class Reader:
         }
 
 
-def _is_record(text: str) -> bool:
-    """Whether a file without a telling name begins with a line that is a JSON object."""
-    first = text.lstrip().split("\n", 1)[0]
-    try:
-        return isinstance(msgspec.json.decode(first), dict)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-
-
-def _decode(line: str, where: str) -> _Record:
-    try:
-        record = msgspec.json.decode(line.encode(), type=_Record)
-    except (msgspec.DecodeError, RecursionError) as error:  # which quotes no value
-        raise ConfigurationError(f"{where}: {error}; a line holds one record, a JSON object") from None
-    given = {
-        name for name in ("text", "prompt", "completion", "messages") if getattr(record, name) is not None
-    }
-    if given not in ({"text"}, {"prompt", "completion"}, {"messages"}):
-        has = " and ".join(sorted(given)) or "none of them"
-        raise ConfigurationError(
-            f"{where}: a record has `text`, or `prompt` and `completion`, or `messages`; this one has {has}"
-        )
-    return record
-
-
-def _template(tokenizer: Any, where: str) -> str:
+def _template(tokenizer: Any, where: str, instead: str = "use a prompt (and completion) instead") -> str:
     try:
         return str(tokenizer.get_chat_template())
     except (ValueError, AttributeError):  # none, or several and none of them the default
         raise ConfigurationError(
             f"{where}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has "
-            "one with --tokenizer FOLDER, or use a prompt (and completion) instead"
+            f"one with --tokenizer FOLDER, or {instead}"
         ) from None
 
 

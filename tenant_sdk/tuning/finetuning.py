@@ -25,6 +25,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from shared.errors import ConfigurationError, StorageError, SymbiosisError
+from tenant_sdk.model.naming import base_of
 from tenant_sdk.session import Session
 from tenant_sdk.storage import (
     TrainingCheckpoints,
@@ -94,10 +95,14 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Result: losses in nats per token of the batches of a step, perplexities of the held-out text."""
+    """Result: losses in nats per token of the batches of a step, perplexities of the held-out text.
+
+    ``seconds`` are those since ``resumed_at``, the number of steps that a training before it had done.
+    """
 
     steps: int
     seconds: float
+    resumed_at: int
     trained_parameters: int
     first_loss: float
     last_loss: float
@@ -175,6 +180,7 @@ def finetune(
     *,
     show: Callable[[TrainingStep], None],
     say: Callable[[str], None],
+    keep_tokenizer: bool = False,
 ) -> TrainingReport:
     """Train an adapter on files and save it as a standard PEFT folder.
 
@@ -183,6 +189,7 @@ def finetune(
         session: of the model; a training is not resumed on another base.
         show: called after every step, and with every loss.
         say: called with a line for the user; no text of the data is in it.
+        keep_tokenizer: it is another than the base's; save it beside the adapter.
 
     Raises:
         ConfigurationError: an option does not fit the text, the model or the output folder.
@@ -191,6 +198,11 @@ def finetune(
     output = check_new_folder(training.output)
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
+    if length < training.sequence_length:
+        say(
+            f"--sequence-length {training.sequence_length} is cut to {length}: the model's context has no "
+            "room for more"
+        )
     reader = Reader(tokenizer, length, training.train_on_prompt, say=say)
     examples = reader.read(training.data)
     held_out = replace(reader, keep_tail=True).read(training.held_out)
@@ -228,28 +240,42 @@ def finetune(
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
 
-    before = None
-    if held_out:
-        with model.disable_adapter():
-            before = perplexity(model, held_out, training.batch_size)
-        say(f"held-out perplexity before: {before:.2f}")
-    done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
-    if done < steps:
-        batch, left = training.batch_size, steps - done
-        say(estimate(model, examples, batch, left, training.seed, lambda: session.stats, training.collate))
-    started = time.perf_counter()
-    losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
-    seconds = time.perf_counter() - started
-    after = None
-    if held_out:
-        after = perplexity(model, held_out, training.batch_size)
-        say(f"held-out perplexity after: {after:.2f}")
-    tokens = sum(len(example["input_ids"]) for example in examples)
-    report = TrainingReport(steps, seconds, trained, losses[0], losses[-1], before, after)
-    resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
-    with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
-        save_adapter(model, folder, session, training=_figures(training, settings, tokens, report))
+    with checkpoints.resumable():
+        before = None
+        if held_out:
+            with model.disable_adapter():
+                before = perplexity(model, held_out, training.batch_size)
+            say(f"held-out perplexity before: {before:.2f}")
+        done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
+        if done < steps:
+            batch, left = training.batch_size, steps - done
+            say(
+                estimate(model, examples, batch, left, training.seed, lambda: session.stats, training.collate)
+            )
+        started = time.perf_counter()
+        losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
+        seconds = time.perf_counter() - started
+        after = None
+        if held_out:
+            after = perplexity(model, held_out, training.batch_size)
+            say(f"held-out perplexity after: {after:.2f}")
+        tokens = sum(len(example["input_ids"]) for example in examples)
+        report = TrainingReport(steps, seconds, done, trained, losses[0], losses[-1], before, after)
+        resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
+        with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
+            save_adapter(
+                model,
+                folder,
+                session,
+                training=_figures(training, settings, tokens, report),
+                tokenizer=tokenizer if keep_tokenizer else None,
+            )
     checkpoints.remove()
+    if not base_of(model).name:
+        say(
+            "the adapter's card does not say where its base is found; "
+            "--base FOLDER or NAME[@REVISION] would have it said"
+        )
     return report
 
 
@@ -263,6 +289,8 @@ def _figures(
     if not method.prompt_like:
         del chosen["virtual_tokens"]
     figures = chosen | {"tokens": tokens} | asdict(report)
+    if resumed_at := figures.pop("resumed_at"):
+        figures |= {"resumed_at_step": resumed_at, "seconds_since_resumed": figures.pop("seconds")}
     return {name: value for name, value in figures.items() if value is not None}
 
 

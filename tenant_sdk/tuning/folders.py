@@ -11,6 +11,7 @@ from peft import PeftModel
 from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.session import Session
+from tenant_sdk.storage import check_adapter_folder
 from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ def save_adapter(
     *,
     base: str | Path | None = None,
     training: Any = None,
+    tokenizer: Any = None,
     **options: Any,
 ) -> None:
     """Save the adapter of a PEFT model, with what it belongs to; no model hub is asked anything.
@@ -36,6 +38,7 @@ def save_adapter(
         base: where the base model is found, as for ``session.load_model``; default: what the model says, or
             else what the provider calls it.
         training: a ``transformers.Trainer`` that has trained it, or figures by name; see ``training_of``.
+        tokenizer: another than the base's, to save beside the adapter; `generate` uses it there.
         options: others of PEFT's ``save_pretrained``.
 
     Raises:
@@ -46,19 +49,27 @@ def save_adapter(
     if not configs or not hasattr(model, "save_pretrained"):
         raise ConfigurationError(f"{type(model).__name__} has no adapter; make one with peft.get_peft_model")
     found = base_of(model) if base is None else find_base(base, session.manifest)
-    if not found.name and base is None:
-        found = folder_of_peer(session.manifest)
+    called = found if found.name or base is not None else folder_of_peer(session.manifest)
     for config in configs.values():
-        config.base_model_name_or_path, config.revision = found.name or None, found.revision
+        config.base_model_name_or_path, config.revision = called.name or None, called.revision
     # PEFT's own default would ask a hub how large the vocabulary was.
     embeddings = model.get_input_embeddings()
     supplied = {info.shape for info in session.manifest.parameters}
     resized = embeddings is not None and tuple(embeddings.weight.shape) not in supplied
     model.save_pretrained(str(folder), **({"save_embedding_layers": resized} | options))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
     figures = training_of(training) if hasattr(training, "state") else training or {}
     record = Provenance.of(session, figures)
     record.write(Path(folder))
     write_card(Path(folder), record, found, model.active_peft_config)
+
+
+def _first(error: str) -> str:
+    """The first mismatch of those that torch lists, one a line, below a heading."""
+    heading, *mismatches = [line.strip(" \t.") for line in error.splitlines() if line.strip()] or [""]
+    more = f" (and {len(mismatches) - 1} more)" if len(mismatches) > 1 else ""
+    return f"{mismatches[0]}{more}" if mismatches else heading
 
 
 def load_adapter(
@@ -82,9 +93,7 @@ def load_adapter(
         ModelMismatch: it was made for another base model.
     """
     folder = Path(folder)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / name).is_file():
-            raise ConfigurationError(f"{folder} holds no adapter: there is no {name} in it")
+    check_adapter_folder(folder)
     record = None if allow_other_base else Provenance.read(folder)
     if record is not None and (differs := record.check(session, folder)):
         log.warning("%s", differs)
@@ -92,7 +101,7 @@ def load_adapter(
         return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModelMismatch(
-            f"the adapter in {folder} was made for another base model: {str(error).splitlines()[0]}"
+            f"the adapter in {folder} was made for another base model: {_first(str(error))}"
         ) from error
     except Exception as error:  # safetensors and json have errors of their own kinds
         raise ConfigurationError(f"cannot read the adapter in {folder}: {error}") from error

@@ -74,9 +74,14 @@ def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, chat:
     if ids.shape[1] == 0:
         raise ConfigurationError("the prompt is empty")
     if limit is not None and ids.shape[1] + sampling.max_new_tokens > limit:
+        room = limit - ids.shape[1]
+        if room > 0:
+            todo = f"ask for at most {room} with --max-new-tokens"
+        else:
+            fewer = f"{1 - room} token{'s'[: room != 0]}"
+            todo = f"shorten the prompt by at least {fewer}, or more for a longer answer"
         raise ConfigurationError(
-            f"the prompt has {ids.shape[1]} tokens and the model's context {limit}: ask for at most "
-            f"{max(0, limit - ids.shape[1])} with --max-new-tokens"
+            f"the prompt has {ids.shape[1]} tokens and the model's context {limit}: {todo}"
         )
     loop = _Loop(ids.shape[1])
     set_seed(sampling.seed)

@@ -8,10 +8,11 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from shared.errors import CheckpointError
+from shared.errors import CheckpointError, ModelMismatch
 from shared.hub import checkpoint_folder
 from tenant_sdk.model.naming import find_base, name_model
 from tenant_sdk.session import Session
+from tenant_sdk.trust.attestation import open_checkpoint
 
 
 def attach_own(session: Session, name: str, base: str | None = None) -> tuple[Any, Path]:
@@ -23,7 +24,7 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
 
     Raises:
         CheckpointError: it cannot be had or read.
-        ModelMismatch: it is another model than the executor serves.
+        ModelMismatch: its linear layers' weights are not, byte for byte, those that the executor serves.
     """
     folder = checkpoint_folder(name)
     try:
@@ -32,6 +33,13 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"no model of your own in {folder}: {error}") from error
+    try:
+        open_checkpoint(folder, session.manifest)
+    except ModelMismatch as error:
+        raise ModelMismatch(
+            f"{error.message}. Give the very checkpoint that the executor serves, or none: then all that is "
+            "needed of it is downloaded"
+        ) from error
     session.attach(model.requires_grad_(False).eval())
     if base is not None:
         name_model(model, find_base(base, session.manifest))

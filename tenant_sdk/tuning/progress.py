@@ -89,9 +89,13 @@ def estimate(
         for name in ("bytes_sent", "bytes_received")
     )
     return (
-        f"estimate: {steps} steps in about {times * seconds / 60:.1f} minutes, {_gb(up)} up and "
+        f"estimate: {steps} steps in about {_time(times * seconds)}, {_gb(up)} up and "
         f"{_gb(down)} down, from one measured step"
     )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.2g} seconds"
 
 
 def _gb(amount: float) -> str:

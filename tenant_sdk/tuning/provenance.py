@@ -43,7 +43,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, session: Session, training: Mapping[str, Any]) -> Provenance:
-        """Of an adapter that is saved now."""
+        """Of an adapter that is saved now; of figures four digits are kept."""
         manifest = session.manifest
         return cls(
             symbiosis=importlib.metadata.version("symbiosis"),
@@ -53,7 +53,10 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             digest=plain_name(manifest.digest),
             numerics=plain_name(manifest.numerics),
             privacy=session.privacy,
-            training=dict(training),
+            training={
+                name: float(f"{value:.4g}") if isinstance(value, float) else value
+                for name, value in training.items()
+            },
         )
 
     @classmethod
@@ -131,6 +134,7 @@ def write_card(folder: Path, record: Provenance, base: Base, config: Any) -> Non
     """The folder's README.md, as model hubs show it.
 
     Args:
+        base: where it is found; what a provider calls its folder is no such place.
         config: PEFT's, of the adapter.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -157,7 +161,8 @@ def write_card(folder: Path, record: Provenance, base: Base, config: Any) -> Non
         method=method,
         title=base.name or record.model,
         rows=_table(rows),
-        named=base.name or "BASE",
+        named=base.name or _NO_BASE,
+        unknown="" if base.name else f", `{_NO_BASE}` that of the base model",
         kind=kind,
         more=more,
         training=training,
@@ -170,6 +175,7 @@ def _table(rows: Mapping[str, Any]) -> str:
     return "".join(f"| {name} | {value} |\n" for name, value in (("", ""), ("---", "---"), *cells))
 
 
+_NO_BASE = "FOLDER_OF_THE_BASE"
 _CARD = """\
 # A {method} adapter for {title}
 
@@ -180,7 +186,7 @@ says which base they belong to.
 {rows}
 ## How to use it
 
-With PEFT, without any executor (`ADAPTER` is this folder):
+With PEFT, without any executor (`ADAPTER` is this folder{unknown}):
 
 ```python
 from peft import PeftModel

@@ -15,13 +15,8 @@ from commands import BASE_MODEL, HELD_OUT, TRAIN, finish, ok, start, tenant
 from conftest import RING, Executor
 from typer.testing import CliRunner
 
-from shared.errors import (
-    ConfigurationError,
-    ConnectionLost,
-    RequestTimeout,
-    SymbiosisError,
-    VerificationError,
-)
+from shared.errors import ConfigurationError, RequestRefused
+from tenant_sdk import cli
 from tenant_sdk.cli import app
 from tenant_sdk.config import SessionConfig
 
@@ -132,24 +127,15 @@ def test_a_disk_that_takes_no_large_file(tmp_path: Path, serve: Callable[..., Ex
     assert not output.exists()
 
 
-@pytest.mark.parametrize("error", [ConnectionLost, RequestTimeout, VerificationError])
-def test_a_training_that_stops_says_how_to_go_on(
-    error: type[SymbiosisError],
-    tmp_path: Path,
-    serve: Callable[..., Executor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise error("so it was")
+def test_notes_of_an_error_come_after_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def stop() -> None:
+        error = RequestRefused("unauthorized", "so it was")
+        error.add_note("step 3 is kept in [folder]")
+        raise error
 
-    executor = serve(BASE_MODEL)
-    monkeypatch.setenv("TENANT_TOKEN", executor.token)
-    monkeypatch.setattr("tenant_sdk.tuning.finetuning.finetune", stop)
-    where = ["--provider", executor.url, "--ca", str(executor.ca), "--token-env", "TENANT_TOKEN"]
-    files = ["--data", str(TRAIN), "--output", str(tmp_path / "adapter"), "--privacy", "plain"]
-    result = CliRunner().invoke(app, ["finetune", *where, *files])
-    assert isinstance(result.exception, error)
-    assert str(result.exception) == "so it was; to resume, add --resume to the same command"
+    with pytest.raises(SystemExit):
+        cli.run(stop)
+    assert capsys.readouterr().err == "error: [unauthorized] so it was\nstep 3 is kept in [folder]\n"
 
 
 def test_one_line_and_status_1_for_an_error(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
     out, err = ok(tenant(*learn, "--output", adapter))
     assert f"{NOTES}: 600 records, " in err
     assert re.search(r"tokens in \d+ blocks of 96", err)
-    assert re.search(r"estimate: 10 steps in about [\d.]+ minutes, [\d.]+ GB up and [\d.]+ GB down", err)
+    assert re.search(r"estimate: 10 steps in about [\d.]+ seconds, [\d.]+ GB up and [\d.]+ GB down", err)
     assert re.search(r"step 10 of 10: loss [\d.]+, [\d,]+ tokens/s, 0:00:00 left", err)
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
     assert after < before / 5

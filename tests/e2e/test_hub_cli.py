@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from commands import BASE_MODEL, TRAIN, ok, tenant
-from conftest import RING, Executor
+from conftest import RING, Executor, make_model
 from hubs import COMMIT, hub
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from shared.errors import CheckpointError, ModelMismatch
@@ -102,6 +104,58 @@ def test_the_tenants_own_copy(
     )
     assert "--allow-other-base" in str(refused.exception)
     assert run(*say, "--allow-other-base").exit_code == 0
+
+
+def test_an_adapter_remembers_the_tokenizer_that_it_was_trained_with(
+    tmp_path: Path, serve: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a folder of its own, with a chat template that the executor's has not."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "words")
+    chat = {"messages": [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes."}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat))
+    executor, adapter = serve(BASE_MODEL), tmp_path / "adapter"
+    monkeypatch.setenv("TENANT_TOKEN", executor.token)
+    where = ("--provider", executor.url, "--ca", executor.ca, "--token-env", "TENANT_TOKEN")
+
+    def run(command: str, *arguments: object) -> Result:
+        given = (command, *where, "--privacy", "plain", *arguments)
+        return CliRunner().invoke(app, list(map(str, given)))
+
+    learn = ("--data", tmp_path / "chat.jsonl", "--steps", 1, "--tokenizer", tmp_path / "words")
+    learned = run("finetune", *learn, "--output", adapter)
+    assert learned.exit_code == 0, learned.exception
+    assert AutoTokenizer.from_pretrained(adapter).chat_template == tokenizer.chat_template
+    say = ("--prompt", "So?", "--chat", "--max-new-tokens", 2, "--adapter", adapter)
+    written = run("generate", *say)
+    assert written.exit_code == 0, written.exception
+    assert f"tokenizer: the one in {adapter}\n" in written.stderr
+    assert "session: " in written.stderr
+    assert "%|" not in learned.stderr + written.stderr  # bars are for terminals
+    quiet = run("generate", *say, "--quiet")
+    assert quiet.stdout == written.stdout
+    assert quiet.stderr.splitlines()[-1] == f"tokenizer: the one in {adapter}"
+    given = run("generate", *say, "--tokenizer", BASE_MODEL)
+    assert "the one in" not in given.stderr
+    assert "or leave out --chat" in str(given.exception)
+
+
+def test_a_copy_that_is_not_quite_the_executors(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    """Attached, it passes as one that was rounded; of its files every byte counts."""
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "served")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1.03
+    model.save_pretrained(tmp_path / "own")
+    with serve(tmp_path / "served").connect() as session:
+        session.attach(model)
+        with pytest.raises(
+            ModelMismatch, match=r"does not hold the weights .* Give the very checkpoint that"
+        ):
+            attach_own(session, str(tmp_path / "own"))
+        attach_own(session, str(tmp_path / "served"))
 
 
 def test_a_copy_that_is_none(tmp_path: Path, serve: Callable[..., Executor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import threading
@@ -18,6 +19,8 @@ from peft import get_peft_model_state_dict
 from ring_sessions import Trio, one_time
 from test_trainer import adapt, trainer
 from transformers import TrainerCallback
+
+from provider.serve.tokens import TokenFile
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -196,12 +199,36 @@ def test_ctrl_c_and_resume_end_with_the_same_adapter(
     run.send_signal(signal.SIGINT)
     status, _, err = rest(run)
     assert status != 0
-    assert "interrupted; to go on, add --resume to the same command" in err
+    (step,) = re.findall(
+        rf"^interrupted\nstep (\d) is kept in {output}.checkpoints; to go on from it, add --resume", err, re.M
+    )
+    assert (output.with_name("adapter.checkpoints") / f"checkpoint-{step}").is_dir()
+    assert "training" not in err.partition("interrupted")[2]
     assert "Traceback" not in err
     assert not output.exists()
-    assert [path.name for path in output.with_name("adapter.checkpoints").glob("checkpoint-*")]
     ok(finetune(base, output, "--resume"))
     assert weights(output) == undisturbed
+
+
+def test_an_executor_that_comes_back_and_refuses_the_token(
+    serve_process: Callable[..., Executor], tmp_path: Path
+) -> None:
+    """Waiting would be in vain, and nothing is lost."""
+    TokenFile(tmp_path / "others").add("other")
+    phoenix, output = Phoenix(serve_process, BASE_MODEL), tmp_path / "adapter"
+    run = finetune(phoenix.executor, output)
+    until(run.stderr, f"step 2 of {STEPS}")
+    phoenix.kill()
+    port = phoenix.executor.url.rpartition(":")[2]
+    serve_process(BASE_MODEL, "--numerics", RING, "--port", port, "--token-file", str(tmp_path / "others"))
+    status, _, err = rest(run)
+    assert status == 1, err
+    error, note = err.splitlines()[-2:]
+    assert error.startswith("error: ")
+    assert "token" in error
+    assert re.match(
+        rf"step \d is kept in {output}.checkpoints; to go on from it, add --resume to the same command", note
+    )
 
 
 def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
@@ -227,6 +254,6 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     status, _, err = rest(run)
     assert status == 1, err
     assert f"error: {phoenix.executor.url} was tried again and again for 2." in err
-    assert "to resume, add --resume to the same command" in err
+    assert f"is kept in {output}.checkpoints; to go on from it, add --resume to the same command" in err
     ok(finetune(base, output, "--resume"))
     assert weights(output) == undisturbed

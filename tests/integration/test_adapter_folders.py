@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
 import shutil
 import warnings
 import weakref
@@ -19,7 +20,7 @@ import torch
 from conftest import Executor, make_model, relative_error
 from parity import fixed_result, load_local, token_ids
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import tenant_sdk
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
@@ -68,7 +69,9 @@ def test_a_folder_says_what_it_belongs_to_and_loads_without_an_executor(
 ) -> None:
     model = adapted(session.load_model(base=folder, progress=False))
     expected = fixed_result(model, token_ids())
-    tenant_sdk.save_adapter(model, tmp_path / "one", session, training={"steps": 3, "note": "a|b\nc"})
+    tenant_sdk.save_adapter(
+        model, tmp_path / "one", session, training={"steps": 3, "note": "a|b\nc", "perplexity": 25.205985}
+    )
     model.save_pretrained(tmp_path / "plain")
     for name in ("one", "plain"):
         assert read(tmp_path / name, "adapter_config.json")["base_model_name_or_path"] == str(folder)
@@ -78,12 +81,15 @@ def test_a_folder_says_what_it_belongs_to_and_loads_without_an_executor(
     for name in ("digest", "weights", "numerics", "architecture"):
         assert record[name] == getattr(manifest, name)
     assert (record["privacy"], record["training"]["steps"]) == ("plain", 3)
+    assert record["training"]["perplexity"] == 25.21
     card = (tmp_path / "one" / "README.md").read_text()
     assert "library_name: peft" in card
     assert f"AutoModelForCausalLM.from_pretrained('{folder}')" in card
     assert "tenant_sdk.load_adapter(session.load_model()" in card
     assert "| privacy mode | plain |" in card
     assert r"| note | a\|b c |" in card
+    assert "| perplexity | 25.21 |" in card
+    assert "`ADAPTER` is this folder)" in card
     assert "More Information Needed" not in card
 
 
@@ -115,7 +121,11 @@ def test_the_name_of_a_providers_folder_is_no_address(
     assert model.name_or_path == ""
     tenant_sdk.save_adapter(model, tmp_path, session)
     assert read(tmp_path, "adapter_config.json")["base_model_name_or_path"] == folder.name
-    assert "base_model:" not in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "base_model:" not in card
+    assert f"# A LORA adapter for {folder.name}" in card
+    assert "AutoModelForCausalLM.from_pretrained('FOLDER_OF_THE_BASE')" in card
+    assert "(`ADAPTER` is this folder, `FOLDER_OF_THE_BASE` that of the base model)" in card
 
 
 @pytest.mark.parametrize(
@@ -201,6 +211,20 @@ def test_an_adapter_of_another_base_is_refused(
             assert part in str(refused.value)
         loaded = tenant_sdk.load_adapter(model, saved, session, allow_other_base=True)
         assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_an_adapter_of_a_larger_base_shows_what_does_not_fit(
+    serve: Callable[..., Executor], saved: Path, tmp_path: Path
+) -> None:
+    config = make_model("llama").config
+    config.hidden_size, config.head_dim = 32, 8
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    with serve(tmp_path / "small").connect() as session:
+        model = session.load_model(progress=False)
+        with pytest.raises(ModelMismatch) as refused:
+            tenant_sdk.load_adapter(model, saved, session, allow_other_base=True)
+    said = r"another base model: size mismatch for .*q_proj.*\[2, 64\].*\[2, 32\]\) \(and 3 more\)$"
+    assert re.search(said, str(refused.value))
 
 
 def test_another_tokenizer_is_no_other_base(

@@ -174,11 +174,11 @@ def test_sources_agree_on_everything_that_is_downloaded(trio: Callable[[str], Tr
     check_agreement("wss://a", manifest, manifest)
     file, parameter = manifest.files[0], manifest.parameters[0]
     for change, message in (
-        ({"weights": "0"}, "another weights"),
+        ({"weights": "0"}, "other weights"),
         ({"architecture": "GemmaForCausalLM"}, "another architecture"),
         ({"base_prefix": "x"}, "another base_prefix"),
         ({"unavailable": ("x",)}, "another unavailable"),
-        ({"groups": manifest.groups[1:]}, "another groups"),
+        ({"groups": manifest.groups[1:]}, "other groups"),
         ({"files": manifest.files[1:]}, f"file {file.name}"),
         ({"files": (msgspec.structs.replace(file, sha256="0"), *manifest.files[1:])}, f"file {file.name}"),
         ({"parameters": manifest.parameters[1:]}, f"parameter {parameter.name}"),

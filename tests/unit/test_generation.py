@@ -75,6 +75,9 @@ def test_sampling_depends_on_the_seed_alone(model: Any, capsys: pytest.CaptureFi
     [
         ("", {}, "prompt is empty"),
         ("5 6", {"max_new_tokens": 127}, "at most 126 with --max-new-tokens"),
+        ("5 " * 127, {}, "at most 1 with --max-new-tokens"),
+        ("5 " * 128, {}, "shorten the prompt by at least 1 token, or more"),
+        ("5 " * 200, {}, "shorten the prompt by at least 73 tokens"),
         ("5", {"max_new_tokens": 0}, "--max-new-tokens is at least 1"),
         ("5", {"temperature": -1.0}, "--temperature"),
         ("5", {"top_p": 0.0}, "--top-p"),

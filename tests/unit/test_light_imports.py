@@ -20,7 +20,11 @@ import atexit, sys
 atexit.register(lambda: print("IMPORTED", *({"torch", "transformers", "peft"} & sys.modules.keys())))
 """
 MODEL = str(ROOT / "examples" / "base_model")
+CONFIG = str(ROOT / "examples" / "base_model" / "config.json")  # an object, but over many lines
 TENANT = ("--provider", "wss://localhost:1", "--token-env", "HOME")
+PLAIN = (*TENANT, "--privacy", "plain")
+FINETUNE = ("finetune", *PLAIN, "--output", "o")
+GENERATE = ("generate", *PLAIN, "--prompt", "x")
 
 
 def run(program: str, *arguments: str, columns: str = "200") -> tuple[list[str], str]:
@@ -119,6 +123,13 @@ def test_help(package: str, command: str) -> None:
             ("finetune", *TENANT, "--privacy", "plain", "--data", "d", "--output", "o", "--method", "dora"),
             "unknown method 'dora'",
         ),
+        ("tenant_sdk", (*FINETUNE, "--data", "missing"), "cannot read missing: No such file"),
+        ("tenant_sdk", (*FINETUNE, "--data", MODEL), f"cannot read {MODEL}: Is a directory"),
+        ("tenant_sdk", (*FINETUNE, "--data", __file__, "--held-out", "missing"), "cannot read missing"),
+        ("tenant_sdk", (*FINETUNE, "--data", CONFIG), f"{CONFIG}, line 1: "),
+        ("tenant_sdk", (*FINETUNE, "--data", __file__, "--resume"), "there is nothing to resume"),
+        ("tenant_sdk", (*GENERATE, "--adapter", "missing"), "there is no such folder: missing"),
+        ("tenant_sdk", (*GENERATE, "--adapter", MODEL), "there is no adapter_config.json in it"),
         ("tenant_sdk", ("doctor", *TENANT, "--allow-same", "all"), "--allow-same all cannot"),
         (
             "tenant_sdk",
@@ -137,15 +148,29 @@ def test_the_first_line_comes_before_what_takes_seconds(tmp_path: Path) -> None:
     write_certificates(tmp_path, now=datetime.datetime.now(datetime.UTC))
     TokenFile(tmp_path / "tokens").add("me")
     served = ("--tls-dir", str(tmp_path), "--token-file", str(tmp_path / "tokens"), "--port", "0")
-    plain = (*TENANT, "--privacy", "plain")
-    finetune = ("finetune", *plain, "--data", "d", "--output", str(tmp_path / "o"))
+    finetune = ("finetune", *PLAIN, "--data", __file__, "--output", str(tmp_path / "o"))
     for arguments, said in (
         (("provider", "serve", MODEL, *served), f"reading {MODEL}"),
-        (("tenant_sdk", "generate", *plain, "--prompt", "x"), "connecting to wss://localhost:1"),
-        (("tenant_sdk", *finetune), "connecting to wss://localhost:1"),
+        (("tenant_sdk", *GENERATE), "loading torch and transformers"),
+        (("tenant_sdk", *finetune), "loading torch and transformers"),
         (("tenant_sdk", "doctor", *TENANT), "examining wss://localhost:1"),
     ):
         assert first_line(*arguments) == (said, []), arguments
+
+
+def test_connecting_is_said_when_what_takes_seconds_is_there() -> None:
+    program = """
+import sys
+from rich.console import Console
+def heard(self, line="", **_):
+    sys.stdout.write(f"{line} {'transformers' in sys.modules and 'peft' in sys.modules}\\n")
+Console.print = heard
+"""
+    _, said = run(program + main("tenant_sdk"), *GENERATE, "--patience", "0")
+    first, second, third = said.splitlines()
+    assert first == "loading torch and transformers False"
+    assert second == "connecting to wss://localhost:1 True"
+    assert "error" in third
 
 
 @pytest.mark.parametrize(

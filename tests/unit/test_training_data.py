@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tenant_sdk.tuning.data import (
     collate_packed,
     trained_tokens,
 )
+from tenant_sdk.tuning.records import check_data
 
 BASE_MODEL = Path(__file__).parents[2] / "examples" / "base_model"
 Write = Callable[..., Path]
@@ -152,7 +154,7 @@ def test_answers_that_are_written_otherwise_later_are_examples_of_their_own(
 def test_a_prompt_in_the_chat_template(chat: Callable[[str], Any], tokenizer: Any) -> None:
     with_one = chat(TURNS)
     assert with_one.decode(chat_prompt(with_one, "Who?")) == "<s>[user] Who?\n[assistant]"
-    with pytest.raises(ConfigurationError, match="give a tokenizer that has one with --tokenizer FOLDER"):
+    with pytest.raises(ConfigurationError, match="one with --tokenizer FOLDER, or leave out --chat"):
         chat_prompt(tokenizer, "Who?")
 
 
@@ -166,7 +168,7 @@ def test_files_are_told_apart_by_name_or_content(tokenizer: Any, write: Write) -
     examples = Reader(tokenizer, 16, say=said.append).read([named, marked, plain])
     assert ["records" in line for line in said] == [True, True, False]
     assert tokenizer.decode(examples[0]["input_ids"]) == "<s>a b c\u2028d</s>"
-    assert "tokens in" in said[2]
+    assert said[2].startswith(f"{plain}: read as plain text, ")
 
 
 SECRET = "Rex has the mange"
@@ -179,8 +181,17 @@ SECRET = "Rex has the mange"
         (f'"{SECRET}"', "Expected `object`, got `str`"),
         ({"text": [SECRET]}, r"Expected `str \| null`, got `array` - at `\$.text`"),
         ({"text": SECRET, "prompt": SECRET}, "this one has prompt and text"),
-        ({"prompt": SECRET}, "this one has prompt"),
-        ({"note": SECRET}, "this one has none of them"),
+        ({"prompt": SECRET}, "this one has prompt$"),
+        ({"prompt": "", "text": None}, "this one has prompt$"),
+        ({"note": SECRET}, "this one has note$"),
+        ({}, "this one has none of them$"),
+        (
+            {"promt": SECRET, "completion": SECRET},
+            r"this one has completion and promt; did you mean `prompt`\?$",
+        ),
+        ({"Text": SECRET, "mesages": SECRET}, r"did you mean `messages` and `text`\?$"),
+        ({"x" * 99 + str(n): 1 for n in range(9)}, f"this one has {'x' * 40} and .* and 1 more$"),
+        ({"\x1b": 1, "prompt": SECRET}, r"this one has \? and prompt$"),
         ({"prompt": SECRET, "completion": ""}, "the completion is empty"),
         ({"text": ""}, "the text is empty"),
         ('{"text": "\\ud800x' + SECRET + '"}', "a line holds one record"),
@@ -230,6 +241,36 @@ def test_templates_that_do_not_do(
 def test_a_file_without_records(lines: list[str], tokenizer: Any, write: Write) -> None:
     with pytest.raises(ConfigurationError, match=r"data.jsonl holds no record to learn from: it is empty"):
         Reader(tokenizer, 64).read([write(*lines)])
+
+
+def test_a_file_of_a_kind_that_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "x.PDF").write_text("text all the same")
+    with pytest.raises(ConfigurationError, match=r"PDF files are not read. Make plain text of it, or JSONL"):
+        check_data([tmp_path / "x.PDF"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "message"),
+    [
+        (["", " "], "x.txt", "x.txt holds no text to learn from"),
+        (["", " "], "x.jsonl", "x.jsonl holds no record to learn from: it is empty"),
+        ([{"text": "fine"}, {"promt": 1}], "x.txt", r"x.txt, line 2: .*`prompt`\?"),
+    ],
+)
+def test_what_shows_without_a_tokenizer(lines: list[Any], name: str, message: str, write: Write) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_data([write({"text": "fine"}), write(*lines, name=name)])
+
+
+def test_a_pipe_is_not_read_before_its_time(tokenizer: Any) -> None:
+    """It can be read once only, as a shell's ``<(...)`` is."""
+    out, into = os.pipe()
+    os.write(into, b'{"text": "a b c"}')
+    os.close(into)
+    path = Path(f"/dev/fd/{out}")
+    check_data([path])
+    assert len(Reader(tokenizer, 16).read([path])) == 1
+    os.close(out)
 
 
 def test_a_file_that_is_no_text(tokenizer: Any, tmp_path: Path) -> None:
