@@ -33,7 +33,7 @@ from provider.observe.log import log_to_console, logs_json
 from provider.observe.supervisor import notify
 from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, own_certificate, write_certificates
 from provider.serve.listening import bound
-from provider.serve.tokens import OVERLAP_DAYS, TokenFile, shown
+from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.hub import hub_id
 from shared.memory import FreedMemory, keep_freed_memory
@@ -97,20 +97,39 @@ _Days = Annotated[
 ]
 
 
+def _tenant(name: str) -> str:
+    """An argument that is no name reads as an option that is out of range."""
+    try:
+        return check_tenant(name)
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def _print_token(token: str, days: int | None) -> None:
-    valid = "for ever; --days N makes one that expires" if days is None else f"for {days} days"
+    valid = "for ever; --days N makes one that expires"
+    if days is not None:
+        valid = f"for {days} day{'s'[: days != 1]}"
     _errors.print(f"valid {valid}; it is shown only now", highlight=False)
     print(token)
 
 
 @token_app.command("add")
 def token_add(
-    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.", callback=_tenant)],
     token_file: Annotated[Path, typer.Option(help="Stores the token's hash; made if needed.")],
     days: _Days = None,
 ) -> None:
     """Print a new token for a tenant, which replaces older ones; it is shown only now."""
-    _print_token(TokenFile(token_file).add(tenant, days), days)
+    tokens = TokenFile(token_file)
+    older = tokens.valid(tenant)
+    token = tokens.add(tenant, days)
+    if older:
+        _errors.print(
+            f"this ended {older} older token{'s'[: older != 1]} of {tenant}; `token rotate` keeps the newest "
+            "for a while",
+            highlight=False,
+        )
+    _print_token(token, days)
 
 
 @token_app.command("rotate")
@@ -129,9 +148,9 @@ def token_rotate(
 @token_app.command("list")
 def token_list(token_file: Annotated[Path, typer.Option(help="Made by `token add`.")]) -> None:
     """Print whose tokens there are, when they were made and when they expire (UTC)."""
-    now = datetime.datetime.now(datetime.UTC)
+    now, listed = datetime.datetime.now(datetime.UTC), TokenFile(token_file).listed()
     print(f"{'TENANT':<24} {'MADE':<17} EXPIRES")
-    for tenant, token in TokenFile(token_file).listed():
+    for tenant, token in listed:
         ended = " (expired)" if token.ended(now) else ""
         print(f"{tenant:<24} {shown(token.made, 'unknown'):<17} {shown(token.expires)}{ended}")
 
@@ -233,6 +252,11 @@ def _introduce(provider: Provider) -> None:
         " and ".join(filter(None, (provider.url, provider.local_url))),
         provider.admin_url,
     )
+    if not provider.tenants:
+        log.warning(
+            "no tenant has a valid token: `symbiosis-provider token add TENANT --token-file %s`",
+            config.tokens,
+        )
 
 
 def run(application: Callable[[], Any]) -> None:
