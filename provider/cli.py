@@ -31,13 +31,13 @@ from provider.dev import Development
 from provider.observe.log import console as _errors
 from provider.observe.log import log_to_console, logs_json
 from provider.observe.supervisor import notify
-from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, own_certificate, write_certificates
+from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
 from provider.serve.listening import bound
+from provider.serve.preflight import check_inputs, check_outputs
 from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.hub import hub_id
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import check_model_folder, in_options, option_names, prints_version, takes
+from shared.options import in_options, option_names, prints_version, takes
 
 if TYPE_CHECKING:
     from provider.serve.provider import Provider
@@ -183,13 +183,11 @@ def serve(config: ServeConfig) -> None:
     log_to_console(config.log_format)
     keep_freed_memory()
     # Whatever can be wrong is told before what takes seconds to import, or minutes to load.
-    if config.model_dir.exists() or hub_id(config.model_dir) is None:
-        check_model_folder(config.model_dir)
-    if not config.dev:
-        own_certificate(config.certificates, config.client_ca)
-        TokenFile(config.tokens).check_readable()
+    now = datetime.datetime.now(datetime.UTC)
+    check_inputs(config, now)
     with ExitStack() as opened:
         listener = opened.enter_context(bound(config.host, config.port))
+        check_outputs(config, now)
         development = opened.enter_context(Development(config)) if config.dev else None
         log.info("reading %s", config.model_dir)
         _serve(config, listener, development)
@@ -197,6 +195,15 @@ def serve(config: ServeConfig) -> None:
 
 def _serve(config: ServeConfig, listener: socket.socket, development: Development | None) -> None:
     """Until a signal, or until a mask source that this started has ended."""
+    stop, renewed = threading.Event(), threading.Event()
+    terminal = os.isatty(0)
+
+    def hung_up(*_: object) -> None:
+        # A terminal that has been closed says the same as who has renewed the certificate.
+        (stop if terminal and not os.isatty(0) else renewed).set()
+
+    signal.signal(signal.SIGHUP, hung_up)
+    log.info("loading torch")
     from provider.serve.provider import Provider
 
     def progress(items: Any, what: str) -> Any:
@@ -209,7 +216,6 @@ def _serve(config: ServeConfig, listener: socket.socket, development: Developmen
     gc.collect()
     gc.freeze()
     _introduce(provider)
-    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if development is not None:
@@ -220,6 +226,11 @@ def _serve(config: ServeConfig, listener: socket.socket, development: Developmen
     freed = FreedMemory()
     while not stop.wait(0.5) and (development is None or development.alive):
         freed.give_back()
+        if renewed.is_set():
+            renewed.clear()
+            provider.reload_certificate()
+            if development is not None:
+                development.reload()
     lost = not stop.is_set()
     notify("STOPPING=1")
     log.info("draining")
