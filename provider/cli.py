@@ -282,7 +282,10 @@ def run(application: Callable[[], Any]) -> None:
         if logs_json():
             log.error("%s", message)
         else:
-            _errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+            try:
+                _errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+            except MemoryError:  # of which this error may tell
+                print(f"error: {message}", file=sys.stderr)
         sys.exit(1)
 
 

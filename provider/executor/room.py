@@ -58,8 +58,8 @@ def memory_errors(model: str) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         text = str(error).lower()
-        wants = ("unable to mmap", "can't allocate memory", "cannot allocate memory", "out of memory")
-        wants += ("failed to map segment",)
+        wants = ["unable to mmap", "can't allocate memory", "cannot allocate memory", "out of memory"]
+        wants.append("failed to map segment")  # of a library
         if not (isinstance(error, MemoryError) or any(want in text for want in wants)):
             raise
         there, where = available_memory()
