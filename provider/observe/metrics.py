@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
@@ -18,6 +18,45 @@ _OPERATIONS = {
     Operation.EFFECT: "effect",
     Operation.SEED_EFFECT: "seed_effect",
 }
+# Why a connection got no session; a label.
+Reason = Literal[
+    "closed",
+    "expired",
+    "full",
+    "http",
+    "internal",
+    "overloaded",
+    "protocol_version",
+    "slow",
+    "tenant_full",
+    "tls",
+    "unauthorized",
+    "unexpected",
+]
+# Those of ``shared/PROTOCOL.md``, "Errors", that executors answer with; a label.
+CODES = (
+    "control_message",
+    "direction",
+    "dtype",
+    "fetch",
+    "frame",
+    "group",
+    "header",
+    "internal",
+    "members",
+    "non_finite",
+    "operation",
+    "overloaded",
+    "payload_length",
+    "place",
+    "protocol_version",
+    "reserved",
+    "text",
+    "too_large",
+    "unexpected",
+    "width",
+    "zero_rows",
+)
 DOWNLOAD = "download"  # in place of a request class: parameters and files, which have no rows
 
 
@@ -138,6 +177,11 @@ class Metrics:
             ("reason",),
             registry=self.registry,
         )
+        # A series that appears with its first failure would show no increase to Prometheus.
+        for code in CODES:
+            self.refused.labels(code)
+        for reason in get_args(Reason):
+            self.handshakes_failed.labels(reason)
         self.connections = Gauge("symbiosis_connections", "Open tenant sessions.", registry=self.registry)
 
     def watch(
@@ -157,7 +201,7 @@ class Metrics:
         text = "When the TLS certificate that is in use ends, in seconds since the epoch."
         Gauge("symbiosis_certificate_expires_seconds", text, registry=self.registry).set(expires)
 
-    def handshake_failed(self, reason: str) -> None:
+    def handshake_failed(self, reason: Reason) -> None:
         """A connection ended before a session began."""
         self.handshakes_failed.labels(reason).inc()
 

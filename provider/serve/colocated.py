@@ -24,6 +24,7 @@ import torch
 import zmq
 
 from provider.engine.loop import READ, Loop
+from provider.observe.metrics import Reason
 from provider.serve.connection import Connection, Connections
 from provider.serve.descriptors import explained, none_left
 from provider.serve.handshake import NO_ROOM
@@ -444,7 +445,7 @@ class ColocatedServer:
         return [OPENED, encode(opened)]
 
     def _refuse(
-        self, code: str, message: str, retry_after: float | None = None, *, counted: bool = False
+        self, code: Reason, message: str, retry_after: float | None = None, *, counted: bool = False
     ) -> list[bytes]:
         if not counted:
             self._service.metrics.handshake_failed(code)

@@ -14,6 +14,7 @@ from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
+from provider.observe.metrics import Reason
 from provider.serve.descriptors import explained, none_left
 from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConfigurationError
@@ -32,9 +33,9 @@ NO_ROOM = "the executor has no room for another session; try again later"
 
 
 class HandshakeRefused(Exception):
-    """The handshake ended with an HTTP error; ``reason`` is a metric label."""
+    """The handshake ended with an HTTP error, or before it."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason = reason
 
@@ -140,10 +141,10 @@ def linger(sock: ssl.SSLSocket, deadline: float = math.inf) -> None:
 
 def _admit(
     protocol: ServerProtocol, request: Request, tokens: TokenFile, early: bool
-) -> tuple[str | None, Response, str]:
+) -> tuple[str | None, Response, Reason]:
     def refuse(
-        status: int, code: str, message: str, retry_after: float | None = None
-    ) -> tuple[None, Response, str]:
+        status: int, code: Reason, message: str, retry_after: float | None = None
+    ) -> tuple[None, Response, Reason]:
         return None, protocol.reject(status, encode(ErrorInfo(code, message, retry_after)).decode()), code
 
     offered = request.headers.get_all("Sec-WebSocket-Protocol")
@@ -172,7 +173,7 @@ def _admit(
     response = protocol.accept(request)
     if response.status_code != 101:
         return None, response, "http"
-    return tenant, response, ""
+    return tenant, response, "http"
 
 
 HANDSHAKE_ERRORS = (HandshakeRefused, OSError, InvalidHandshake, InvalidMessage, EOFError)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from provider.observe.metrics import Reason
 from provider.serve.certificates import own_certificate
 from provider.serve.connection import Connections
 from provider.serve.descriptors import ReserveDescriptor, explained, none_left
@@ -140,7 +141,7 @@ class Acceptor:
             try:
                 sock, tenant = handshake(raw, self._context, self._tokens)
             except HANDSHAKE_ERRORS as error:
-                reason = "slow" if isinstance(error, TimeoutError) else "tls"
+                reason: Reason = "slow" if isinstance(error, TimeoutError) else "tls"
                 if isinstance(error, HandshakeRefused):
                     reason = error.reason
                 self._connections.metrics.handshake_failed(reason)

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from conftest import Executor
+from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 from provider.cli import app
+from provider.observe.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "symbiosis-provider.service"
@@ -60,6 +62,19 @@ def test_dashboard_and_alerts_name_metrics_that_there_are(
     assert {re.sub("_(bucket|sum|count)$", "", name) for name in there} == families  # none is left out
     document = named((DEPLOY.parent / "docs" / "operations.md").read_text())
     assert document == families
+
+
+def test_whatever_alerts_look_for_is_counted_from_the_start() -> None:
+    """``increase`` sees nothing in a series that begins with its first failure."""
+    there = re.findall(
+        r"(?m)^(symbiosis_\w+)\{(\w+)=\"(\w+)\"\} 0\.0$", generate_latest(Metrics().registry).decode()
+    )
+    sought = set()
+    for rule in (rule for group in ALERTS["groups"] for rule in group["rules"]):
+        for name, label, values in re.findall(r"(symbiosis_\w+)\{(\w+)=~?\"([\w|]+)\"", rule["expr"]):
+            sought |= {(name, label, value) for value in values.split("|")}
+    assert ("symbiosis_refused_total", "code", "internal") in sought
+    assert sought <= set(there)
 
 
 def test_no_two_panels_lie_on_each_other() -> None:
