@@ -141,7 +141,7 @@ def token_remove(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     token_file: Annotated[Path, typer.Option(help="Made by `token add`.")],
 ) -> None:
-    """Forget a tenant; open sessions go on, no further one opens."""
+    """Forget a tenant; its sessions end within seconds, and no further one opens."""
     TokenFile(token_file).remove(tenant)
 
 

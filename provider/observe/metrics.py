@@ -53,6 +53,7 @@ CODES = (
     "reserved",
     "text",
     "too_large",
+    "unauthorized",
     "unexpected",
     "width",
     "zero_rows",

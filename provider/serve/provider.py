@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from shared.wire.messages import Manifest
 
 ALIVE_SECONDS = 5.0  # for the engine's loop to turn; what takes longer runs elsewhere
 DAY = 86400.0
+REVOKE_SECONDS = 5.0  # between two looks at whose tokens are still valid
 
 
 class Provider:
@@ -109,6 +111,8 @@ class Provider:
             tenant_connections=config.tenant_connections,
         )
         opened.callback(self.server.stop_listening)
+        revoke = partial(self.server.connections.end_revoked, tokens)
+        opened.callback(Periodic(REVOKE_SECONDS, revoke, "revocation").close)
         if config.local_dir is not None:
             self._local = ColocatedServer(
                 service,
