@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from provider.engine.engine import Completion
@@ -107,6 +107,34 @@ class _UsageCollector(Collector):
             yield family
 
 
+class _Shown(Collector):
+    """Shows what others count, asked at each look: name, text, value of each."""
+
+    def __init__(self, *counters: tuple[str, str, Callable[[], float]]) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        for name, text, value in self._counters:
+            yield CounterMetricFamily(f"symbiosis_{name}", text, value=value())
+
+
+class _TokensCollector(Collector):
+    """Shows when each tenant's last token ends."""
+
+    def __init__(self, ends: Callable[[], dict[str, float]]) -> None:
+        self._ends = ends
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "symbiosis_token_expires_timestamp_seconds",
+            "When the last token of a tenant ends, in seconds since the epoch; none for those without end.",
+            labels=("tenant",),
+        )
+        for tenant, seconds in self._ends().items():
+            family.add_metric((tenant,), seconds)
+        yield family
+
+
 class Metrics:
     """Counters of one executor. Labels have few values; the provider chose the tenants' names."""
 
@@ -178,6 +206,11 @@ class Metrics:
             ("reason",),
             registry=self.registry,
         )
+        self.usage_failures = Counter(
+            "symbiosis_usage_write_failures",
+            "Times that usage could not be written to its file.",
+            registry=self.registry,
+        )
         # A series that appears with its first failure would show no increase to Prometheus.
         for code in CODES:
             self.refused.labels(code)
@@ -192,10 +225,18 @@ class Metrics:
         for name, text, value in (
             ("waiting_requests", "Requests without an answer.", waiting),
             ("in_flight_bytes", "Of requests and answers, as quotas count them.", in_flight),
-            ("decode_tokens_met", "Decoded tokens within the objective.", lambda: tokens()[0]),
-            ("decode_tokens_late", "Decoded tokens that took longer.", lambda: tokens()[1]),
         ):
             Gauge(f"symbiosis_{name}", text, registry=self.registry).set_function(value)
+        self.registry.register(
+            _Shown(
+                ("decode_tokens_met", "Decoded tokens within the objective.", lambda: tokens()[0]),
+                ("decode_tokens_late", "Decoded tokens that took longer.", lambda: tokens()[1]),
+            )
+        )
+
+    def tokens(self, ends: Callable[[], dict[str, float]]) -> None:
+        """Show when each tenant's last token ends: seconds since the epoch, of those that end."""
+        self.registry.register(_TokensCollector(ends))
 
     def certificate(self, expires: float) -> None:
         """Show when the TLS certificate ends, in seconds since the epoch."""

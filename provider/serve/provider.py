@@ -166,7 +166,10 @@ class Provider:
         opened.callback(admin.close)
         self.admin_url = f"http://127.0.0.1:{admin.port}"
         if config.usage_file is not None:
-            opened.callback(UsageFile(config.usage_file, metrics.usage, config.usage_seconds).close)
+            failed = metrics.usage_failures.inc
+            usage = UsageFile(config.usage_file, metrics.usage, config.usage_seconds, failed=failed)
+            opened.callback(usage.close)
+        metrics.tokens(tokens.ends)
         tokens.warn()
         opened.callback(Periodic(DAY, tokens.warn, "tokens").close)
         return metrics, status

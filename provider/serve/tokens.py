@@ -166,6 +166,22 @@ class TokenFile:
             raise expired
         return tenant
 
+    def ends(self) -> dict[str, float]:
+        """When the last token of each tenant ends, in seconds since the epoch, of those that end.
+
+        Nothing if the file cannot be used, which others tell.
+        """
+        try:
+            tokens = self._read()
+        except ConfigurationError:
+            return {}
+        times = {name: [each.expires for each in stored] for name, stored in tokens.items()}
+        return {
+            name: max(time.timestamp() for time in ends if time is not None)
+            for name, ends in times.items()
+            if ends and None not in ends
+        }
+
     def good(self) -> set[tuple[str, str]]:
         """Every token that opens a session now: its tenant, and its SHA-256."""
         now = self._clock()

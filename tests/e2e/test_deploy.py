@@ -18,7 +18,7 @@ from conftest import Executor
 from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
-from provider.cli import app
+from provider.cli import CONFIGURATION, app
 from provider.observe.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -135,5 +135,7 @@ def test_the_unit_starts_what_there_is_and_holds_no_secret(
     result = CliRunner().invoke(app, words)
     assert "is not a checkpoint folder" in str(result.exception)  # all options were understood
     assert not re.search(r"(?i)token=|secret|password", text)
+    (kept_down,) = re.findall(r"(?m)^RestartPreventExitStatus=(.*)$", text)
+    assert kept_down.split() == ["2", str(CONFIGURATION)]
     drained, stopped = 10, int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0])
     assert drained < stopped

@@ -145,6 +145,20 @@ def failed(serving: Served, reason: str) -> float:
     return metrics.by_label("symbiosis_handshakes_failed_total", "reason")[reason]
 
 
+def test_metrics_show_when_tokens_end(serving: Served) -> None:
+    tokens, metrics = serving.tokens, serving.provider.server.service.metrics
+    tokens.add("soon", days=3)
+    tokens.rotate("soon", days=30)  # the last one counts
+
+    def ends() -> dict[str, float]:
+        return metrics.by_label("symbiosis_token_expires_timestamp_seconds", "tenant")
+
+    assert ends().keys() == {"soon"}  # those of others do not end
+    assert ends()["soon"] == pytest.approx((datetime.now(UTC) + timedelta(days=30)).timestamp(), abs=SECONDS)
+    tokens.path.write_text("{")
+    assert ends() == {}
+
+
 def test_a_full_executor_says_so_but_not_each_time(serving: Served) -> None:
     token, url = serving.tokens.add(TENANT), serving.provider.url
     with serving.connect(url, token), serving.connect(url, token):
