@@ -162,9 +162,9 @@ class Provider:
         metrics.certificate(expiry(config.certificates / "server.pem").timestamp())
         status = Status(metrics, {"model": config.model_dir.name, "summary": "loading"})
         opened.callback(status.close)
-        admin = AdminServer(metrics, config.admin_port, self, status)
+        admin = AdminServer(metrics, config.admin_port, self, status, config.admin_host)
         opened.callback(admin.close)
-        self.admin_url = f"http://127.0.0.1:{admin.port}"
+        self.admin_url = admin.url
         if config.usage_file is not None:
             failed = metrics.usage_failures.inc
             usage = UsageFile(config.usage_file, metrics.usage, config.usage_seconds, failed=failed)
