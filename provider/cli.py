@@ -31,13 +31,13 @@ from provider.dev import Development
 from provider.observe.log import console as _errors
 from provider.observe.log import log_to_console, logs_json
 from provider.observe.supervisor import notify
-from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, own_certificate, write_certificates
+from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
 from provider.serve.listening import bound
-from provider.serve.tokens import OVERLAP_DAYS, TokenFile, shown
+from provider.serve.preflight import check_inputs, check_outputs
+from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.hub import hub_id
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import check_model_folder, in_options, option_names, prints_version, takes
+from shared.options import in_options, option_names, prints_version, takes
 
 if TYPE_CHECKING:
     from provider.serve.provider import Provider
@@ -99,20 +99,39 @@ _Days = Annotated[
 ]
 
 
+def _tenant(name: str) -> str:
+    """An argument that is no name reads as an option that is out of range."""
+    try:
+        return check_tenant(name)
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def _print_token(token: str, days: int | None) -> None:
-    valid = "for ever; --days N makes one that expires" if days is None else f"for {days} days"
+    valid = "for ever; --days N makes one that expires"
+    if days is not None:
+        valid = f"for {days} day{'s'[: days != 1]}"
     _errors.print(f"valid {valid}; it is shown only now", highlight=False)
     print(token)
 
 
 @token_app.command("add")
 def token_add(
-    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.", callback=_tenant)],
     token_file: Annotated[Path, typer.Option(help="Stores the token's hash; made if needed.")],
     days: _Days = None,
 ) -> None:
     """Print a new token for a tenant, which replaces older ones; it is shown only now."""
-    _print_token(TokenFile(token_file).add(tenant, days), days)
+    tokens = TokenFile(token_file)
+    older = tokens.valid(tenant)
+    token = tokens.add(tenant, days)
+    if older:
+        _errors.print(
+            f"this ended {older} older token{'s'[: older != 1]} of {tenant}; `token rotate` keeps the newest "
+            "for a while",
+            highlight=False,
+        )
+    _print_token(token, days)
 
 
 @token_app.command("rotate")
@@ -131,9 +150,9 @@ def token_rotate(
 @token_app.command("list")
 def token_list(token_file: Annotated[Path, typer.Option(help="Made by `token add`.")]) -> None:
     """Print whose tokens there are, when they were made and when they expire (UTC)."""
-    now = datetime.datetime.now(datetime.UTC)
+    now, listed = datetime.datetime.now(datetime.UTC), TokenFile(token_file).listed()
     print(f"{'TENANT':<24} {'MADE':<17} EXPIRES")
-    for tenant, token in TokenFile(token_file).listed():
+    for tenant, token in listed:
         ended = " (expired)" if token.ended(now) else ""
         print(f"{tenant:<24} {shown(token.made, 'unknown'):<17} {shown(token.expires)}{ended}")
 
@@ -166,13 +185,11 @@ def serve(config: ServeConfig) -> None:
     log_to_console(config.log_format)
     keep_freed_memory()
     # Whatever can be wrong is told before what takes seconds to import, or minutes to load.
-    if config.model_dir.exists() or hub_id(config.model_dir) is None:
-        check_model_folder(config.model_dir)
-    if not config.dev:
-        own_certificate(config.certificates, config.client_ca)
-        TokenFile(config.tokens).check_readable()
+    now = datetime.datetime.now(datetime.UTC)
+    check_inputs(config, now)
     with ExitStack() as opened:
         listener = opened.enter_context(bound(config.host, config.port))
+        check_outputs(config, now)
         development = opened.enter_context(Development(config)) if config.dev else None
         log.info("reading %s", config.model_dir)
         _serve(config, listener, development)
@@ -180,6 +197,15 @@ def serve(config: ServeConfig) -> None:
 
 def _serve(config: ServeConfig, listener: socket.socket, development: Development | None) -> None:
     """Until a signal, or until a mask source that this started has ended."""
+    stop, renewed = threading.Event(), threading.Event()
+    terminal = os.isatty(0)
+
+    def hung_up(*_: object) -> None:
+        # A terminal that has been closed says the same as who has renewed the certificate.
+        (stop if terminal and not os.isatty(0) else renewed).set()
+
+    signal.signal(signal.SIGHUP, hung_up)
+    log.info("loading torch")
     from provider.serve.provider import Provider
 
     def progress(items: Any, what: str) -> Any:
@@ -192,7 +218,6 @@ def _serve(config: ServeConfig, listener: socket.socket, development: Developmen
     gc.collect()
     gc.freeze()
     _introduce(provider)
-    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if development is not None:
@@ -203,6 +228,11 @@ def _serve(config: ServeConfig, listener: socket.socket, development: Developmen
     freed = FreedMemory()
     while not stop.wait(0.5) and (development is None or development.alive):
         freed.give_back()
+        if renewed.is_set():
+            renewed.clear()
+            provider.reload_certificate()
+            if development is not None:
+                development.reload()
     lost = not stop.is_set()
     notify("STOPPING=1")
     log.info("draining")
@@ -235,6 +265,11 @@ def _introduce(provider: Provider) -> None:
         " and ".join(filter(None, (provider.url, provider.local_url))),
         provider.admin_url,
     )
+    if not provider.tenants:
+        log.warning(
+            "no tenant has a valid token: `symbiosis-provider token add TENANT --token-file %s`",
+            config.tokens,
+        )
 
 
 def run(application: Callable[[], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,11 @@ class ServeConfig:
     ] = 3600
     transcript: Annotated[
         Path | None,
-        Option(_OBSERVED, "Record what tenants send into this folder, for an audit; tenants are told."),
+        Option(
+            _OBSERVED,
+            "Record what tenants send into this folder, for an audit; tenants are told. Not what the mask "
+            "source of --dev is sent.",
+        ),
     ] = None
     dev: Annotated[
         bool,
@@ -200,6 +205,7 @@ class ServeConfig:
                     f"{name}=PATH is missing: see `symbiosis-provider certs` and `token add`; or try it all "
                     "out on one machine with dev=True, which makes what it needs"
                 )
+        self._check_together()
         if self.dev and not self.numerics.startswith("ring"):
             raise ConfigurationError(
                 f"dev=True is for one-time masks, which need integers: leave out numerics={self.numerics!r}"
@@ -208,6 +214,29 @@ class ServeConfig:
             raise ConfigurationError(
                 f"dev=True is for one machine: host={self.host} is none of {', '.join(LOOPBACK)}"
             )
+
+    def _check_together(self) -> None:
+        """Refuse values that contradict each other, and those that without another one mean nothing."""
+        if self.port and self.port == self.admin_port:
+            raise ConfigurationError(
+                f"port={self.port} and admin_port={self.admin_port} are the same; change one of them"
+            )
+        given = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
+        for part, whole in (("tenant_mib", "total_mib"), ("tenant_connections", "max_connections")):
+            most = getattr(self, whole)
+            if part in given and most and getattr(self, part) > most:
+                raise ConfigurationError(
+                    f"{part}={getattr(self, part)} cannot be: no tenant has more than all, {whole}={most}"
+                )
+        for name, other, wanted in (
+            ("usage_seconds", "usage_file", "usage_file=FILE"),
+            ("local_mib", "local_dir", "local_dir=FOLDER"),
+            ("dev_dir", "dev", "dev=True"),
+        ):
+            if name in given and not getattr(self, other):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} means nothing without {wanted}; add it, or leave that out"
+                )
 
     @property
     def certificates(self) -> Path:

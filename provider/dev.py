@@ -5,18 +5,26 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import logging
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from provider.config import ServeConfig
 from provider.serve.certificates import still_valid, write_certificates
+from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError, SymbiosisError
 
+log = logging.getLogger(__name__)
+
 TENANT = "dev"
+MOST_TOKENS = 32  # of earlier runs that are valid for a day
 ONE_OPERATOR = (
     "Provider and mask source are one operator here, you: masks hide nothing from whoever runs both."
 )
@@ -27,15 +35,19 @@ provider = "{provider}"
 ca = "provider/ca.pem"
 token_env = "SYMBIOSIS_TOKEN"
 allow_same = ["host", "address", "machine"] # or they would be refused
-
+{recorded}
 [[mask_sources]]
 url = "{source}"
 ca = "masks/ca.pem"
 token_env = "SYMBIOSIS_MASK_TOKEN"
 """
+_RECORDED = "allow_transcript = true # the provider records what tenants send (--transcript)\n"
+_ALSO = (
+    "The provider records what tenants send, and the profile allows it. The mask source is not recorded.\n"
+)
 _COMMANDS = """
 Everything is ready. {one_operator}
-In another terminal, in this folder:
+{also}In another terminal, in this folder:
 
 export SYMBIOSIS_TOKEN={token}
 export SYMBIOSIS_MASK_TOKEN={mask_token}
@@ -51,8 +63,9 @@ _PROMPT = "Seen: Boaz, ram, owner Mr Rivers. Will not eat. Come again in four da
 class Development:
     """A mask source beside a provider, while the block lasts, and what tenants need to use both.
 
-    Both get an authority and tokens of their own in ``config.dev_dir``. Tokens are made anew each time; only
-    their hashes are stored.
+    Both get an authority and tokens of their own in ``config.dev_dir``. A token is made anew each time; only
+    hashes are stored. Tenants who are under way find both again after a restart: the mask source keeps its
+    port, and earlier tokens are valid for another day.
 
     Raises:
         ConfigurationError: the folder cannot be used.
@@ -68,11 +81,12 @@ class Development:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_profile()
+            port = self._source_port()
             self._tokens = [_party(self._folder / name) for name in ("provider", "masks")]
             self._ready.unlink(missing_ok=True)
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603 - this program
-                    source_command(self._config, self._ready),
+                    source_command(self._config, self._ready, port),
                     stdin=subprocess.PIPE,  # which ends with this process, however that ends
                     stdout=log,
                     stderr=log,
@@ -87,6 +101,24 @@ class Development:
             raise ConfigurationError(
                 f"{self._profile} is a profile of somebody's; choose another folder with dev_dir=FOLDER"
             )
+
+    def _source_port(self) -> int:
+        """Of the mask source's last run, which tenants that are under way know; or else 0."""
+        try:
+            last = tomllib.loads(self._profile.read_text())["mask_sources"][0]["url"]
+            port = urlsplit(last).port or 0
+        except (OSError, ValueError, KeyError, IndexError, TypeError):
+            return 0  # there was none
+        try:
+            bound(self._config.host, port).close()
+        except ConfigurationError:
+            log.warning(
+                "port %d of the last run's mask source is in use, so it gets another one; tenants who "
+                "began then need the new symbiosis.toml",
+                port,
+            )
+            return 0
+        return 0 if port == self._config.port else port
 
     def instructions(self, url: str) -> str:
         """Write the profile, once the mask source is ready too; what to type in another terminal.
@@ -104,12 +136,20 @@ class Development:
                 continue
             self.check()
         source = json.loads(self._ready.read_bytes())["url"]
+        recorded = self._config.transcript is not None
         self._profile.write_text(
-            _PROFILE.format(first=_FIRST_LINE, one_operator=ONE_OPERATOR, provider=url, source=source)
+            _PROFILE.format(
+                first=_FIRST_LINE,
+                one_operator=ONE_OPERATOR,
+                provider=url,
+                source=source,
+                recorded=_RECORDED if recorded else "",
+            )
         )
         token, mask_token = self._tokens
         return _COMMANDS.format(
             one_operator=ONE_OPERATOR,
+            also=_ALSO if recorded else "",
             token=token,
             mask_token=mask_token,
             profile=shlex.quote(str(self._profile)),
@@ -138,6 +178,10 @@ class Development:
             + (f", and its last line: {lines[-1]}" if lines else "")
         )
 
+    def reload(self) -> None:
+        """Have the mask source read its certificate again."""
+        self._process.send_signal(signal.SIGHUP)
+
     def stop(self) -> None:
         """Have the mask source drain and end."""
         self._process.terminate()
@@ -155,15 +199,18 @@ class Development:
 
 
 def _party(folder: Path) -> str:
-    """Certificates, unless there are valid ones, and a fresh token."""
+    """Certificates, unless there are valid ones, and a fresh token beside those of the last day."""
     folder.mkdir(mode=0o700, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC)
     if not still_valid(folder, now + datetime.timedelta(days=1)):
         write_certificates(folder, now=now)
-    return TokenFile(folder / "tokens.json").add(TENANT)
+    tokens = TokenFile(folder / "tokens.json")
+    if not tokens.valid(TENANT):
+        return tokens.add(TENANT)
+    return tokens.rotate(TENANT, overlap_days=1, most=MOST_TOKENS)
 
 
-def source_command(config: ServeConfig, ready: Path) -> list[str]:
+def source_command(config: ServeConfig, ready: Path, port: int = 0) -> list[str]:
     """The command line of the mask source: the provider's, with its own port, certificates and tokens."""
     folder = config.dev_dir / "masks"
     own = dataclasses.replace(
@@ -171,11 +218,13 @@ def source_command(config: ServeConfig, ready: Path) -> list[str]:
         dev=False,
         tls_dir=folder,
         token_file=folder / "tokens.json",
-        port=0,
+        port=port,
         admin_port=0,
         ready_file=ready,
         local_dir=None,
+        local_mib=ServeConfig.local_mib,
         transcript=None,
+        dev_dir=ServeConfig.dev_dir,
     )
     words = [sys.executable, "-m", "provider.tethered", "serve"]
     for field in dataclasses.fields(own):

@@ -16,12 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
 from shared.hub import checkpoint_folder, id_of_snapshot
-from shared.options import check_model_folder
+from shared.options import WEIGHTS, WEIGHTS_INDEX, check_model_folder
 from shared.wire.header import DTYPE_CODES
 from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 
 class Checkpoint:
@@ -41,21 +38,16 @@ class Checkpoint:
         self._file_of = self._find_tensors()
 
     def _find_tensors(self) -> dict[str, Path]:
-        if (self.folder / _INDEX).is_file():
+        if (self.folder / WEIGHTS_INDEX).is_file():
             try:
                 shards = {
                     str(shard)
-                    for shard in json.loads((self.folder / _INDEX).read_text())["weight_map"].values()
+                    for shard in json.loads((self.folder / WEIGHTS_INDEX).read_text())["weight_map"].values()
                 }
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{self.folder / _INDEX} is damaged: {error}") from error
-        elif (self.folder / _SINGLE).is_file():
-            shards = {_SINGLE}
+                raise CheckpointError(f"{self.folder / WEIGHTS_INDEX} is damaged: {error}") from error
         else:
-            raise CheckpointError(
-                f"{self.folder} has no {_SINGLE} and no {_INDEX}. Other formats (pickle .bin files) are "
-                "never read; convert with `model.save_pretrained(folder)`, which writes safetensors"
-            )
+            shards = {WEIGHTS}
         found: dict[str, Path] = {}
         for shard in sorted(shards):
             path = self.folder / Path(shard).name

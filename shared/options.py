@@ -16,6 +16,7 @@ import msgspec
 
 from shared.errors import CheckpointError, ConfigurationError
 
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 # ``name=value`` as errors write it; the value may be a word, a quoted one, or several in brackets.
 _ARGUMENT = re.compile(
     r"(?<![^\s(`])([a-z_]+)=(\[[^]]*\]|\{[^}]*\}|\([^)]*\)|'[^']*'|[\w/*~-](?:[^\s,;()`]*[\w/*~-])?|)"
@@ -72,12 +73,17 @@ def check_model_folder(folder: Path) -> None:
     """Refuse what is no checkpoint folder, before anything is imported that could read it.
 
     Raises:
-        CheckpointError: it has no ``config.json``.
+        CheckpointError: it has no ``config.json``, or no safetensors.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} is not a checkpoint folder: it has no config.json. Give the folder that "
             "`save_pretrained` wrote or that a model hub's download made"
+        )
+    if not any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)):
+        raise CheckpointError(
+            f"{folder} has no {WEIGHTS} and no {WEIGHTS_INDEX}. Other formats (pickle .bin files) are "
+            "never read; convert with `model.save_pretrained(folder)`, which writes safetensors"
         )
 
 

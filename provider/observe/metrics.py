@@ -238,10 +238,10 @@ class Metrics:
         """Show when each tenant's last token ends: seconds since the epoch, of those that end."""
         self.registry.register(_TokensCollector(ends))
 
-    def certificate(self, expires: float) -> None:
+    def certificate(self, expires: Callable[[], float]) -> None:
         """Show when the TLS certificate ends, in seconds since the epoch."""
         text = "When the TLS certificate that is in use ends, in seconds since the epoch."
-        Gauge("symbiosis_certificate_expires_seconds", text, registry=self.registry).set(expires)
+        Gauge("symbiosis_certificate_expires_seconds", text, registry=self.registry).set_function(expires)
 
     def handshake_failed(self, reason: Reason) -> None:
         """A connection ended before a session began."""

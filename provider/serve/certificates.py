@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import logging
 import os
+import re
 import ssl
-from collections.abc import Sequence
+import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -21,20 +24,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shared.errors import ConfigurationError
 
+log = logging.getLogger(__name__)
+
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS = 90  # what is renewed this often is renewed by a script, and a lost key is soon worth nothing
-
-
-def expiry(certificate: str | Path) -> datetime.datetime:
-    """When a PEM file's first certificate ends, in UTC.
-
-    Raises:
-        ConfigurationError: it holds none.
-    """
-    try:
-        return x509.load_pem_x509_certificate(Path(certificate).read_bytes()).not_valid_after_utc
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"no certificate in {certificate}: {error}") from error
+WARNING_DAYS = 14  # before a certificate ends
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
 
 
 def write_certificates(
@@ -54,7 +50,7 @@ def write_certificates(
         now: the certificates are valid from one hour before.
         days: how long they are valid.
     """
-    folder = Path(folder)
+    folder, names = Path(folder), x509.SubjectAlternativeName([_host(host) for host in hosts])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -88,7 +84,6 @@ def write_certificates(
             )
         )
         if role == "server":
-            names = x509.SubjectAlternativeName([_host(host) for host in hosts])
             builder = builder.add_extension(names, critical=False)
         certificate = builder.sign(ca_key, hashes.SHA256())
         (folder / f"{role}.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
@@ -107,23 +102,164 @@ def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) ->
         client_ca: if given, tenants must also show a certificate that this authority signed.
 
     Raises:
-        ConfigurationError: a file is missing or does not fit.
+        ConfigurationError: a file is missing or does not fit, or others can read the key.
     """
-    context, folder = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Path(tls_dir)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(f"cannot use client_ca={client_ca}: {error}") from error
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"cannot use client_ca={client_ca}: it holds no certificate in PEM form"
+            ) from error
+        except OSError as error:
+            raise ConfigurationError(f"cannot use client_ca={client_ca}: {error.strerror}") from error
         context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_cert_chain(folder / "server.pem", folder / "server.key")
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(
-            f"no usable certificate in {folder} (server.pem, server.key): {error}. "
-            f"For development: `symbiosis-provider certs {folder}`"
-        ) from error
+    _load(context, Path(tls_dir))
     return context
+
+
+def certificate_of(tls_dir: str | Path) -> x509.Certificate:
+    """The first certificate of the folder's ``server.pem``.
+
+    Raises:
+        ConfigurationError: it holds none.
+    """
+    folder = Path(tls_dir)
+    try:
+        return x509.load_pem_x509_certificate(_read(folder, "server.pem"))
+    except ValueError as error:
+        raise _unusable(folder, "server.pem holds no certificate in PEM form") from error
+
+
+def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> None:
+    """Refuse a certificate that no tenant would accept at that time.
+
+    Raises:
+        ConfigurationError: for whom it is, when it began or ended, and what to do.
+    """
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now >= end:
+        raise ConfigurationError(
+            f"the certificate for {_names(certificate)} expired at {end:%Y-%m-%d %H:%M} UTC; renew "
+            "server.pem and server.key (for development: `symbiosis-provider certs FOLDER --force`)"
+        )
+    if now < begin:
+        raise ConfigurationError(
+            f"the certificate for {_names(certificate)} is not valid before {begin:%Y-%m-%d %H:%M} UTC, "
+            f"and it is {now:%Y-%m-%d %H:%M}; correct this machine's clock, or wait"
+        )
+
+
+class CertificateInUse:
+    """What a context shows to tenants: says for whom it is and when it ends, and takes a renewed one.
+
+    Args:
+        context: has loaded it, and serves.
+        tls_dir: folder of ``server.pem`` and ``server.key``.
+        clock: what time it is, with its zone.
+
+    Raises:
+        ConfigurationError: it holds no certificate.
+    """
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        tls_dir: str | Path,
+        clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
+    ) -> None:
+        self._context, self._folder, self._clock = context, Path(tls_dir), clock
+        self._certificate = certificate_of(tls_dir)
+        self._tell()
+
+    @property
+    def expires(self) -> datetime.datetime:
+        """When it ends."""
+        return self._certificate.not_valid_after_utc
+
+    def reload(self) -> bool:
+        """Have connections that begin from now on use the files as they are now; whether they can be used."""
+        try:
+            found = certificate_of(self._folder)
+            check_dates(found, self._clock())
+            fresh = own_certificate(self._folder)
+        except ConfigurationError as error:
+            log.error(
+                "the certificate in use stays, until %s UTC: %s", f"{self.expires:%Y-%m-%d %H:%M}", error
+            )
+            return False
+        # Loading it into the context that serves would keep an old one of another kind of key beside it.
+        self._context.sni_callback = lambda sock, *_: setattr(sock, "context", fresh)
+        self._certificate = found
+        self._tell()
+        self.warn()
+        return True
+
+    def warn(self) -> None:
+        """Log that it ends soon, or has ended."""
+        left = (self.expires - self._clock()) / datetime.timedelta(days=1)
+        if left <= WARNING_DAYS:
+            log.log(
+                logging.WARNING if left > 0 else logging.ERROR,
+                "the certificate for %s %s at %s UTC; renew it in %s, then send SIGHUP",
+                _names(self._certificate),
+                "expires" if left > 0 else "expired",
+                f"{self.expires:%Y-%m-%d %H:%M}",
+                self._folder,
+                extra={"seconds": round(left * 86400)},
+            )
+
+    def _tell(self) -> None:
+        log.info(
+            "certificate for %s, until %s UTC", _names(self._certificate), f"{self.expires:%Y-%m-%d %H:%M}"
+        )
+
+
+def _load(context: ssl.SSLContext, folder: Path) -> None:
+    """Have a context use the files of a folder."""
+    certificate_of(folder)
+    key = folder / "server.key"
+    if b"PRIVATE KEY-----" not in _read(folder, "server.key"):
+        raise _unusable(folder, "server.key holds no private key in PEM form")
+    if key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigurationError(f"anybody on this machine can read the private key: chmod 600 {key}")
+
+    def encrypted() -> str:  # instead of asking on a terminal
+        raise _unusable(
+            folder, f"server.key is encrypted; decrypt it with `openssl pkey -in {key} -out NEW`, mode 600"
+        )
+
+    try:
+        context.load_cert_chain(folder / "server.pem", key, password=encrypted)
+    except ssl.SSLError as error:
+        what = f"server.key or server.pem is damaged ({error.reason})"
+        if error.reason == "KEY_VALUES_MISMATCH":
+            what = "server.key is not the key of server.pem; put the two there that were made together"
+        raise _unusable(folder, what) from error
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except FileNotFoundError as error:
+        raise _unusable(folder, f"{name} is missing") from error
+    except OSError as error:
+        raise _unusable(folder, f"cannot read {name}: {error.strerror}") from error
+
+
+def _unusable(folder: Path, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"no usable certificate in {folder}: {what}. For development: `symbiosis-provider certs {folder}`"
+    )
+
+
+def _names(certificate: x509.Certificate) -> str:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return "no name"
+    return ", ".join(str(name.value) for name in names)
 
 
 def still_valid(folder: Path, at: datetime.datetime) -> bool:
@@ -147,10 +283,11 @@ def _host(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    try:
-        return x509.DNSName(host)
-    except ValueError as error:
-        raise ConfigurationError(f"not a host name: {host!r} ({error})") from error
+    if not _HOST.fullmatch(host):
+        raise ConfigurationError(
+            f"not a host name: {host!r}; give a name or an address alone, without scheme, port or spaces"
+        )
+    return x509.DNSName(host)
 
 
 def _builder(

@@ -11,8 +11,11 @@ from shared.errors import ConfigurationError
 BACKLOG = 128
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int, option: str = "port") -> socket.socket:
     """A socket that has an address, at which nobody can connect before ``listen``.
+
+    Args:
+        option: which one gave the port.
 
     Raises:
         ConfigurationError: the port is in use, or there is no such address here.
@@ -26,7 +29,7 @@ def bound(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise _refused(host, port, error) from error
+        raise _refused(host, port, error, option) from error
     return sock
 
 
@@ -44,10 +47,10 @@ def listen(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def _refused(host: str, port: int, error: OSError) -> ConfigurationError:
+def _refused(host: str, port: int, error: OSError, option: str = "port") -> ConfigurationError:
     advice = {
-        errno.EADDRINUSE: "; end the process that listens there, or choose another port=NUMBER (0: any)",
-        errno.EACCES: "; choose a port=NUMBER above 1023",
+        errno.EADDRINUSE: f"; end the process that listens there, or choose another {option}=NUMBER (0: any)",
+        errno.EACCES: f"; choose {option}=NUMBER above 1023",
         errno.EADDRNOTAVAIL: "; host=ADDRESS is one of this machine's",
     }.get(error.errno or 0, "")
     return ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}{advice}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import threading
 import time
@@ -21,15 +23,19 @@ from provider.observe.periodic import Periodic
 from provider.observe.status import Status
 from provider.observe.transcript import TranscriptWriter
 from provider.observe.usage import UsageFile
-from provider.serve.certificates import expiry
+from provider.serve.certificates import CertificateInUse
 from provider.serve.colocated import ColocatedServer
 from provider.serve.descriptors import allow, needed
 from provider.serve.listening import bound
+from provider.serve.preflight import withdraw
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
+from shared.errors import ConfigurationError
 from shared.wire.messages import Manifest
+
+log = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 5.0  # for the engine's loop to turn; what takes longer runs elsewhere
 DAY = 86400.0
@@ -83,10 +89,13 @@ class Provider:
 
     def _start(self, opened: ExitStack) -> None:
         config = self.config
+        if config.ready_file is not None:
+            withdraw(config.ready_file)
         if config.threads:
             torch.set_num_threads(config.threads)
         allow(needed(config.max_connections, local=bool(config.local_dir)))
         context = server_context(config.certificates, config.client_ca)
+        self._certificate = CertificateInUse(context, config.certificates)
         tokens = TokenFile(config.tokens)
         self.tenants = tokens.check_readable()
         # Whatever is taken or cannot be written is told now: loading may take minutes.
@@ -159,7 +168,7 @@ class Provider:
     def _observe(self, tokens: TokenFile, opened: ExitStack) -> tuple[Metrics, Status]:
         """Open the admin port and the usage file, before anything is loaded: both outlive the engine."""
         config, metrics = self.config, Metrics()
-        metrics.certificate(expiry(config.certificates / "server.pem").timestamp())
+        metrics.certificate(lambda: self._certificate.expires.timestamp())
         status = Status(metrics, {"model": config.model_dir.name, "summary": "loading"})
         opened.callback(status.close)
         admin = AdminServer(metrics, config.admin_port, self, status, config.admin_host)
@@ -170,8 +179,9 @@ class Provider:
             usage = UsageFile(config.usage_file, metrics.usage, config.usage_seconds, failed=failed)
             opened.callback(usage.close)
         metrics.tokens(tokens.ends)
-        tokens.warn()
-        opened.callback(Periodic(DAY, tokens.warn, "tokens").close)
+        for name, warn in (("tokens", tokens.warn), ("certificate", self._certificate.warn)):
+            warn()
+            opened.callback(Periodic(DAY, warn, name).close)
         return metrics, status
 
     def _watch(self, service: Service, policy: Policy, status: Status) -> None:
@@ -222,9 +232,18 @@ class Provider:
             more = {"local_url": self.local_url} if self.local_url else {}
             self.server.write_ready_file(self.config.ready_file, admin_url=self.admin_url, **more)
 
+    def reload_certificate(self) -> bool:
+        """Read the certificate again, for sessions to come; if it cannot be used, the present one stays."""
+        return self._certificate.reload()
+
     def drain(self, seconds: float) -> bool:
         """Let nobody in any more, and every session answer what has arrived; whether all ended in time."""
         deadline, self._not_ready = time.monotonic() + seconds, "draining"
+        if self.config.ready_file is not None:
+            try:
+                withdraw(self.config.ready_file, os.getpid())
+            except ConfigurationError as error:
+                log.error("%s", error)
         self.server.stop_listening()
         if self._local is not None:
             self._local.close()

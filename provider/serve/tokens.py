@@ -6,8 +6,10 @@ import hashlib
 import hmac
 import logging
 import os
+import pwd
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Annotated
 
 import msgspec
 
+from provider.serve.descriptors import none_left
 from shared.errors import AuthenticationError, ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -59,11 +62,23 @@ def _utc() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
 
 
+def check_tenant(name: str) -> str:
+    """The name, if it is fit for one.
+
+    Raises:
+        ConfigurationError: what a name may be.
+    """
+    if not _TENANT.fullmatch(name):
+        raise ConfigurationError("a tenant's name is 1 to 64 letters, digits, dots, dashes, underscores")
+    return name
+
+
 class TokenFile:
     """A JSON file ``{tenant: [{sha256, made, expires}]}``, readable by its owner only.
 
     Also read, and then written in that form: ``{tenant: sha256}``. A plain hash is enough because a token is
-    256 random bits, not a password. The file is read at every check, so that changes need no restart.
+    256 random bits, not a password. The file is read at every check, so that changes need no restart. If it
+    cannot be used any more, the tokens that it had last are still good: a slip of an editor locks nobody out.
 
     Args:
         path: of the file.
@@ -72,6 +87,8 @@ class TokenFile:
 
     def __init__(self, path: str | Path, clock: Callable[[], datetime] = _utc) -> None:
         self.path, self._clock = Path(path), clock
+        self._last: _Tokens | None = None  # what `tenant_of` or `check_readable` could read last
+        self._fault = ""  # why there is nothing newer; empty: there is
 
     def _read(self) -> _Tokens:
         try:
@@ -87,9 +104,38 @@ class TokenFile:
             raise ConfigurationError(f"{self.path} is not a token file: {error}") from error
         return {name: [StoredToken(kept)] if isinstance(kept, str) else kept for name, kept in found.items()}
 
+    def _last_good(self) -> _Tokens:
+        """The file's tokens, or those that it had when it could be used; each change is logged once."""
+        try:
+            self._last = self._read()
+        except ConfigurationError as error:
+            if self._last is None or none_left(error):  # which is no fault of the file's
+                raise
+            if str(error) != self._fault:
+                log.error("%s; the tokens that were read last are still valid, no others", error)
+            self._fault = str(error)
+            return self._last
+        if self._fault:
+            log.info("%s can be used again", self.path)
+        self._fault = ""
+        return self._last
+
     def check_readable(self) -> int:
-        """Number of tenants; raises ConfigurationError if the file cannot be used."""
-        return len(self._read())
+        """Number of tenants who have a valid token; raises ConfigurationError if the file cannot be used."""
+        self._last = self._read()
+        return sum(1 for count in self._valid(self._last).values() if count)
+
+    def valid(self, tenant: str) -> int:
+        """How many tokens of a tenant are valid now; 0 if there is no such file yet.
+
+        Raises:
+            ConfigurationError: the file cannot be used.
+        """
+        return self._valid(self._read()).get(tenant, 0) if self.path.exists() else 0
+
+    def _valid(self, tokens: _Tokens) -> dict[str, int]:
+        now = self._clock()
+        return {name: sum(not each.ended(now) for each in stored) for name, stored in tokens.items()}
 
     def add(self, tenant: str, days: int | None = None) -> str:
         """Make a token for a tenant, replacing older ones, and return it; it is stored nowhere.
@@ -97,17 +143,19 @@ class TokenFile:
         Args:
             days: how long it is valid; None: until it is removed.
         """
-        if not _TENANT.fullmatch(tenant):
-            raise ConfigurationError("a tenant's name is 1 to 64 letters, digits, dots, dashes, underscores")
+        check_tenant(tenant)
         tokens = self._read() if self.path.exists() else {}
         return self._store(tokens, tenant, [], days)
 
-    def rotate(self, tenant: str, days: int | None = None, overlap_days: int = OVERLAP_DAYS) -> str:
+    def rotate(
+        self, tenant: str, days: int | None = None, overlap_days: int = OVERLAP_DAYS, most: int = 1
+    ) -> str:
         """Make a further token for a tenant, and have the newest of the present ones end after the overlap.
 
         Args:
             days: how long the new one is valid; None: until it is removed.
             overlap_days: how long the old one still is, unless it ends sooner by itself.
+            most: how many old ones stay so long.
 
         Raises:
             ConfigurationError: the file has no such tenant.
@@ -116,7 +164,7 @@ class TokenFile:
         if tenant not in tokens:
             raise ConfigurationError(f"{self.path} has no tenant {tenant!r}; `token add` makes a first token")
         last = now + timedelta(days=overlap_days)
-        valid = [old for old in tokens[tenant] if not old.ended(now)][-1:] if overlap_days else []
+        valid = [old for old in tokens[tenant] if not old.ended(now)][-most:] if overlap_days else []
         kept = [msgspec.structs.replace(old, expires=min(old.expires or last, last)) for old in valid]
         return self._store(tokens, tenant, kept, days)
 
@@ -134,15 +182,37 @@ class TokenFile:
         self._write({name: stored for name, stored in tokens.items() if name != tenant})
 
     def _write(self, tokens: _Tokens) -> None:
-        temporary = self.path.with_name(self.path.name + ".new")
+        temporary = self._temporary
         try:
             temporary.unlink(missing_ok=True)  # a file that exists would keep its mode
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
+                self._keep_owner(descriptor)
                 file.write(msgspec.json.format(msgspec.json.encode(tokens)))
             temporary.replace(self.path)
         except OSError as error:
             raise ConfigurationError(f"cannot write {self.path}: {error.strerror}") from error
+
+    @property
+    def _temporary(self) -> Path:
+        return self.path.with_name(self.path.name + ".new")
+
+    def _keep_owner(self, descriptor: int) -> None:
+        """Give a file the owner, group and mode of the one that it will replace: an executor reads it."""
+        try:
+            old, new = self.path.stat(), os.fstat(descriptor)
+        except FileNotFoundError:
+            return
+        if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            try:
+                os.fchown(descriptor, old.st_uid, old.st_gid)
+            except PermissionError:
+                self._temporary.unlink(missing_ok=True)
+                owner = _user(old.st_uid)
+                raise ConfigurationError(
+                    f"{self.path} belongs to {owner}; run this as that user: sudo -u {owner} ..."
+                ) from None
+        os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
 
     def tenant_of(self, token: str) -> str | None:
         """The tenant that holds this token, or None. Time does not depend on which or whether.
@@ -152,7 +222,7 @@ class TokenFile:
         """
         given = sha256_of(token)
         found: tuple[str, StoredToken] | None = None
-        for tenant, stored in self._read().items():
+        for tenant, stored in self._last_good().items():
             for each in stored:
                 if hmac.compare_digest(given, each.sha256):
                     found = tenant, each
@@ -184,18 +254,22 @@ class TokenFile:
 
     def good(self) -> set[tuple[str, str]]:
         """Every token that opens a session now: its tenant, and its SHA-256."""
-        now = self._clock()
-        return {(name, each.sha256) for name, each in self.listed() if not each.ended(now)}
+        now, tokens = self._clock(), self._last_good()
+        return {
+            (name, each.sha256) for name, stored in tokens.items() for each in stored if not each.ended(now)
+        }
 
     def listed(self) -> list[tuple[str, StoredToken]]:
         """Every token with its tenant, also those that have ended."""
         return [(name, each) for name, stored in sorted(self._read().items()) for each in stored]
 
     def warn(self) -> None:
-        """Log which tenants' last tokens end soon, or that the file cannot be read."""
+        """Log which tenants' last tokens end soon, or that the file cannot be read or all may read it."""
         try:
             tokens, now = self._read(), self._clock()
-        except ConfigurationError as error:
+            if self.path.stat().st_mode & stat.S_IROTH:
+                log.warning("anybody on this machine can read %s; chmod 640 %s", self.path, self.path)
+        except (ConfigurationError, OSError) as error:
             log.error("cannot check tokens: %s", error)
             return
         for tenant, stored in tokens.items():
@@ -210,6 +284,13 @@ class TokenFile:
                     shown(max(ends)),
                     extra={"tenant": tenant, "seconds": round(days * 86400)},
                 )
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 def sha256_of(token: str) -> str:

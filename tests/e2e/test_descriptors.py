@@ -210,6 +210,7 @@ def test_a_token_file_that_cannot_be_used_is_nobodys_wrong_token(
     if not broken:
         path.write_text(broken)
     monkeypatch.setattr(llama.server.tokens, "path", path)
+    monkeypatch.setattr(llama.server.tokens, "_last", None)  # as if it had never been read
     with pytest.raises(Refused) as caught:
         open_raw(llama)
     assert caught.value.status == 503

@@ -10,14 +10,20 @@ import shlex
 import signal
 import socket
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from commands import BASE_MODEL, finish, ok, start
 from conftest import RING
 from developments import development
 
+import tenant_sdk
+from provider.config import ServeConfig
+from provider.dev import Development, _party
 from provider.serve.certificates import still_valid, write_certificates
+from provider.serve.tokens import TokenFile
 
 SHORT: dict[str, list[str]] = {
     "doctor": [],
@@ -69,6 +75,7 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
         assert running.process.wait(60) == 0
         assert ends(source)
 
+    assert "allow_transcript" not in (tmp_path / "symbiosis-dev" / "symbiosis.toml").read_text()
     # The folder is used again: the same authorities, other tokens.
     authority = (tmp_path / "symbiosis-dev" / "provider" / "ca.pem").read_bytes()
     with development(tmp_path, "--numerics", RING) as again:
@@ -77,6 +84,74 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
         source = source_of(tmp_path)
         again.process.kill()
         assert ends(source)  # who is killed says nothing to anybody
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as sock:
+        return int(sock.getsockname()[1])
+
+
+def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """Its session finds both executors again, with the tokens of the first run; new ones are valid, too."""
+    port, folder = free_port(), tmp_path / "symbiosis-dev"
+    with contextlib.ExitStack() as opened:
+        with development(tmp_path, "--numerics", RING, "--port", port, "--transcript", "t") as first:
+            assert "The mask source is not recorded" in first.printed
+            profile = tomllib.loads((folder / "symbiosis.toml").read_text())
+            assert profile["allow_transcript"] is True
+            (source,) = profile["mask_sources"]
+            session = opened.enter_context(
+                tenant_sdk.connect(
+                    profile["provider"],
+                    token=first.tokens["SYMBIOSIS_TOKEN"],
+                    ca=folder / profile["ca"],
+                    mask_sources=[source["url"]],
+                    mask_source_token=first.tokens["SYMBIOSIS_MASK_TOKEN"],
+                    mask_source_ca=folder / source["ca"],
+                    allow_same=set(profile["allow_same"]),
+                    allow_transcript=True,
+                    mask_budget_mib=0.0,
+                    patience=120.0,
+                )
+            )
+            model = session.load_model(progress=False)
+            words = torch.arange(8)[None]
+            before = model(words).logits
+            first.process.send_signal(signal.SIGTERM)
+            assert first.process.wait(60) == 0
+        with development(tmp_path, "--numerics", RING, "--port", port, "--transcript", "t") as second:
+            again = tomllib.loads((folder / "symbiosis.toml").read_text())
+            assert (again["provider"], again["mask_sources"]) == (profile["provider"], [source])
+            assert torch.equal(model(words).logits, before)
+            assert session.stats.reconnections >= 2
+            for name, folder_of in (("SYMBIOSIS_TOKEN", "provider"), ("SYMBIOSIS_MASK_TOKEN", "masks")):
+                tokens = TokenFile(folder / folder_of / "tokens.json")
+                assert tokens.tenant_of(second.tokens[name]) == "dev"
+                ends = [each.expires for _, each in tokens.listed()]
+                assert [each is None for each in ends] == [False, True]  # the old one, in a day
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_the_mask_source_keeps_its_port_if_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, taken: bool
+) -> None:
+    port, config = free_port(), ServeConfig(model_dir=BASE_MODEL, dev=True, dev_dir=tmp_path)
+    assert Development(config)._source_port() == 0  # there was none before
+    (tmp_path / "symbiosis.toml").write_text(f'[[mask_sources]]\nurl = "wss://127.0.0.1:{port}"\n')
+    with contextlib.ExitStack() as opened:
+        if taken:
+            opened.enter_context(contextlib.closing(socket.create_server(("127.0.0.1", port))))
+        assert Development(config)._source_port() == (0 if taken else port)
+    assert ("is in use, so it gets another one" in caplog.text) == taken
+
+
+def test_earlier_tokens_are_good_for_a_day(tmp_path: Path) -> None:
+    given = [_party(tmp_path) for _ in range(4)]
+    tokens = TokenFile(tmp_path / "tokens.json")
+    assert [tokens.tenant_of(each) for each in given] == ["dev"] * 4
+    tomorrow = TokenFile(tokens.path, lambda: NOW + datetime.timedelta(days=1, hours=1))
+    assert tomorrow.valid("dev") == 1
+    assert tomorrow.tenant_of(given[-1]) == "dev"
 
 
 def test_it_ends_with_its_mask_source(tmp_path: Path) -> None:

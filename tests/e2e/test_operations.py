@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import pty
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import Executor
+from raw_peers import eventually
 
 from provider.observe.admin import CONNECTIONS, AdminServer
 from provider.observe.metrics import Metrics
+from provider.serve.certificates import write_certificates
 
 HEALTHY = SimpleNamespace(alive=lambda: True, not_ready=lambda: "")
 
@@ -29,6 +36,65 @@ def test_a_signal_that_another_thread_takes_still_drains(
     for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
         executor.process.send_signal(number)
     assert executor.process.wait(30) == 0
+
+
+def test_a_renewed_certificate_needs_no_restart(
+    serve_process: Callable[..., Executor], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """SIGHUP: sessions go on, further ones see the new certificate, and a broken one changes nothing."""
+    folder = tmp_path / "own"
+    write_certificates(folder, now=datetime.datetime.now(datetime.UTC), days=10)
+    served = serve_process(checkpoint("llama"), "--tls-dir", str(folder))
+    assert served.process is not None
+    assert served.log is not None
+    log, executor = served.log, replace(served, ca=folder / "ca.pem")
+
+    def said() -> str:
+        return " ".join(log.read_text().split())  # lines are folded
+
+    assert said().count("certificate for localhost, 127.0.0.1, ::1, until") == 1
+    assert "send SIGHUP" in said()  # it ends within days
+    with executor.connect():
+        write_certificates(folder, now=datetime.datetime.now(datetime.UTC), days=20)
+        served.process.send_signal(signal.SIGHUP)
+        eventually(lambda: said().count("certificate for localhost, 127.0.0.1, ::1, until") == 2)
+        executor.connect().close()
+        (folder / "server.key").write_text("x")
+        served.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "the certificate in use stays" in said())
+        executor.connect().close()
+    served.process.terminate()
+    assert served.process.wait(30) == 0
+
+
+def test_a_terminal_that_is_closed_drains(
+    tls_dir: Path, token_file: tuple[Path, str], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "provider.cli", "serve", str(checkpoint("llama")), "--port", "0"]
+    command += ["--tls-dir", str(tls_dir), "--token-file", str(token_file[0]), "--numerics", "float32"]
+    log = tmp_path / "log"
+    pid, terminal = pty.fork()
+    if pid == 0:  # with a terminal of its own as standard input
+        with log.open("wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.execv(sys.executable, command)
+    try:
+        eventually(lambda: log.exists() and "serving" in log.read_text(), 60)
+        os.close(terminal)
+        status = -1
+
+        def ended() -> bool:
+            nonlocal status
+            done, status = os.waitpid(pid, os.WNOHANG)
+            return done == pid
+
+        eventually(ended)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert "draining" in log.read_text()
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def test_a_silent_client_holds_up_neither_scrapes_nor_the_end() -> None:

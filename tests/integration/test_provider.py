@@ -44,6 +44,7 @@ def threads() -> set[threading.Thread]:
 
 
 def test_it_serves_as_configured(make: Make, llama: Executor, tmp_path: Path, local_dir: Path) -> None:
+    (tmp_path / "ready").write_text("of before")
     provider = make(numerics=RING, local_dir=local_dir, ready_file=tmp_path / "ready")
     with provider:
         assert provider.manifest.numerics == RING
@@ -57,6 +58,8 @@ def test_it_serves_as_configured(make: Make, llama: Executor, tmp_path: Path, lo
         assert (told["url"], told["local_url"]) == (provider.url, provider.local_url)
         assert told["admin_url"] == provider.admin_url
         assert ask(provider, "/healthz") == (200, "ok\n")
+        provider.drain(1.0)
+        assert not (tmp_path / "ready").exists()
     with pytest.raises(ConnectError):
         Executor(provider.url, llama.token, llama.ca).connect()
 

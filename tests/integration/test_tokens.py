@@ -26,7 +26,7 @@ from provider.cli import app
 from provider.observe.metrics import Metrics
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
-from shared.errors import AuthenticationError, ConfigurationError, ConnectError
+from shared.errors import AuthenticationError, ConfigurationError
 from shared.wire.header import Direction, Operation
 
 
@@ -155,6 +155,58 @@ def test_a_missing_file_says_how_to_make_one(tokens: TokenFile) -> None:
         tokens.check_readable()
 
 
+@pytest.mark.parametrize("slip", ["broken", "removed", "folder"])
+def test_a_file_that_breaks_while_it_is_used_locks_nobody_out(
+    tokens: TokenFile, caplog: pytest.LogCaptureFixture, slip: str
+) -> None:
+    alice = tokens.add("alice")
+    good = tokens.path.read_bytes()
+    assert tokens.check_readable() == 1
+    tokens.path.unlink()
+    if slip == "broken":
+        tokens.path.write_text('{"broken')
+    elif slip == "folder":
+        tokens.path.mkdir()
+    with caplog.at_level(logging.INFO):
+        assert [tokens.tenant_of(each) for each in (alice, "x", alice)] == ["alice", None, "alice"]
+        (record,) = caplog.records  # once, not for each who comes
+        assert record.levelname == "ERROR"
+        assert str(tokens.path) in record.getMessage()
+        assert "the tokens that were read last are still valid" in record.getMessage()
+        if slip == "folder":
+            tokens.path.rmdir()
+        tokens.path.write_bytes(good)
+        bob = tokens.add("bob")
+        assert [tokens.tenant_of(each) for each in (alice, bob)] == ["alice", "bob"]
+        assert [each.levelname for each in caplog.records] == ["ERROR", "INFO"]
+    tokens.remove("alice")
+    assert tokens.tenant_of(bob) == "bob"
+    tokens.path.write_text("{")  # what was revoked stays so
+    assert tokens.tenant_of(alice) is None
+    assert alice not in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_owner_group_and_mode_stay(tokens: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens.add("alice")
+    os.chown(tokens.path, 12345, 23456)
+    tokens.path.chmod(0o640)
+    for change in (lambda: tokens.add("bob"), lambda: tokens.rotate("alice"), lambda: tokens.remove("bob")):
+        change()
+        now = tokens.path.stat()
+        assert (stat.S_IMODE(now.st_mode), now.st_uid, now.st_gid) == (0o640, 12345, 23456)
+    before = tokens.path.read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    with pytest.raises(ConfigurationError, match="belongs to user 12345; run this as that user"):
+        tokens.add("carol")
+    assert tokens.path.read_bytes() == before
+    assert [path.name for path in tokens.path.parent.iterdir()] == ["tokens.json"]
+
+
 def test_changes_take_effect_without_a_restart(llama: Executor, tls_dir: Path, tokens: TokenFile) -> None:
     alice = tokens.add("alice")
     assert llama.server is not None
@@ -172,9 +224,10 @@ def test_changes_take_effect_without_a_restart(llama: Executor, tls_dir: Path, t
         with pytest.raises(AuthenticationError):
             executor.connect()
         executor.connect(token=bob).close()
-        tokens.path.unlink()
-        with pytest.raises(ConnectError):
-            executor.connect(token=bob)
+        tokens.path.unlink()  # a slip: who was known stays known
+        executor.connect(token=bob).close()
+        with pytest.raises(AuthenticationError):
+            executor.connect()
         # A token is asked for when a session begins; sessions that are open stay.
         x = torch.ones((1, 64))
         (y,) = session.executor.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [x]).result()
@@ -258,6 +311,24 @@ def test_a_warning_some_days_before(
     assert token not in caplog.text
 
 
+def test_a_file_that_all_may_read_is_mentioned(tokens: TokenFile, caplog: pytest.LogCaptureFixture) -> None:
+    tokens.add("alice")
+    tokens.path.chmod(0o640)
+    tokens.warn()
+    assert not caplog.records
+    tokens.path.chmod(0o644)
+    tokens.warn()
+    assert f"chmod 640 {tokens.path}" in caplog.text
+
+
+def test_who_has_only_expired_tokens_is_not_counted(tokens: TokenFile, clock: Clock) -> None:
+    tokens.add("alice", days=1)
+    tokens.add("bob")
+    assert tokens.check_readable() == 2
+    clock.pass_days(1)
+    assert tokens.check_readable() == 1
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_who_comes_with_an_expired_token_reads_why(
     serve_process: Callable[..., Executor],
@@ -322,3 +393,23 @@ def test_the_list_shows_no_token_and_no_hash(tokens: TokenFile) -> None:
     for token in given:
         assert token not in out
     assert not re.search("[0-9a-f]{8}", out)
+
+
+def test_the_command_says_which_tokens_it_ended(tokens: TokenFile) -> None:
+    file = ("--token-file", tokens.path)
+    assert "ended" not in command("add", "alice", *file)[1]
+    command("rotate", "alice", *file)
+    said = command("add", "alice", *file, "--days", 1)[1]
+    assert "this ended 2 older tokens of alice; `token rotate` keeps the newest for a while" in said
+    assert "valid for 1 day;" in said
+
+
+def test_mistakes_look_alike(tokens: TokenFile) -> None:
+    for words in (("add", ""), ("add", "alice", "--days", "0")):
+        result = CliRunner().invoke(app, ["token", *words, "--token-file", str(tokens.path)])
+        assert result.exit_code == 2
+        assert "Usage" in result.output
+    assert not tokens.path.exists()
+    result = CliRunner().invoke(app, ["token", "list", "--token-file", str(tokens.path)])
+    assert result.output == ""  # no table in front of the error
+    assert "does not exist" in str(result.exception)

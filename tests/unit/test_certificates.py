@@ -5,24 +5,39 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
+import logging
 import os
 import ssl
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Executor
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 from raw_peers import tls
 from typer.testing import CliRunner
 
 from provider.cli import app
-from provider.serve.certificates import DEFAULT_HOSTS, write_certificates
+from provider.serve.certificates import (
+    DEFAULT_HOSTS,
+    CertificateInUse,
+    certificate_of,
+    check_dates,
+    own_certificate,
+    write_certificates,
+)
 from provider.serve.server import server_context
+from shared.errors import ConfigurationError
 from tenant_sdk.connection.handshake import client_context
 
 NOW = datetime.datetime(2030, 5, 1, 12, tzinfo=datetime.UTC)
@@ -228,3 +243,139 @@ def test_the_command_replaces_nothing_unless_told_to(tmp_path: Path) -> None:
     assert (tmp_path / "tls" / "ca.pem").read_bytes() == before
     assert runner.invoke(app, ["certs", folder, "--force"]).exit_code == 0
     assert (tmp_path / "tls" / "ca.pem").read_bytes() != before
+
+
+# -- files that cannot be used ---------------------------------------------------------------------
+
+
+def encrypt(path: Path) -> None:
+    key = load_pem_private_key(path.read_bytes(), None)
+    path.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"a password"))
+    )
+
+
+def another(path: Path) -> None:
+    write_certificates(path.parent / "other", now=NOW)
+    path.write_bytes((path.parent / "other" / path.name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("server.pem", Path.unlink, "server.pem is missing"),
+        ("server.key", Path.unlink, "server.key is missing"),
+        ("server.pem", lambda path: path.write_text("x"), "server.pem holds no certificate in PEM form"),
+        ("server.key", lambda path: path.write_text("x"), "server.key holds no private key in PEM form"),
+        ("server.key", another, "server.key is not the key of server.pem"),
+        ("server.key", encrypt, "server.key is encrypted; decrypt it with `openssl pkey"),
+        (
+            "server.key",
+            lambda path: path.write_text(path.read_text()[:60] + path.read_text()[80:]),
+            "server.key or server.pem is damaged",
+        ),
+        ("server.key", lambda path: path.chmod(0o604), "anybody on this machine can read the private key"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    folder: Path, name: str, change: Callable[[Path], object], message: str
+) -> None:
+    own_certificate(folder)
+    (folder / "server.key").chmod(0o640)  # for a group, as Debian's ssl-cert is
+    own_certificate(folder)
+    change(folder / name)
+    with pytest.raises(ConfigurationError) as caught:
+        own_certificate(folder)
+    assert message in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_an_authority_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"client_ca=.*: No such file"):
+        own_certificate(folder, tmp_path / "none")
+    with pytest.raises(ConfigurationError, match=r"client_ca=.*: it holds no certificate in PEM form"):
+        own_certificate(folder, folder / "server.key")
+
+
+@pytest.mark.parametrize(
+    ("days", "message"), [(0, None), (30, "expired at 2030-05-31 12:00"), (-1, "not valid before")]
+)
+def test_a_certificate_of_another_time(folder: Path, days: int, message: str | None) -> None:
+    found, when = certificate_of(folder), NOW + datetime.timedelta(days=days)
+    if message is None:
+        check_dates(found, when)
+        return
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        check_dates(found, when)
+    assert "executor.example, 10.1.2.3, ::1" in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["https://a.b:8", "a b", "", "a..b", "-a", "a.b:8", "é", "a/b"])
+def test_hosts_that_are_none(tmp_path: Path, host: str) -> None:
+    result = CliRunner().invoke(app, ["certs", str(tmp_path / "tls"), "--host", host])
+    assert "not a host name" in str(result.exception)
+    assert not (tmp_path / "tls").exists()
+
+
+# -- while it is in use ----------------------------------------------------------------------------
+
+
+def shown(server: ssl.SSLContext, ca: Path, host: str) -> bytes:
+    """The certificate of a handshake in memory."""
+    client = ssl.create_default_context(cafile=str(ca))
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname=host),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    for end in (*ends, *ends):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    certificate = ends[0].getpeercert(binary_form=True)
+    assert certificate is not None
+    return certificate
+
+
+def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    write_certificates(tmp_path, now=now, days=30)
+    context = server_context(tmp_path)
+    with caplog.at_level(logging.INFO):
+        used = CertificateInUse(context, tmp_path)
+        assert "certificate for localhost, 127.0.0.1, ::1, until" in caplog.text
+        shown(context, tmp_path / "ca.pem", "localhost")
+        write_certificates(tmp_path, ["127.0.0.2"], now=now, days=40)
+        assert used.reload()
+        for host in ("127.0.0.2", "127.0.0.2"):
+            der = shown(context, tmp_path / "ca.pem", host)
+            assert x509.load_der_x509_certificate(der) == certificate_of(tmp_path)
+        assert used.expires == certificate_of(tmp_path).not_valid_after_utc
+        assert "certificate for 127.0.0.2, until" in caplog.text
+    caplog.clear()
+    authority = (tmp_path / "ca.pem").read_bytes()
+    for spoil in (
+        lambda: (tmp_path / "server.pem").write_text("x"),
+        lambda: write_certificates(tmp_path, now=now - datetime.timedelta(days=9), days=2),
+    ):
+        spoil()
+        assert not used.reload()
+    (tmp_path / "ca.pem").write_bytes(authority)
+    shown(context, tmp_path / "ca.pem", "127.0.0.2")
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "the certificate in use stays, until" in caplog.text
+    assert "expired at" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("days", "level", "said"), [(15, None, ""), (13, "WARNING", "expires at"), (-1, "ERROR", "expired at")]
+)
+def test_a_warning_some_days_before(
+    folder: Path, caplog: pytest.LogCaptureFixture, days: int, level: str | None, said: str
+) -> None:
+    clock = NOW + datetime.timedelta(days=30 - days)
+    used = CertificateInUse(own_certificate(folder), folder, lambda: clock)
+    used.warn()
+    assert [record.levelname for record in caplog.records] == ([level] if level else [])
+    assert f"executor.example, 10.1.2.3, ::1 {said}" in caplog.text if level else not caplog.text

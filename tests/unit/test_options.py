@@ -7,7 +7,6 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
@@ -35,8 +34,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     monkeypatch.setattr("provider.serve.provider.Provider", provider)
     monkeypatch.setattr("provider.cli.log_to_console", lambda log_format: None)
     monkeypatch.setattr("provider.cli.keep_freed_memory", lambda: None)
-    for check in ("check_model_folder", "own_certificate", "TokenFile"):
-        monkeypatch.setattr(f"provider.cli.{check}", lambda *_: MagicMock())
+    for check in ("check_inputs", "check_outputs"):
+        monkeypatch.setattr(f"provider.cli.{check}", lambda *_: None)
     monkeypatch.setattr("provider.cli.bound", lambda *_: nullcontext())
     return configs
 
@@ -77,15 +76,41 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"port": 9000, "admin_port": 9000}, "port=9000 and admin_port=9000 are the same"),
+        ({"tenant_mib": 600, "total_mib": 500}, "tenant_mib=600 cannot be: no tenant has more than all"),
+        ({"tenant_connections": 65, "max_connections": 64}, "tenant_connections=65 cannot be"),
+        ({"usage_seconds": 60}, "usage_seconds=60 means nothing without usage_file=FILE"),
+        ({"local_mib": 60}, "local_mib=60 means nothing without local_dir=FOLDER"),
+        ({"dev_dir": Path("d")}, "dev_dir=d means nothing without dev=True"),
+        ({"port": 0, "admin_port": 0}, ""),
+        ({"tenant_mib": 600, "total_mib": 0}, ""),
+        ({"total_mib": 100}, ""),  # the default of one tenant is no wish
+        ({"max_connections": 10}, ""),
+        ({"usage_seconds": 60, "usage_file": Path("u")}, ""),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    if not message:
+        ServeConfig(**REQUIRED, **options)
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        ServeConfig(**REQUIRED, **options)
+    assert message in str(caught.value)
+
+
 def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None:
     """Each with another value than its default."""
     given: dict[str, Any] = {
         field.name: {bool: True, int: 3, float: 4.5, str: "x"}.get(type(field.default), Path(field.name))
         for field in dataclasses.fields(ServeConfig)
-    } | {"numerics": "ring", "batching": "none", "log_format": "json", "dev": False}
+    } | {"numerics": "ring", "batching": "none", "log_format": "json", "dev": False, "admin_port": 4}
+    given["dev_dir"] = ServeConfig.dev_dir  # which goes with dev alone
     words = ["model_dir"]
     for name, value in given.items():
-        if name not in ("model_dir", "dev"):
+        if name not in ("model_dir", "dev", "dev_dir"):
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     assert serve(*words) == "enough"
     assert [dataclasses.asdict(config) for config in served] == [given]

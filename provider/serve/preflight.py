@@ -1,0 +1,83 @@
+"""What can be found wrong before anything is imported that takes seconds, and before weights are loaded."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from pathlib import Path
+
+from provider.config import ServeConfig
+from provider.serve.certificates import certificate_of, check_dates, own_certificate
+from provider.serve.listening import bound
+from provider.serve.tokens import TokenFile
+from shared.errors import ConfigurationError
+from shared.hub import hub_id
+from shared.options import check_model_folder
+
+
+def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
+    """Refuse a checkpoint, certificate or token file that cannot be used.
+
+    Raises:
+        ConfigurationError: which file, and what to do.
+    """
+    if config.model_dir.exists() or hub_id(config.model_dir) is None:
+        check_model_folder(config.model_dir)
+    if not config.dev:
+        own_certificate(config.certificates, config.client_ca)
+        check_dates(certificate_of(config.certificates), now)
+        TokenFile(config.tokens).check_readable()
+
+
+def check_outputs(config: ServeConfig, now: datetime.datetime) -> None:
+    """Refuse an admin port that is taken, or a file that cannot be written; withdraw an old ready file.
+
+    Raises:
+        ConfigurationError: which, and why.
+    """
+    if config.admin_port:
+        bound("127.0.0.1", config.admin_port, "admin_port").close()
+    if config.ready_file is not None:
+        _check_folder("ready_file", config.ready_file, config.ready_file.parent)
+        withdraw(config.ready_file)
+    if config.usage_file is not None:
+        file = Path(now.strftime(str(config.usage_file)))
+        _check_folder("usage_file", config.usage_file, file.parent)
+        if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
+            raise ConfigurationError(f"usage_file={config.usage_file}: {file} cannot be written")
+    if config.transcript is not None:
+        folder = config.transcript
+        while not folder.exists() and folder != folder.parent:  # what is missing is made
+            folder = folder.parent
+        _check_folder("transcript", config.transcript, folder)
+
+
+def _check_folder(name: str, given: Path, folder: Path) -> None:
+    if not folder.is_dir():
+        reason = "is not a folder" if folder.exists() else "does not exist"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = "is not writable by this user"
+    else:
+        return
+    raise ConfigurationError(f"{name}={given} cannot be: {folder} {reason}")
+
+
+def withdraw(ready_file: Path, pid: int | None = None) -> None:
+    """Remove a ready file: whoever looks for it must not find one of before.
+
+    Args:
+        pid: only if it is this process's; another executor may have written its own since.
+
+    Raises:
+        ConfigurationError: it cannot be removed.
+    """
+    try:
+        if pid is None or json.loads(ready_file.read_bytes())["pid"] == pid:
+            ready_file.unlink(missing_ok=True)
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError):
+        pass  # nobody's that this program wrote
+    except OSError as error:
+        raise ConfigurationError(f"cannot remove the ready file {ready_file}: {error.strerror}") from error
