@@ -25,7 +25,6 @@ from provider.cli import CONFIGURATION, app
 from provider.config import ServeConfig
 from provider.observe.metrics import Metrics
 from provider.serve.provider import ALIVE_SECONDS
-from shared.errors import ConfigurationError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "symbiosis-provider.service"
@@ -139,14 +138,10 @@ def understood(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServeConfig]:
     given: list[ServeConfig] = []
 
     def options(*words: str) -> ServeConfig:
-        def take(folder: Path) -> None:
-            raise ConfigurationError("enough")
-
-        monkeypatch.setattr("provider.cli.check_model_folder", take)
         made = ServeConfig.__post_init__
         monkeypatch.setattr(ServeConfig, "__post_init__", lambda self: (given.append(self), made(self))[1])
         result = CliRunner().invoke(app, [*words])
-        assert str(result.exception) == "enough", result.output
+        assert "is not a checkpoint folder" in str(result.exception), result.output
         return given[-1]
 
     return options
