@@ -125,6 +125,7 @@ class Acceptor:
             else:
                 self._connections.loop.call(partial(self._connections.start, connection))
         except BaseException:
+            self._connections.metrics.handshake_failed("internal")
             log.exception("a handshake failed")
             self._connections.release()
 

@@ -145,6 +145,16 @@ def failed(serving: Served, reason: str) -> float:
     return metrics.by_label("symbiosis_handshakes_failed_total", "reason")[reason]
 
 
+def test_a_fault_in_a_handshake_is_counted(serving: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr("provider.serve.server.handshake", fails)
+    with pytest.raises(ConnectError):
+        Executor(serving.provider.url, "x", serving.ca).connect()
+    eventually(lambda: failed(serving, "internal") == 1)
+
+
 def test_metrics_show_when_tokens_end(serving: Served) -> None:
     tokens, metrics = serving.tokens, serving.provider.server.service.metrics
     tokens.add("soon", days=3)
