@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from provider.config import ServeConfig
 from provider.dev import Development
+from provider.executor.room import memory_errors
 from provider.observe.log import console as _errors
 from provider.observe.log import log_to_console, logs_json
 from provider.observe.supervisor import notify
@@ -206,7 +207,9 @@ def _serve(config: ServeConfig, listener: socket.socket, development: Developmen
 
     signal.signal(signal.SIGHUP, hung_up)
     log.info("loading torch")
-    from provider.serve.provider import Provider
+    with memory_errors(config.model_dir.name):
+        from provider.serve.provider import Provider
+    log.info("loading weights")
 
     def progress(items: Any, what: str) -> Any:
         # None: only on a terminal
@@ -284,7 +287,10 @@ def run(application: Callable[[], Any]) -> None:
         if logs_json():
             log.error("%s", message)
         else:
-            _errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+            try:
+                _errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+            except MemoryError:  # of which this error may tell
+                print(f"error: {message}", file=sys.stderr)
         sys.exit(CONFIGURATION if isinstance(error, ConfigurationError) else 1)
 
 

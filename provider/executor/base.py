@@ -10,6 +10,7 @@ from provider.catalog.catalog import Catalog
 from provider.catalog.discovery import discover
 from provider.executor.loading import Numerics, device_of
 from provider.executor.products import GroupExecutor
+from provider.executor.room import check_room, memory_errors
 from shared.checkpoint import Checkpoint
 from shared.wire.messages import Limits, Manifest
 
@@ -38,7 +39,8 @@ class BaseExecutor(GroupExecutor):
 
     Raises:
         CheckpointError: see ``discover``.
-        ConfigurationError: unknown numerics or device; ring numerics where no product is exact.
+        ConfigurationError: unknown numerics or device; not enough memory; ring numerics where no product is
+            exact.
     """
 
     def __init__(
@@ -53,20 +55,23 @@ class BaseExecutor(GroupExecutor):
         progress: Progress = _silent,  # type: ignore[type-arg]
     ) -> None:
         kind, where = Numerics.named(numerics), device_of(device)
-        checkpoint = Checkpoint(folder)
-        found = discover(checkpoint, serve_head=serve_head)
-        loaded = [kind.load(checkpoint, info, where) for info in progress(found.groups, "loading layers")]
-        super().__init__(dict(enumerate(loaded)), numerics, where)
-        self.catalog = Catalog(
-            checkpoint,
-            found,
-            numerics=numerics,
-            wire_dtypes=kind.wire_dtypes,
-            groups=[group.info for group in loaded],
-            scales={i: group.scales for i, group in enumerate(loaded) if group.scales is not None},
-            limits=limits,
-            recorded=recorded,
-        )
+        with memory_errors(Path(folder).name):
+            checkpoint = Checkpoint(folder)
+            found = discover(checkpoint, serve_head=serve_head)
+            here = where.type == "cpu"
+            check_room(checkpoint.name, found.groups, kind.weight_bytes if here else 0)
+            loaded = [kind.load(checkpoint, info, where) for info in progress(found.groups, "loading layers")]
+            super().__init__(dict(enumerate(loaded)), numerics, where)
+            self.catalog = Catalog(
+                checkpoint,
+                found,
+                numerics=numerics,
+                wire_dtypes=kind.wire_dtypes,
+                groups=[group.info for group in loaded],
+                scales={i: group.scales for i, group in enumerate(loaded) if group.scales is not None},
+                limits=limits,
+                recorded=recorded,
+            )
 
     @property
     def manifest(self) -> Manifest:

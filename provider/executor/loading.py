@@ -33,10 +33,13 @@ class LoadedGroup(NamedTuple):
 
 
 class Numerics(NamedTuple):
-    """How a group is loaded, and the element types of its rows on the wire, the usual one first."""
+    """How a group is loaded, the element types of its rows on the wire, the usual one first, and the bytes of
+    one weight in memory.
+    """
 
     load: Callable[[Checkpoint, GroupInfo, torch.device], LoadedGroup]
     wire_dtypes: tuple[str, ...]
+    weight_bytes: int
 
     @classmethod
     def named(cls, name: str) -> Numerics:
@@ -68,9 +71,9 @@ def _load_ring(checkpoint: Checkpoint, info: GroupInfo, device: torch.device, co
 
 _FLOATS = ("float32", "bfloat16")
 NUMERICS: dict[str, Numerics] = {
-    "float32": Numerics(partial(_load_floats, dtype=torch.float32), _FLOATS),
-    "bfloat16": Numerics(partial(_load_floats, dtype=torch.bfloat16), _FLOATS),
-    **{name: Numerics(partial(_load_ring, count=count), ("int32",)) for name, count in RINGS.items()},
+    "float32": Numerics(partial(_load_floats, dtype=torch.float32), _FLOATS, 4),
+    "bfloat16": Numerics(partial(_load_floats, dtype=torch.bfloat16), _FLOATS, 2),
+    **{name: Numerics(partial(_load_ring, count=count), ("int32",), 2) for name, count in RINGS.items()},
 }
 
 

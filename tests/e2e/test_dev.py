@@ -18,6 +18,7 @@ import torch
 from commands import BASE_MODEL, finish, ok, start
 from conftest import RING
 from developments import development
+from raw_peers import eventually
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -155,7 +156,11 @@ def test_earlier_tokens_are_good_for_a_day(tmp_path: Path) -> None:
 
 
 def test_it_ends_with_its_mask_source(tmp_path: Path) -> None:
+    """And reads its certificate again together with it."""
+    log = tmp_path / "symbiosis-dev" / "masks" / "log"
     with development(tmp_path) as running:
+        running.process.send_signal(signal.SIGHUP)
+        eventually(lambda: log.read_text().count("certificate for localhost") == 2)
         os.kill(source_of(tmp_path), signal.SIGKILL)
         assert running.process.wait(60) == 1
 

@@ -52,6 +52,7 @@ def test_a_renewed_certificate_needs_no_restart(
     def said() -> str:
         return " ".join(log.read_text().split())  # lines are folded
 
+    assert said().index("reading") < said().index("loading torch") < said().index("loading weights")
     assert said().count("certificate for localhost, 127.0.0.1, ::1, until") == 1
     assert "send SIGHUP" in said()  # it ends within days
     with executor.connect():
