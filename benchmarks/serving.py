@@ -117,8 +117,8 @@ def replay(running: Executor, plans: list[Plan], seconds: float, processes: int 
         "errors": dict(errors),
         "rows_per_product": change["symbiosis_batch_rows_sum"] / max(1, change["symbiosis_batch_rows_count"]),
         "in_products": change["symbiosis_product_cpu_seconds_total"] / processor if processor else 0.0,
-        "met": change.get("symbiosis_decode_tokens_met", 0.0),
-        "late": change.get("symbiosis_decode_tokens_late", 0.0),
+        "met": change.get("symbiosis_decode_tokens_met_total", 0.0),
+        "late": change.get("symbiosis_decode_tokens_late_total", 0.0),
         "peak_mib": peak_memory_mib(running.pid),
     }
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CONFIGURATION = 78  # exit status; EX_CONFIG of sysexits.h
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants.")
 app.add_typer(token_app, name="token")
@@ -161,7 +163,7 @@ def token_remove(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     token_file: Annotated[Path, typer.Option(help="Made by `token add`.")],
 ) -> None:
-    """Forget a tenant; open sessions go on, no further one opens."""
+    """Forget a tenant; its sessions end within seconds, and no further one opens."""
     TokenFile(token_file).remove(tenant)
 
 
@@ -274,7 +276,10 @@ def _introduce(provider: Provider) -> None:
 
 
 def run(application: Callable[[], Any]) -> None:
-    """Run a command line; an error that this project raises becomes one line and exit status 1."""
+    """Run a command line; an error that this project raises becomes one line and an exit status.
+
+    It is CONFIGURATION if trying again would not help, else 1; that of options that cannot be read is 2.
+    """
     try:
         application()
     except SymbiosisError as error:
@@ -286,7 +291,7 @@ def run(application: Callable[[], Any]) -> None:
                 _errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False)
             except MemoryError:  # of which this error may tell
                 print(f"error: {message}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(CONFIGURATION if isinstance(error, ConfigurationError) else 1)
 
 
 def main() -> None:

@@ -136,11 +136,19 @@ class ServeConfig:
     local_mib: Annotated[
         int, Option(_LOCAL, "MiB of shared memory of all local sessions together.", least=1)
     ] = 2048
+    admin_host: Annotated[
+        str,
+        Option(
+            _OBSERVED,
+            "Address of --admin-port. Its pages have no password: with any other than the loopback's, keep "
+            "it within your cluster.",
+        ),
+    ] = "127.0.0.1"
     admin_port: Annotated[
         int,
         Option(
             _OBSERVED,
-            "Loopback port of the status page, /metrics, /usage.csv, /healthz and /readyz; 0 picks one.",
+            "Port of the status page, /metrics, /usage.csv, /healthz and /readyz; 0 picks one.",
             least=0,
             most=65535,
         ),

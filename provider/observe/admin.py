@@ -1,12 +1,16 @@
-"""The loopback port: the status page, ``/metrics``, ``/usage.csv``, ``/healthz`` and ``/readyz``."""
+"""The admin port: the status page, ``/metrics``, ``/usage.csv``, ``/healthz`` and ``/readyz``."""
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from socketserver import ThreadingMixIn
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import msgspec
@@ -17,6 +21,8 @@ from provider.observe.status import PAGE, Status
 from provider.observe.usage import usage_csv
 from shared.errors import ConfigurationError
 
+log = logging.getLogger(__name__)
+
 HEADERS = [
     (
         "Content-Security-Policy",
@@ -26,6 +32,7 @@ HEADERS = [
     ("Cache-Control", "no-store"),
 ]
 OK, UNAVAILABLE = "200 OK", "503 Service Unavailable"
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - and where those are found here
 CONNECTIONS = 16
 
 
@@ -55,6 +62,10 @@ class _AdminWSGIServer(ThreadingMixIn, WSGIServer):
             self._free.release()
 
 
+class _AdminWSGIServer6(_AdminWSGIServer):
+    address_family = socket.AF_INET6
+
+
 class _QuietHandler(WSGIRequestHandler):
     timeout = 5  # seconds for a request to arrive
 
@@ -75,19 +86,29 @@ class Health(Protocol):
 
 
 class AdminServer:
-    """Serves a status page, ``/metrics``, usage and probes on a loopback port, in a thread of its own.
+    """Serves a status page, ``/metrics``, usage and probes, in a thread of its own.
+
+    Whoever reaches the port may read them.
 
     Args:
         metrics: what to show.
         port: 0 picks one; see ``port`` for which.
         health: asked at every ``/healthz`` and ``/readyz``; 200, or 503 with the reason.
         status: of the page; None: there is none.
+        host: address to listen on.
 
     Raises:
-        ConfigurationError: the port is taken.
+        ConfigurationError: the port is taken, or there is no such address here.
     """
 
-    def __init__(self, metrics: Metrics, port: int, health: Health, status: Status | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        port: int,
+        health: Health,
+        status: Status | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
         show_metrics = make_wsgi_app(metrics.registry)
         since = datetime.now(UTC)
 
@@ -107,31 +128,58 @@ class AdminServer:
             pages["/status.json"] = lambda: (OK, "application/json", msgspec.json.encode(status.report()))
 
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            path = environ["PATH_INFO"]
-            # Another site's page in a browser on this machine may reach the port under a name of its own.
-            if environ.get("HTTP_HOST", "127.0.0.1").partition(":")[0] not in ("127.0.0.1", "localhost"):
-                start_response("403 Forbidden", [("Content-Type", "text/plain")])
-                return [b"ask for 127.0.0.1\n"]
+            path, plain = environ["PATH_INFO"], [("Content-Type", "text/plain")]
+            # Another site's page in a browser that reaches the port may have a name of its own for it.
+            if not _by_address(environ.get("HTTP_HOST", host), host):
+                start_response("403 Forbidden", plain)
+                return [b"ask for an address, such as 127.0.0.1, or for localhost\n"]
+            if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+                start_response("405 Method Not Allowed", [("Allow", "GET, HEAD"), *plain])
+                return [b"nothing can be changed here\n"]
             if path == "/metrics":
                 shown: Iterable[bytes] = show_metrics(environ, start_response)
                 return shown
             if path not in pages:
-                start_response("404 Not Found", [("Content-Type", "text/plain")])
+                start_response("404 Not Found", plain)
                 return [f"try /metrics, {', '.join(pages)}\n".encode()]
             code, kind, body = pages[path]()
             start_response(code, [("Content-Type", kind), *HEADERS])
-            return [body]
+            return [body if environ["REQUEST_METHOD"] == "GET" else b""]
 
+        server = _AdminWSGIServer6 if ":" in host else _AdminWSGIServer
         try:
             self._server: WSGIServer = make_server(
-                "127.0.0.1", port, app, server_class=_AdminWSGIServer, handler_class=_QuietHandler
+                host, port, app, server_class=server, handler_class=_QuietHandler
             )
         except OSError as error:
-            raise ConfigurationError(f"cannot listen on admin port {port}: {error.strerror}") from error
+            where = "" if host == "127.0.0.1" else f" of admin_host={host}"
+            raise ConfigurationError(
+                f"cannot listen on admin port {port}{where}: {error.strerror}"
+            ) from error
         self.port = self._server.server_port
+        here = ANYWHERE.get(host, host)
+        self.url = f"http://[{here}]:{self.port}" if ":" in here else f"http://{here}:{self.port}"
+        if not _loopback(host):
+            log.warning("whoever reaches port %d of %s may read the admin pages", self.port, host)
         threading.Thread(target=self._server.serve_forever, name="admin", daemon=True).start()
 
     def close(self) -> None:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def _by_address(asked: str, own: str) -> bool:
+    """Whether a Host header has an address, which no site can claim, or a name that is this machine's."""
+    try:
+        name = urlsplit(f"//{asked}").hostname or ""
+        return name in ("localhost", own) or bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from provider.engine.engine import Completion
@@ -18,6 +18,46 @@ _OPERATIONS = {
     Operation.EFFECT: "effect",
     Operation.SEED_EFFECT: "seed_effect",
 }
+# Why a connection got no session; a label.
+Reason = Literal[
+    "closed",
+    "expired",
+    "full",
+    "http",
+    "internal",
+    "overloaded",
+    "protocol_version",
+    "slow",
+    "tenant_full",
+    "tls",
+    "unauthorized",
+    "unexpected",
+]
+# Those of ``shared/PROTOCOL.md``, "Errors", that executors answer with; a label.
+CODES = (
+    "control_message",
+    "direction",
+    "dtype",
+    "fetch",
+    "frame",
+    "group",
+    "header",
+    "internal",
+    "members",
+    "non_finite",
+    "operation",
+    "overloaded",
+    "payload_length",
+    "place",
+    "protocol_version",
+    "reserved",
+    "text",
+    "too_large",
+    "unauthorized",
+    "unexpected",
+    "width",
+    "zero_rows",
+)
 DOWNLOAD = "download"  # in place of a request class: parameters and files, which have no rows
 
 
@@ -65,6 +105,34 @@ class _UsageCollector(Collector):
             for of, usage in now.items():
                 family.add_metric(of, usage[index])
             yield family
+
+
+class _Shown(Collector):
+    """Shows what others count, asked at each look: name, text, value of each."""
+
+    def __init__(self, *counters: tuple[str, str, Callable[[], float]]) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        for name, text, value in self._counters:
+            yield CounterMetricFamily(f"symbiosis_{name}", text, value=value())
+
+
+class _TokensCollector(Collector):
+    """Shows when each tenant's last token ends."""
+
+    def __init__(self, ends: Callable[[], dict[str, float]]) -> None:
+        self._ends = ends
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "symbiosis_token_expires_timestamp_seconds",
+            "When the last token of a tenant ends, in seconds since the epoch; none for those without end.",
+            labels=("tenant",),
+        )
+        for tenant, seconds in self._ends().items():
+            family.add_metric((tenant,), seconds)
+        yield family
 
 
 class Metrics:
@@ -138,6 +206,16 @@ class Metrics:
             ("reason",),
             registry=self.registry,
         )
+        self.usage_failures = Counter(
+            "symbiosis_usage_write_failures",
+            "Times that usage could not be written to its file.",
+            registry=self.registry,
+        )
+        # A series that appears with its first failure would show no increase to Prometheus.
+        for code in CODES:
+            self.refused.labels(code)
+        for reason in get_args(Reason):
+            self.handshakes_failed.labels(reason)
         self.connections = Gauge("symbiosis_connections", "Open tenant sessions.", registry=self.registry)
 
     def watch(
@@ -147,17 +225,25 @@ class Metrics:
         for name, text, value in (
             ("waiting_requests", "Requests without an answer.", waiting),
             ("in_flight_bytes", "Of requests and answers, as quotas count them.", in_flight),
-            ("decode_tokens_met", "Decoded tokens within the objective.", lambda: tokens()[0]),
-            ("decode_tokens_late", "Decoded tokens that took longer.", lambda: tokens()[1]),
         ):
             Gauge(f"symbiosis_{name}", text, registry=self.registry).set_function(value)
+        self.registry.register(
+            _Shown(
+                ("decode_tokens_met", "Decoded tokens within the objective.", lambda: tokens()[0]),
+                ("decode_tokens_late", "Decoded tokens that took longer.", lambda: tokens()[1]),
+            )
+        )
+
+    def tokens(self, ends: Callable[[], dict[str, float]]) -> None:
+        """Show when each tenant's last token ends: seconds since the epoch, of those that end."""
+        self.registry.register(_TokensCollector(ends))
 
     def certificate(self, expires: Callable[[], float]) -> None:
         """Show when the TLS certificate ends, in seconds since the epoch."""
         text = "When the TLS certificate that is in use ends, in seconds since the epoch."
         Gauge("symbiosis_certificate_expires_seconds", text, registry=self.registry).set_function(expires)
 
-    def handshake_failed(self, reason: str) -> None:
+    def handshake_failed(self, reason: Reason) -> None:
         """A connection ended before a session began."""
         self.handshakes_failed.labels(reason).inc()
 

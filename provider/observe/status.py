@@ -76,8 +76,8 @@ class Status:
             "products": total("symbiosis_batch_rows_count"),
             "product_seconds": total("symbiosis_batch_seconds_sum"),
             "requests": total("symbiosis_reply_seconds_count"),
-            "met": total("symbiosis_decode_tokens_met"),
-            "late": total("symbiosis_decode_tokens_late"),
+            "met": total("symbiosis_decode_tokens_met_total"),
+            "late": total("symbiosis_decode_tokens_late_total"),
             "refused": total("symbiosis_refused_total"),
         }
 

@@ -7,6 +7,7 @@ import fcntl
 import io
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -55,9 +56,10 @@ class UsageFile:
         usage: tells what was used since the start.
         seconds: the interval, by the clock: 3600 is from hour to hour.
         clock: what time it is, with its zone.
+        failed: is called each time that it cannot be written.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: it cannot be written, or its name has other % than these.
     """
 
     def __init__(
@@ -66,8 +68,12 @@ class UsageFile:
         usage: Callable[[], UsageBy],
         seconds: float,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path, self._usage, self._clock = path, usage, clock
+        self._path, self._usage, self._clock, self._failed = path, usage, clock, failed
+        if "%" in re.sub("%[Ymd]", "", str(path)):
+            raise ConfigurationError(f"cannot write usage to {path}: of % a name may have %Y, %m and %d")
+        self._failing = False
         self._since, self._written = clock(), usage()
         try:
             self._append("")
@@ -83,7 +89,12 @@ class UsageFile:
             self._append(_table(self._since, now, more))
         except OSError as error:
             log.error("no usage is written to %s until this is repaired: %s", self._now, error.strerror)
+            self._failing = True
+            self._failed()
             return
+        if self._failing:
+            log.info("usage is written to %s again, with what was left", self._now)
+        self._failing = False
         self._since, self._written = now, usage
 
     def close(self) -> None:

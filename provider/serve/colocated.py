@@ -24,12 +24,13 @@ import torch
 import zmq
 
 from provider.engine.loop import READ, Loop
+from provider.observe.metrics import Reason
 from provider.serve.connection import Connection, Connections
 from provider.serve.descriptors import explained, none_left
-from provider.serve.handshake import NO_ROOM
-from provider.serve.tokens import TokenFile
+from provider.serve.handshake import NO_ROOM, Admitted
+from provider.serve.tokens import ExpiredToken, TokenFile, sha256_of
 from provider.session.tenant import Service, TenantSession
-from shared.errors import AuthenticationError, ConfigurationError, WireError
+from shared.errors import ConfigurationError, WireError
 from shared.transport import SCHEME
 from shared.transport.colocated import (
     ANSWERS,
@@ -59,6 +60,7 @@ FIRST_BYTES = 1 << 20  # of a session's memory; it grows with what is asked of i
 FIRST_MESSAGE_MILLISECONDS = 10_000
 LINGER_MILLISECONDS = 1000
 _RETRY_SECONDS = 5.0
+PEER = "local"  # for the log, where others have an address
 # Requests whose rows lie in memory. What is parsed is not among them: it comes in the message, where the
 # tenant cannot change it any more.
 _ROWS = frozenset({Operation.PRODUCT, Operation.EFFECT})
@@ -138,11 +140,12 @@ class ColocatedConnection(Connection):
     def __init__(
         self,
         directory: Path,
-        tenant: str,
+        admitted: Admitted,
         service: Service,
         budget: MemoryBudget,
     ) -> None:
-        super().__init__(tenant)
+        super().__init__(*admitted, PEER)
+        tenant = admitted.tenant
         self._copies = service.transcript is not None
         limits = service.executor.manifest.limits
         self._max_in_flight = limits.max_in_flight
@@ -164,7 +167,7 @@ class ColocatedConnection(Connection):
             self._socket.bind(f"{SCHEME}{self._path}")
             # Not ZeroMQ's own polling: that looks at the socket each time, which products do not need.
             self._socket_fd = int(self._socket.get(zmq.FD))
-            self._session = TenantSession(service, tenant, self._send)
+            self._session = TenantSession(service, tenant, self._send, PEER)
             made.callback(self._session.close)
             self._made = made.pop_all()
 
@@ -236,7 +239,9 @@ class ColocatedConnection(Connection):
                 if self._ending:
                     self._end()
                     return
-                raise EOFError
+                self._loop.forget(self._requests)  # END comes by another way, and may be behind
+                self._loop.later(LINGER_MILLISECONDS / 1000, partial(self._broke, EOFError()))
+                return
             if self._ending:
                 continue
             self._session.answer(self._incoming(data))
@@ -416,8 +421,8 @@ class ColocatedServer:
         token = parts[1].decode(errors="surrogateescape") if len(parts) == 2 else ""
         try:
             tenant = self._tokens.tenant_of(token)
-        except AuthenticationError as error:
-            return self._refuse("unauthorized", error.message)
+        except ExpiredToken as error:
+            return self._refuse("unauthorized", error.message, expired=error.tenant)
         if tenant is None:
             return self._refuse(
                 "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
@@ -426,14 +431,15 @@ class ColocatedServer:
             return self._refuse(
                 "overloaded", "this tenant has too many sessions", _RETRY_SECONDS, counted=True
             )
+        admitted = Admitted(tenant, sha256_of(token))
         try:
-            connection = ColocatedConnection(self._directory, tenant, self._service, self._budget)
+            connection = ColocatedConnection(self._directory, admitted, self._service, self._budget)
         except Exception as error:
             self._connections.release_for(tenant)
             if isinstance(error, MemoryError):
                 return self._refuse("overloaded", "no shared memory for another session", _RETRY_SECONDS)
             raise
-        if not self._connections.reserve():
+        if not self._connections.reserve(PEER):
             connection.abandon()
             self._connections.release_for(tenant)
             return self._refuse(
@@ -444,11 +450,20 @@ class ColocatedServer:
         return [OPENED, encode(opened)]
 
     def _refuse(
-        self, code: str, message: str, retry_after: float | None = None, *, counted: bool = False
+        self,
+        code: Reason,
+        message: str,
+        retry_after: float | None = None,
+        *,
+        counted: bool = False,
+        expired: str = "",
     ) -> list[bytes]:
+        """``counted``: it is already; ``expired``: whose token it was."""
+        reason: Reason = "expired" if expired else code
         if not counted:
-            self._service.metrics.handshake_failed(code)
-        log.info("no session: %s", code)
+            self._service.metrics.handshake_failed(reason)
+        who = {"peer": PEER, "reason": reason} | ({"tenant": expired} if expired else {})
+        log.info("no session for %s: %s", expired or PEER, reason, extra=who)
         return [REFUSED, encode(ErrorInfo(code, message, retry_after))]
 
     def _failed(self, error: Exception) -> list[bytes]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -11,10 +13,28 @@ from functools import partial
 
 from provider.engine.loop import Loop
 from provider.observe.metrics import Metrics
+from provider.serve.tokens import TokenFile
 from provider.session.tenant import TenantSession
-from shared.errors import WireError
+from shared.errors import ConfigurationError, WireError
 
 log = logging.getLogger(__name__)
+
+REMIND_SECONDS = 60.0  # between lines of the log that say the same
+
+
+class Reminder:
+    """Whether to say once more what may happen a thousand times a second."""
+
+    def __init__(self) -> None:
+        self._told = -math.inf
+
+    def due(self) -> bool:
+        """Whether it was not said lately; then it is taken as said now."""
+        now = time.monotonic()
+        if now - self._told <= REMIND_SECONDS:
+            return False
+        self._told = now
+        return True
 
 
 class Connection(ABC):
@@ -22,13 +42,14 @@ class Connection(ABC):
 
     Attributes:
         tenant: who it is.
+        token: SHA-256 of the one that let it in.
     """
 
     _session: TenantSession
 
-    def __init__(self, tenant: str) -> None:
-        self.tenant = tenant
-        self._who = {"tenant": tenant}  # for the log
+    def __init__(self, tenant: str, token: str, peer: str) -> None:
+        self.tenant, self.token = tenant, token
+        self._who = {"tenant": tenant, "peer": peer}  # for the log
         self._draining = self._ending = self._ended = False
 
     def start(self, loop: Loop, ended: Callable[[], None]) -> None:
@@ -39,9 +60,21 @@ class Connection(ABC):
     def drain(self) -> None:
         """Answer what has arrived, then close."""
 
+    def revoke(self) -> None:
+        """Its token is valid no more: say so, and end, whatever is under way."""
+        message = "the token of this session was removed or has expired; ask the provider for a new one"
+        self._guarded(partial(self._revoke, WireError("unauthorized", message, fatal=True)))
+
+    def _revoke(self, error: WireError) -> None:
+        if not self._ending:
+            extra = self._who | {"reason": "revoked"}
+            log.warning("tenant %s is shut out: its token is valid no more", self.tenant, extra=extra)
+            self._session.refuse(0, error)
+            self._refused(error)
+
     @abstractmethod
     def _refused(self, error: WireError) -> None:
-        """The tenant broke the protocol, and was answered so: say that this ends, and wait for its end."""
+        """The tenant was answered with a fatal error: say that this ends, and wait for its end."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -63,8 +96,10 @@ class Connection(ABC):
             self._end()
 
     def _broke(self, error: BaseException) -> None:
-        reason = type(error).__name__
-        log.info("tenant %s: connection ended: %s", self.tenant, reason, extra=self._who | {"reason": reason})
+        if not (self._ending or self._ended):  # who has said goodbye need not wait for ours
+            reason = type(error).__name__
+            extra = self._who | {"reason": reason}
+            log.info("tenant %s: connection ended: %s", self.tenant, reason, extra=extra)
         self._end()
 
     def _end(self) -> None:
@@ -90,16 +125,24 @@ class Connections:
         self._reserved_for: Counter[str] = Counter()  # by tenant
         self._open: set[Connection] = set()
         self._changed = threading.Condition()
+        self._full, self._unchecked = Reminder(), Reminder()
         self.draining = False
 
-    def reserve(self) -> bool:
+    def reserve(self, peer: str) -> bool:
         """Whether there is room for another, kept until ``start`` or ``release``; if not, that is counted."""
         with self._changed:
             if self._reserved + len(self._open) < self._limit:
                 self._reserved += 1
                 return True
-        self.metrics.handshake_failed("full")
+        self.turn_away(peer, f"{self._limit} connections are open, as many as --max-connections allows")
         return False
+
+    def turn_away(self, peer: str, why: str) -> None:
+        """Count a connection for which there is no room; the log has one of a minute's."""
+        self.metrics.handshake_failed("full")
+        if self._full.due():
+            extra = {"peer": peer, "reason": "full"}
+            log.warning("no room for %s, and perhaps for others: %s", peer, why, extra=extra)
 
     def release(self) -> None:
         """The room is free: there will be no connection."""
@@ -141,6 +184,20 @@ class Connections:
         with self._changed:
             self._open.discard(connection)
             self._changed.notify_all()
+
+    def end_revoked(self, tokens: TokenFile) -> None:
+        """Shut those out whose token is valid no more; from any thread, which waits for the file."""
+        with self._changed:
+            there = list(self._open)  # before the file is read: who comes later may have a later token
+        try:
+            valid = tokens.good() if there else set()
+        except ConfigurationError as error:
+            if self._unchecked.due():
+                log.error("cannot check the tokens of open sessions: %s", error)
+            return
+        for connection in there:
+            if (connection.tenant, connection.token) not in valid:
+                self.loop.call(connection.revoke)
 
     def drain(self, seconds: float) -> bool:
         """Let every connection answer what has arrived; whether all ended in time."""

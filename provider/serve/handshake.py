@@ -8,15 +8,16 @@ import math
 import socket
 import ssl
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from websockets.exceptions import InvalidHandshake, InvalidMessage
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
+from provider.observe.metrics import Reason
 from provider.serve.descriptors import explained, none_left
-from provider.serve.tokens import TokenFile
-from shared.errors import AuthenticationError, ConfigurationError
+from provider.serve.tokens import ExpiredToken, TokenFile, sha256_of
+from shared.errors import ConfigurationError
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, encode
 
@@ -32,11 +33,18 @@ NO_ROOM = "the executor has no room for another session; try again later"
 
 
 class HandshakeRefused(Exception):
-    """The handshake ended with an HTTP error; ``reason`` is a metric label."""
+    """The handshake ended with an HTTP error, or before it; ``tenant``: whose it was, if that is known."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: Reason, tenant: str = "") -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.tenant = reason, tenant
+
+
+class Admitted(NamedTuple):
+    """Whom a token let in; ``token`` is its SHA-256."""
+
+    tenant: str
+    token: str
 
 
 class TooManyConnections(Exception):
@@ -55,11 +63,13 @@ class ServerTlsSocket(ssl.SSLSocket):
             raise ConnectionResetError("the peer has gone") from error
 
 
-def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) -> tuple[ssl.SSLSocket, str]:
+def handshake(
+    raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile
+) -> tuple[ssl.SSLSocket, Admitted]:
     """TLS, then the websocket opening handshake with its bearer token.
 
     Returns:
-        The encrypted socket and its tenant.
+        The encrypted socket, and who is there.
 
     Raises:
         HandshakeRefused, OSError: no session. The peer was told why as far as it may know.
@@ -74,7 +84,7 @@ def handshake(raw: socket.socket, context: ssl.SSLContext, tokens: TokenFile) ->
         raise
 
 
-def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> str:
+def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> Admitted:
     protocol = ServerProtocol(subprotocols=[SUBPROTOCOL], max_size=1, logger=_quiet)  # type: ignore[list-item]
     request: Request | None = None
     room = HANDSHAKE_BYTES
@@ -97,15 +107,15 @@ def _upgrade(sock: ssl.SSLSocket, tokens: TokenFile, deadline: float) -> str:
                 break
     early = bool(data.read()) or _readable(sock)
     _until(deadline, sock)
-    tenant, response, reason = _admit(protocol, request, tokens, early)
+    admitted, response, refused = _admit(protocol, request, tokens, early)
     protocol.send_response(response)
     for piece in protocol.data_to_send():
         if piece:
             sock.sendall(piece)
-    if tenant is None:
+    if admitted is None:
         linger(sock, deadline)
-        raise HandshakeRefused(reason)
-    return tenant
+        raise refused
+    return admitted
 
 
 def _until(deadline: float, sock: ssl.SSLSocket) -> None:
@@ -140,11 +150,12 @@ def linger(sock: ssl.SSLSocket, deadline: float = math.inf) -> None:
 
 def _admit(
     protocol: ServerProtocol, request: Request, tokens: TokenFile, early: bool
-) -> tuple[str | None, Response, str]:
+) -> tuple[Admitted | None, Response, HandshakeRefused]:
     def refuse(
-        status: int, code: str, message: str, retry_after: float | None = None
-    ) -> tuple[None, Response, str]:
-        return None, protocol.reject(status, encode(ErrorInfo(code, message, retry_after)).decode()), code
+        status: int, code: Reason, message: str, retry_after: float | None = None
+    ) -> tuple[None, Response, HandshakeRefused]:
+        said = encode(ErrorInfo(code, message, retry_after)).decode()
+        return None, protocol.reject(status, said), HandshakeRefused(code)
 
     offered = request.headers.get_all("Sec-WebSocket-Protocol")
     if SUBPROTOCOL not in [name.strip() for value in offered for name in value.split(",")]:
@@ -161,8 +172,9 @@ def _admit(
         if none_left(error):
             return refuse(503, "overloaded", NO_ROOM, RETRY_SECONDS)
         return refuse(503, "internal", "the executor cannot check tokens; report it to the provider")
-    except AuthenticationError as error:
-        return refuse(401, "unauthorized", error.message)
+    except ExpiredToken as error:
+        _, response, _ = refuse(401, "unauthorized", error.message)
+        return None, response, HandshakeRefused("expired", error.tenant)
     if tenant is None:
         return refuse(
             401, "unauthorized", "missing or unknown bearer token; ask the provider for a token of yours"
@@ -170,9 +182,8 @@ def _admit(
     if early:
         return refuse(400, "unexpected", "bytes behind the request; wait for its answer before you send more")
     response = protocol.accept(request)
-    if response.status_code != 101:
-        return None, response, "http"
-    return tenant, response, ""
+    good = response.status_code == 101
+    return Admitted(tenant, sha256_of(token)) if good else None, response, HandshakeRefused("http")
 
 
 HANDSHAKE_ERRORS = (HandshakeRefused, OSError, InvalidHandshake, InvalidMessage, EOFError)

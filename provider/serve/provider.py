@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 5.0  # for the engine's loop to turn; what takes longer runs elsewhere
 DAY = 86400.0
+REVOKE_SECONDS = 5.0  # between two looks at whose tokens are still valid
 
 
 class Provider:
@@ -118,6 +120,8 @@ class Provider:
             tenant_connections=config.tenant_connections,
         )
         opened.callback(self.server.stop_listening)
+        revoke = partial(self.server.connections.end_revoked, tokens)
+        opened.callback(Periodic(REVOKE_SECONDS, revoke, "revocation").close)
         if config.local_dir is not None:
             self._local = ColocatedServer(
                 service,
@@ -167,11 +171,14 @@ class Provider:
         metrics.certificate(lambda: self._certificate.expires.timestamp())
         status = Status(metrics, {"model": config.model_dir.name, "summary": "loading"})
         opened.callback(status.close)
-        admin = AdminServer(metrics, config.admin_port, self, status)
+        admin = AdminServer(metrics, config.admin_port, self, status, config.admin_host)
         opened.callback(admin.close)
-        self.admin_url = f"http://127.0.0.1:{admin.port}"
+        self.admin_url = admin.url
         if config.usage_file is not None:
-            opened.callback(UsageFile(config.usage_file, metrics.usage, config.usage_seconds).close)
+            failed = metrics.usage_failures.inc
+            usage = UsageFile(config.usage_file, metrics.usage, config.usage_seconds, failed=failed)
+            opened.callback(usage.close)
+        metrics.tokens(tokens.ends)
         for name, warn in (("tokens", tokens.warn), ("certificate", self._certificate.warn)):
             warn()
             opened.callback(Periodic(DAY, warn, name).close)

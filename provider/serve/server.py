@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import socket
 import ssl
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from provider.observe.metrics import Reason
 from provider.serve.certificates import own_certificate
-from provider.serve.connection import Connections
+from provider.serve.connection import Connections, Reminder
 from provider.serve.descriptors import ReserveDescriptor, explained, none_left
 from provider.serve.handshake import (
     HANDSHAKE_ERRORS,
@@ -32,8 +31,6 @@ from provider.session.tenant import Send, Service, TenantSession
 from shared.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
-
-REMIND_SECONDS = 60.0  # between lines of the log that say the same
 
 
 def key_exchange_groups(openssl: tuple[int, ...]) -> str:
@@ -93,21 +90,20 @@ class Acceptor:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
-        told = -math.inf
+        reminder = Reminder()
         while not self._connections.draining:
             try:
                 raw, address = self._listener.accept()
             except OSError as error:
                 if self._connections.draining or error.errno == errno.EINVAL:  # nobody listens any more
                     break
-                if time.monotonic() - told > REMIND_SECONDS:
+                if reminder.due():
                     log.error("cannot accept connections: %s", explained(error))
-                    told = time.monotonic()
                 if not (none_left(error) and self._reserve.release()):
                     threading.Event().wait(0.1)  # give some time to close
                     self._reserve.acquire()
                 continue
-            if not self._connections.reserve():
+            if not self._connections.reserve(address[0]):
                 raw.close()
             else:
                 try:
@@ -116,7 +112,7 @@ class Acceptor:
                     ).start()
                 except RuntimeError:  # no more threads to be had: this connection is one too many
                     raw.close()
-                    self._connections.metrics.handshake_failed("full")
+                    self._connections.turn_away(address[0], "no more threads to be had")
                     self._connections.release()
             self._reserve.acquire()
         self._reserve.release()
@@ -129,6 +125,7 @@ class Acceptor:
             else:
                 self._connections.loop.call(partial(self._connections.start, connection))
         except BaseException:
+            self._connections.metrics.handshake_failed("internal")
             log.exception("a handshake failed")
             self._connections.release()
 
@@ -138,29 +135,37 @@ class Acceptor:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
             try:
-                sock, tenant = handshake(raw, self._context, self._tokens)
+                sock, admitted = handshake(raw, self._context, self._tokens)
             except HANDSHAKE_ERRORS as error:
-                reason = "slow" if isinstance(error, TimeoutError) else "tls"
-                if isinstance(error, HandshakeRefused):
-                    reason = error.reason
-                self._connections.metrics.handshake_failed(reason)
-                what = {"peer": peer, "reason": reason}
-                log.info("no session: %s (%s)", reason, type(error).__name__, extra=what)
+                self._failed(error, peer)
                 return None
-            who = {"peer": peer, "tenant": tenant}
+            who = {"peer": peer, "tenant": admitted.tenant}
             try:
                 return WebsocketConnection(
-                    sock, tenant, self._open, self._max_message_bytes, self._max_in_flight
+                    sock, admitted, peer, self._open, self._max_message_bytes, self._max_in_flight
                 )
             except TooManyConnections as error:
-                log.info("tenant %s was turned away: %s", tenant, error, extra=who)
+                log.info("tenant %s was turned away: %s", admitted.tenant, error, extra=who)
             except OSError as error:
-                log.error("tenant %s was turned away: %s", tenant, explained(error), extra=who)
+                log.error("tenant %s was turned away: %s", admitted.tenant, explained(error), extra=who)
                 self._connections.metrics.handshake_failed("full")
             return None
 
-    def _open(self, tenant: str, send: Send) -> TenantSession:
-        session = self._open_session(tenant, send)
+    def _failed(self, error: Exception, peer: str) -> None:
+        """Count a handshake that failed, and log why."""
+        reason: Reason = "slow" if isinstance(error, TimeoutError) else "tls"
+        who, more = {"peer": peer}, type(error).__name__
+        if isinstance(error, HandshakeRefused):
+            reason, more = error.reason, error.tenant
+            who |= {"tenant": error.tenant} if error.tenant else {}
+        elif isinstance(error, ssl.SSLError) and error.reason:  # OpenSSL's own name for it
+            more = error.reason
+        self._connections.metrics.handshake_failed(reason)
+        told = f"{reason} ({more})" if more else reason
+        log.info("no session for %s: %s", peer, told, extra=who | {"reason": reason})
+
+    def _open(self, tenant: str, send: Send, peer: str) -> TenantSession:
+        session = self._open_session(tenant, send, peer)
         if not self._reserve.acquire():  # a session with the last one would leave none to refuse others with
             session.close()
             self._connections.release_for(tenant)
@@ -242,7 +247,7 @@ class Server:
         """Whether it has begun to end."""
         return self.connections.draining
 
-    def _open_session(self, tenant: str, send: Send) -> TenantSession:
+    def _open_session(self, tenant: str, send: Send, peer: str) -> TenantSession:
         if not self.connections.reserve_for(tenant):
             raise TooManyConnections("too many connections of this tenant")
-        return self.service.open(tenant, send)
+        return self.service.open(tenant, send, peer)

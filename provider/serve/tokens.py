@@ -42,6 +42,12 @@ class StoredToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return self.expires is not None and self.expires <= now
 
 
+class ExpiredToken(AuthenticationError):
+    """It was a token, and has expired; ``tenant`` is whose it was."""
+
+    tenant = ""
+
+
 _Tokens = dict[str, list[StoredToken]]  # by tenant, oldest first
 # Made once: msgspec 0.22 crashes when such a type is resolved again and again.
 _stored = msgspec.json.Decoder(dict[str, _Hash | list[StoredToken]])
@@ -165,11 +171,11 @@ class TokenFile:
     def _store(self, tokens: _Tokens, tenant: str, kept: list[StoredToken], days: int | None) -> str:
         now, token = self._clock(), secrets.token_urlsafe(32)
         expires = None if days is None else now + timedelta(days=days)
-        self._write({**tokens, tenant: [*kept, StoredToken(_hash(token), now, expires)]})
+        self._write({**tokens, tenant: [*kept, StoredToken(sha256_of(token), now, expires)]})
         return token
 
     def remove(self, tenant: str) -> None:
-        """Forget a tenant: its tokens open no further session."""
+        """Forget a tenant: its tokens open no further session, and open ones end soon."""
         tokens = self._read()
         if tenant not in tokens:
             raise ConfigurationError(f"{self.path} has no tenant {tenant!r}")
@@ -212,9 +218,9 @@ class TokenFile:
         """The tenant that holds this token, or None. Time does not depend on which or whether.
 
         Raises:
-            AuthenticationError: it was one, and has expired; the message is for who holds it.
+            ExpiredToken: it was one; the message is for who holds it.
         """
-        given = _hash(token)
+        given = sha256_of(token)
         found: tuple[str, StoredToken] | None = None
         for tenant, stored in self._last_good().items():
             for each in stored:
@@ -225,8 +231,33 @@ class TokenFile:
         tenant, stored_token = found
         if stored_token.ended(self._clock()):
             when = shown(stored_token.expires)
-            raise AuthenticationError(f"this token expired at {when} UTC; ask the provider for a new one")
+            expired = ExpiredToken(f"this token expired at {when} UTC; ask the provider for a new one")
+            expired.tenant = tenant
+            raise expired
         return tenant
+
+    def ends(self) -> dict[str, float]:
+        """When the last token of each tenant ends, in seconds since the epoch, of those that end.
+
+        Nothing if the file cannot be used, which others tell.
+        """
+        try:
+            tokens = self._read()
+        except ConfigurationError:
+            return {}
+        times = {name: [each.expires for each in stored] for name, stored in tokens.items()}
+        return {
+            name: max(time.timestamp() for time in ends if time is not None)
+            for name, ends in times.items()
+            if ends and None not in ends
+        }
+
+    def good(self) -> set[tuple[str, str]]:
+        """Every token that opens a session now: its tenant, and its SHA-256."""
+        now, tokens = self._clock(), self._last_good()
+        return {
+            (name, each.sha256) for name, stored in tokens.items() for each in stored if not each.ended(now)
+        }
 
     def listed(self) -> list[tuple[str, StoredToken]]:
         """Every token with its tenant, also those that have ended."""
@@ -262,6 +293,7 @@ def _user(number: int) -> str:
         return f"user {number}"
 
 
-def _hash(token: str) -> str:
+def sha256_of(token: str) -> str:
+    """What the file has of a token, in hex."""
     # What is no text stands for itself: the token comes from an HTTP header of anyone's.
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()

@@ -15,7 +15,7 @@ import torch
 
 from provider.engine.loop import READ, WRITE, Loop
 from provider.serve.connection import Connection
-from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, TooManyConnections, linger
+from provider.serve.handshake import LINGER_SECONDS, NO_ROOM, Admitted, TooManyConnections, linger
 from provider.session.tenant import Send, TenantSession
 from shared.errors import WireError
 from shared.wire.header import Header
@@ -33,7 +33,7 @@ RECORDS = 64  # of TLS that are thrown away before it is another's turn
 TURN_SECONDS = 2e-3  # for what one session has sent
 LOOKS = 4  # within that time, for sessions that stall
 
-OpenSession = Callable[[str, "Send"], "TenantSession"]
+OpenSession = Callable[[str, "Send", str], "TenantSession"]
 
 
 class _Out(NamedTuple):
@@ -48,8 +48,9 @@ class WebsocketConnection(Connection):
 
     Args:
         sock: encrypted and authenticated; this closes it.
-        tenant: who it is.
-        open_session: makes its session of ``tenant`` and what sends an answer.
+        admitted: who it is.
+        peer: where it comes from.
+        open_session: makes its session of the tenant, what sends an answer, and ``peer``.
         max_message_bytes: of a payload.
         max_in_flight: requests under way at most; no more are read until one is answered.
 
@@ -60,15 +61,16 @@ class WebsocketConnection(Connection):
     def __init__(
         self,
         sock: ssl.SSLSocket,
-        tenant: str,
+        admitted: Admitted,
+        peer: str,
         open_session: OpenSession,
         max_message_bytes: int,
         max_in_flight: int,
     ) -> None:
-        super().__init__(tenant)
+        super().__init__(*admitted, peer)
         self._sock, self._max_in_flight = sock, max_in_flight
         try:
-            self._session = open_session(tenant, self._send)
+            self._session = open_session(self.tenant, self._send, peer)
         except (TooManyConnections, OSError) as error:
             with sock:
                 sock.settimeout(1.0)

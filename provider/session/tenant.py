@@ -48,9 +48,9 @@ class Service:
         metrics = Metrics()
         return cls(executor, Engine.of(executor, on_batch=metrics.batch), metrics, transcript=transcript)
 
-    def open(self, tenant: str, send: Send) -> TenantSession:
+    def open(self, tenant: str, send: Send, peer: str = "") -> TenantSession:
         """A tenant's session."""
-        return TenantSession(self, tenant, send)
+        return TenantSession(self, tenant, send, peer)
 
     def close(self) -> None:
         """End the engine; nobody may have a session."""
@@ -68,10 +68,12 @@ class TenantSession:
         service: of the executor.
         tenant: for quotas, fairness and the log.
         send: see ``Send``.
+        peer: where it comes from, for the log; empty: nowhere.
     """
 
-    def __init__(self, service: Service, tenant: str, send: Send) -> None:
+    def __init__(self, service: Service, tenant: str, send: Send, peer: str = "") -> None:
         self._service, self._tenant, self._send = service, tenant, send
+        self._who = {"tenant": tenant, "peer": peer} if peer else {"tenant": tenant}  # for the log
         self._protocol = ExecutorProtocol(service.executor.manifest)
         # Admitted and not yet taken by the network: its header, the answer's, bytes of both.
         self._admitted: dict[int, tuple[Header, Header, int]] = {}
@@ -141,7 +143,7 @@ class TenantSession:
     def close(self) -> None:
         """The tenant left, or its carrier broke, perhaps in the middle of a message."""
         lasted, count = round(time.monotonic() - self._began, 3), self._answered
-        extra = {"tenant": self._tenant, "seconds": lasted, "requests": count}
+        extra = self._who | {"seconds": lasted, "requests": count}
         log.info(
             "tenant %s left after %.0f s, %d products answered", self._tenant, lasted, count, extra=extra
         )
@@ -155,7 +157,7 @@ class TenantSession:
     # -- kinds of requests -----------------------------------------------------------------------
 
     def _welcome(self, header: Header, hello: Hello) -> None:
-        log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra={"tenant": self._tenant})
+        log.info("tenant %s connected with %.40r", self._tenant, hello.client, extra=self._who)
         welcome = encode(self._service.executor.manifest)
         answer = Header(Operation.WELCOME, request_id=header.request_id, rows=1, columns=len(welcome))
         self._send(answer, welcome, _nothing)
@@ -222,7 +224,7 @@ class TenantSession:
         """One request's failure is that request's alone; the peer learns nothing of its cause."""
         self._release(id(header))
         if not isinstance(error, WireError):
-            of = {"tenant": self._tenant, "request_class": RequestClass(header.request_class).name.lower()}
+            of = self._who | {"request_class": RequestClass(header.request_class).name.lower()}
             log.error("request of tenant %s failed", self._tenant, exc_info=error, extra=of)
             error = WireError("internal", "the executor failed on this request; report it")
         if error.fatal:

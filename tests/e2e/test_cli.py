@@ -152,7 +152,7 @@ def test_one_line_and_status_1_for_an_error(tmp_path: Path) -> None:
     path = tmp_path / ("[bold]" + "x" * 90)
     path.write_text("not JSON")
     status, out, err = finish(start("provider.cli", "token", "add", "me", "--token-file", path))
-    assert (status, out) == (1, "")
+    assert (status, out) == (78, "")
     assert err.startswith(f"error: {path} is not a token file")
     assert len(err.splitlines()) == 1
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +18,13 @@ from typing import Any
 import pytest
 import yaml
 from conftest import Executor
+from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
-from provider.cli import app
+from provider.cli import CONFIGURATION, app
+from provider.config import ServeConfig
+from provider.observe.metrics import Metrics
+from provider.serve.provider import ALIVE_SECONDS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "symbiosis-provider.service"
@@ -60,6 +67,19 @@ def test_dashboard_and_alerts_name_metrics_that_there_are(
     assert {re.sub("_(bucket|sum|count)$", "", name) for name in there} == families  # none is left out
     document = named((DEPLOY.parent / "docs" / "operations.md").read_text())
     assert document == families
+
+
+def test_whatever_alerts_look_for_is_counted_from_the_start() -> None:
+    """``increase`` sees nothing in a series that begins with its first failure."""
+    there = re.findall(
+        r"(?m)^(symbiosis_\w+)\{(\w+)=\"(\w+)\"\} 0\.0$", generate_latest(Metrics().registry).decode()
+    )
+    sought = set()
+    for rule in (rule for group in ALERTS["groups"] for rule in group["rules"]):
+        for name, label, values in re.findall(r"(symbiosis_\w+)\{(\w+)=~?\"([\w|]+)\"", rule["expr"]):
+            sought |= {(name, label, value) for value in values.split("|")}
+    assert ("symbiosis_refused_total", "code", "internal") in sought
+    assert sought <= set(there)
 
 
 def test_no_two_panels_lie_on_each_other() -> None:
@@ -106,6 +126,88 @@ def test_systemd_understands_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def manifests() -> dict[str, Any]:
+    return {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text())}
+
+
+@pytest.fixture
+def understood(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServeConfig]:
+    """What options come to; nothing is served."""
+    monkeypatch.setattr("provider.cli.log_to_console", lambda *_: None)
+    monkeypatch.setattr("provider.cli.keep_freed_memory", lambda: None)
+    given: list[ServeConfig] = []
+
+    def options(*words: str) -> ServeConfig:
+        made = ServeConfig.__post_init__
+        monkeypatch.setattr(ServeConfig, "__post_init__", lambda self: (given.append(self), made(self))[1])
+        result = CliRunner().invoke(app, [*words])
+        assert "is not a checkpoint folder" in str(result.exception), result.output
+        return given[-1]
+
+    return options
+
+
+def test_the_pod_starts_what_there_is_and_is_probed_where_it_listens(
+    understood: Callable[..., ServeConfig],
+) -> None:
+    pod = manifests()["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    config = understood(*container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"tenants": config.port, "admin": config.admin_port}
+    assert config.host == config.admin_host == "0.0.0.0"
+    for name, path in (("startup", "/readyz"), ("readiness", "/readyz"), ("liveness", "/healthz")):
+        assert container[f"{name}Probe"]["httpGet"] == {"path": path, "port": "admin"}
+    assert container["livenessProbe"]["timeoutSeconds"] > ALIVE_SECONDS
+    stopping = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= stopping + config.drain_seconds + 10
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {str(config.model_dir), str(config.certificates), str(config.tokens.parent)} <= mounted
+    assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    assert [port["targetPort"] for port in manifests()["Service"]["spec"]["ports"]] == ["tenants"]
+
+
+def test_the_steps_of_the_document_place_what_the_unit_needs(tmp_path: Path) -> None:
+    """They are run, but for users and the service, in a folder that stands for the root."""
+    text = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    (steps,) = re.findall(r"(?s)```\n(useradd .*?)```", text)
+    (options,) = re.findall(r"(?s)```toml\n(.*?)```", text)
+    for name in ("MODEL/config.json", "TLS/server.pem", "TLS/server.key"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "provider.toml").write_text(options)
+    (tmp_path / "deploy").symlink_to(DEPLOY)
+    (tmp_path / "etc" / "systemd" / "system").mkdir(parents=True)
+    (tmp_path / "var" / "lib").mkdir(parents=True)
+    skipped = ("useradd", "python3", "/opt/", "chown", "systemctl")
+    lines = [line for line in steps.splitlines() if not line.startswith(skipped)]
+    script = "\n".join(re.sub(" /(etc|var)/", rf" {tmp_path}/\1/", line) for line in lines)
+    script = script.replace("-o symbiosis -g symbiosis ", "").replace(
+        "sudo -u symbiosis /opt/symbiosis/.venv/bin/", ""
+    )
+    script = script.replace("symbiosis-provider token", f"{sys.executable} -m provider.cli token")
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(DEPLOY.parent)},
+        check=False,
+    )
+    assert done.returncode == 0
+    config = tomllib.loads(options)
+    needed = re.findall(r"/(?:etc|var)/[\w./]+", UNIT.read_text().partition("User=")[0])
+    needed += [config["tls_dir"] + "/server.pem", config["tls_dir"] + "/server.key", config["token_file"]]
+    for path in needed:
+        assert (tmp_path / path.strip("/.")).exists(), path
+    for secret in (
+        "etc/symbiosis",
+        "etc/symbiosis/tls/server.key",
+        "etc/symbiosis/tokens.json",
+        "var/lib/symbiosis/model",
+    ):
+        assert not (tmp_path / secret).stat().st_mode & 0o077, secret
+    assert (tmp_path / "etc/systemd/system" / UNIT.name).read_text() == UNIT.read_text()
+
+
 def test_the_unit_starts_what_there_is_and_holds_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,5 +222,7 @@ def test_the_unit_starts_what_there_is_and_holds_no_secret(
     result = CliRunner().invoke(app, words)
     assert "is not a checkpoint folder" in str(result.exception)  # all options were understood
     assert not re.search(r"(?i)token=|secret|password", text)
+    (kept_down,) = re.findall(r"(?m)^RestartPreventExitStatus=(.*)$", text)
+    assert kept_down.split() == ["2", str(CONFIGURATION)]
     drained, stopped = 10, int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0])
     assert drained < stopped

@@ -170,7 +170,7 @@ def test_a_mask_source_that_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "symbiosis-dev" / "masks" / "ready.json.new").mkdir(parents=True)
     status, out, err = finish(start("provider.cli", "serve", BASE_MODEL, "--dev", "--port", 0, cwd=tmp_path))
     assert (status, out) == (1, "")
-    assert "the mask source ended by itself (status 1)" in err
+    assert "the mask source ended by itself (status 78)" in err
     assert "its last line: error: cannot write the ready file" in err
     assert "Traceback" not in err
 
@@ -190,14 +190,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
         }
         for said, process in running.items():
             status, _, err = finish(process)
-            assert (status, said in err) == (1, True), err
+            assert (status, said in err) == (78, True), err
             assert "reading" not in err  # nothing has been loaded
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "symbiosis.toml").write_text('provider = "wss://mine.example"')
     status, _, err = finish(
         start("provider.cli", "serve", BASE_MODEL, "--dev", "--port", 0, "--dev-dir", ".", cwd=tmp_path)
     )
-    assert (status, "is a profile of somebody's" in err) == (1, True)
+    assert (status, "is a profile of somebody's" in err) == (78, True)
     assert [path.name for path in tmp_path.iterdir()] == ["symbiosis.toml"]
 
 

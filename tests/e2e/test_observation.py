@@ -141,7 +141,7 @@ def test_what_fails_at_the_start_is_json_as_well(
         port = taken.getsockname()[1]
         where = ("--tls-dir", tls_dir, "--token-file", token_file[0], "--port", port, "--log-format", "json")
         status, out, err = finish(start("provider.cli", "serve", checkpoint("llama"), *where))
-    assert (status, out) == (1, "")
+    assert (status, out) == (78, "")
     (line,) = map(json.loads, err.splitlines())
     assert line["level"] == "error"
     assert line["message"].startswith(f"cannot listen on 127.0.0.1:{port}: Address already in use")

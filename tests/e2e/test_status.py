@@ -6,6 +6,7 @@ import http.client
 import re
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from provider.engine.engine import Completion
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
 from provider.observe.status import PAGE, Status
+from shared.errors import ConfigurationError
 from shared.wire.header import Direction, Header, Operation, RequestClass
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -110,6 +112,49 @@ def test_the_page_needs_no_network_and_no_other_site_reads_it() -> None:
         assert get(admin, "/", Host="evil.example")[0] == 403
         assert get(admin, "/metrics", Host=f"evil.example:{admin.port}")[0] == 403
         assert get(admin, "/metrics", Host="localhost")[0] == 200
+        for here in ("127.0.0.1", f"10.0.0.7:{admin.port}", "[fd00::7]:9190"):  # as probes in a cluster ask
+            assert get(admin, "/readyz", Host=here)[0] == 200
+        for name in ("127.0.0.1.evil.example", "[fd00::7", "a@b", "", "localhost.evil"):
+            assert get(admin, "/readyz", Host=name)[0] == 403
+
+
+def test_nothing_is_changed_there() -> None:
+    metrics = counted()
+    with shown(Status(metrics, {}), metrics) as admin:
+        for path in ("/readyz", "/metrics", "/"):
+            for method in ("POST", "PUT", "DELETE"):
+                with closing(http.client.HTTPConnection("127.0.0.1", admin.port, timeout=20)) as client:
+                    client.request(method, path)
+                    answer = client.getresponse()
+                    assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "open_to_others"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:", False),
+        ("0.0.0.0", "http://127.0.0.1:", True),
+        ("::1", "http://[::1]:", False),
+        ("::", "http://[::1]:", True),
+        ("127.0.0.2", "http://127.0.0.2:", False),
+    ],
+)
+def test_the_admin_port_is_where_it_was_told(
+    host: str, url: str, open_to_others: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    health = SimpleNamespace(alive=lambda: True, not_ready=lambda: "")
+    admin = AdminServer(Metrics(), 0, health, host=host)
+    try:
+        assert admin.url == f"{url}{admin.port}"
+        assert urllib.request.urlopen(admin.url + "/readyz", timeout=20).read() == b"ready\n"
+        assert ("may read the admin pages" in caplog.text) == open_to_others
+    finally:
+        admin.close()
+
+
+def test_an_address_that_is_not_here() -> None:
+    with pytest.raises(ConfigurationError, match=r"admin port 0 of admin_host=192\.0\.2\.1: Cannot assign"):
+        AdminServer(Metrics(), 0, SimpleNamespace(), host="192.0.2.1")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")

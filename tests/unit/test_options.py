@@ -142,7 +142,7 @@ def test_a_file_with_mistakes(text: str, key: str, wrong: str, served: list[Any]
     said = serve("--config", file, "m")
     assert said.startswith(f"{file}: {key}: ")
     assert wrong in said
-    assert "the keys are admin_port, batch_wait_ms" in said
+    assert "the keys are admin_host, admin_port, batch_wait_ms" in said
     assert not served
 
 

@@ -109,7 +109,7 @@ def test_all_of_it_comes_before_torch(tmp_path: Path, tls_dir: Path) -> None:
             "provider.cli", *serve, "--ready-file", tmp_path / "ready", "--usage-file", tmp_path / "a" / "u"
         )
     )
-    assert status == 1
+    assert status == 78
     assert "error: --usage-file" in said
     assert "loading" not in said
     assert not (tmp_path / "ready").exists()

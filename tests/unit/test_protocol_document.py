@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import shared.wire.header
+from provider.observe.metrics import CODES
 from shared.wire.header import (
     DTYPES,
     MAX_MEMBERS,
@@ -99,6 +100,11 @@ def codes_in_code() -> set[str]:
 
 def test_every_code_is_in_the_table_and_no_other() -> None:
     assert {row[0].strip("`") for row in table(section("Errors"))} == codes_in_code()
+
+
+def test_executors_count_every_code_that_they_answer_with() -> None:
+    seen = {row[0].strip("`") for row in table(section("Errors")) if row[1] in ("both", "executor")}
+    assert set(CODES) == seen
 
 
 @pytest.mark.parametrize(("name", "kind"), [("Hello", Hello), ("Fetch", Fetch), ("ErrorInfo", ErrorInfo)])

@@ -57,7 +57,7 @@ def metrics() -> Metrics:
 @contextmanager
 def recording(path: Path, metrics: Metrics, clock: Clock) -> Iterator[UsageFile]:
     """With an interval that does not end by itself."""
-    file = UsageFile(path, metrics.usage, 1e9, clock)
+    file = UsageFile(path, metrics.usage, 1e9, clock, metrics.usage_failures.inc)
     yield file
     file.close()
 
@@ -173,16 +173,23 @@ def test_a_full_disk_loses_nothing(
         left[0] -= (count := write(file, data[: left[0]], at))
         return count
 
+    caplog.set_level("INFO")
     with recording(path, metrics, clock) as file:
         work(metrics, "alice", 3)
         before = path.read_text()
         with monkeypatch.context() as patch:
             patch.setattr(usage_module.os, "pwrite", full)
             file.write()
+            file.write()
         assert "No space left on device" in caplog.text
         assert path.read_text() == before
+        assert metrics.value("symbiosis_usage_write_failures_total") == 2
         work(metrics, "alice", 4)
         clock.now += HOUR
+        assert "again" not in caplog.text
+        file.write()
+        file.write()
+        assert caplog.text.count("usage.csv again") == 1
     assert [line[5] for line in lines(path)[1:]] == ["7"]
 
 
@@ -191,6 +198,15 @@ def test_a_file_that_cannot_be_written_is_told_at_the_start(
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot write usage to .*none/usage\.csv: No such file"):
         UsageFile(tmp_path / "none" / "usage.csv", metrics.usage, 1, clock)
+
+
+@pytest.mark.parametrize("name", ["usage-%Q.csv", "usage-%H.csv", "100%.csv", "%%Y.csv"])
+def test_a_name_has_years_months_and_days_only(
+    tmp_path: Path, metrics: Metrics, clock: Clock, name: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"may have %Y, %m and %d"):
+        UsageFile(tmp_path / name, metrics.usage, 1, clock)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_intervals_end_by_themselves(tmp_path: Path, metrics: Metrics) -> None:
