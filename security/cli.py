@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import shlex
 import sys
 import tempfile
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -100,24 +101,75 @@ def run(
         raise typer.Exit(1)
 
 
+class Party(enum.StrEnum):
+    """What an executor was to its tenants."""
+
+    PROVIDER = "provider"
+    MASK_SOURCE = "mask-source"
+
+
 @app.command()
 def attack(
     transcript: Annotated[
-        Path, typer.Argument(help="File of `symbiosis-provider serve --transcript`, or its folder.")
+        Path,
+        typer.Argument(
+            help="File of `symbiosis-provider serve --transcript`, or its folder: then the newest.",
+            exists=True,
+        ),
     ],
     model: Annotated[Path, typer.Option(help="Checkpoint folder of the model that was served.")],
-    view: Annotated[str, typer.Option(help="provider or mask-source: what the executor was.")] = "provider",
+    view: Annotated[
+        Party,
+        typer.Option(
+            help="What the recording executor was: provider (attack the rows that it got) or mask-source "
+            "(attack the seeds that it got)."
+        ),
+    ] = Party.PROVIDER,
+    with_: Annotated[
+        Path | None,
+        typer.Option(
+            "--with",
+            help="What the mask source recorded of the same sessions: both collude, masks are subtracted. "
+            "A control: where a one-time session has one mask source, the text must be read.",
+            exists=True,
+        ),
+    ] = None,
     cut: Annotated[bool, typer.Option("--cut", help="Use a transcript that ends in the middle.")] = False,
-    show: Annotated[int, typer.Option(help="How many guessed tokens to show for each attack.")] = 24,
+    show: Annotated[int, typer.Option(help="How many guessed tokens to show of each attack.", min=1)] = 24,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
 ) -> None:
-    """The passive attacks on a transcript from a real deployment, of which nobody here knows the truth."""
-    with stage("loading"):
-        from security.deployment import attack_transcript
+    """The passive attacks on a transcript from a real deployment, of which nobody here knows the truth.
 
-    tables: list[Any] = attack_transcript(transcript, model, view, cut=cut, show=show, seed=seed, stage=stage)
-    for table in tables:
+    Each session is attacked by itself and gets a verdict. How to read the output: docs/auditing.md.
+
+    Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
+    rows. 1: those of some session do not, or an attack reads text. 2: an error, nothing is known.
+    """
+    if with_ is not None and view != Party.PROVIDER:
+        raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
+    with stage("reading"):
+        from security.transcript import check_served, read_transcript
+
+        recorded = read_transcript(transcript, cut=cut)
+        source = read_transcript(with_, digest=recorded.manifest.digest, cut=cut) if with_ else None
+        check_served(recorded, model)
+    with stage("loading"):
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+        from security.deployment import TranscriptAudit
+
+    audit = TranscriptAudit(model, show, seed, stage)
+    reading = audit.mask_source(recorded) if view == Party.MASK_SOURCE else audit.provider(recorded, source)
+    for table in reading.tables:
         console.print(table)
+    for note in reading.notes:
+        console.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
+    for verdict in reading.verdicts:
+        color = "bold red" if verdict.leaks else "green"
+        console.print(f"[{color}]{escape(verdict.text)}[/]", soft_wrap=True)
+    if reading.leaks:
+        raise typer.Exit(1)
 
 
 @app.callback()

@@ -68,12 +68,19 @@ class View:
         return [seen for seen in self.requests if (seen.group, seen.direction) == (group, direction)]
 
     def blind(self, rng: np.random.Generator, groups: set[int]) -> View:
-        """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's."""
+        """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's.
+
+        Where rows were floats, so are these, each with the norm of the row in whose place it is.
+        """
 
         def drawn(seen: ObservedRequest) -> ObservedRequest:
-            shape = seen.raw.shape
-            numbers = np.frombuffer(rng.bytes(4 * shape.numel()), np.int32).reshape(shape)
-            return replace(seen, sent=torch.from_numpy(numbers.copy()))
+            raw = seen.raw
+            numbers = np.frombuffer(rng.bytes(4 * raw.numel()), np.int32).reshape(raw.shape)
+            rows = torch.from_numpy(numbers.copy())
+            if raw.dtype != torch.int32:
+                rows = rows.float()
+                rows *= (raw.float().norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30))[:, None]
+            return replace(seen, sent=rows)
 
         return View(self.public, [drawn(seen) for seen in self.requests if seen.group in groups])
 
