@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from security.cli import app, console
 from security.transcript import TranscriptError
+from shared.errors import ConfigurationError
 from shared.wire.header import Operation
 
 
@@ -167,3 +168,14 @@ def test_another_model_is_named_with_its_digest(tmp_path: Path, checkpoint: Call
     assert isinstance(done.exception, TranscriptError)
     assert "of another model" in str(done.exception)
     assert other in str(done.exception)
+
+
+def test_a_report_that_cannot_be_written_is_known_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "security.audit", None)  # importing it is an error
+    (tmp_path / "file").touch()
+    for folder in (Path("/proc/x"), tmp_path / "file"):
+        done = CliRunner().invoke(app, ["run", "--report", str(folder), "--quick"])
+        assert isinstance(done.exception, ConfigurationError)
+        assert f"cannot write the report into {folder}" in str(done.exception)
