@@ -135,12 +135,13 @@ def test_provider_and_mask_source_together(tmp_path: Path) -> None:
         seed = source.seed(seeds, len(rows), rows.shape[1])
         assert unused != seed
         provider.send(provider.writer.opened("alice"), masked(rows, seed))
+    assert attack("--cut", provider.path).exit_code == 0
+    provider.send(provider.writer.opened("alice"), rows)  # without a mask, beside those with
     provider.writer.close()
     source.writer.close()
-    assert attack(provider.path).exit_code == 0
     done = attack(provider.path, "--with", source.path)
     assert done.exit_code == 1, done.output
-    for session in ("session 1", "session 2"):
+    for session in ("session 1", "session 2", "session 3"):
         assert "Rory Maclean" in verdict(done, session) or "stitches buried" in verdict(done, session)
 
 
