@@ -77,7 +77,7 @@ def run(
 ) -> None:
     """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
 
-    On two cores it takes about ten minutes, with --quick two, and some gigabytes for temporary files.
+    On two idle cores it takes seven to ten minutes, with --quick three to five, and up to 6 GiB of memory.
 
     Exit status 0: every claim holds, and every control succeeded ("weak": in so few trials that it could by
     chance). 1: a claim does not hold, or a control failed, so that attacks that fail show nothing. 2: an
