@@ -43,7 +43,7 @@ class AuditPlan:
     speculated_prompts: int = 16  # of each kind
     topic_prompts: int = 30  # of each topic
     filler_prompts: int = 16  # of each kind
-    served_prompts: int = 12  # of each kind
+    served_prompts: int = 16  # of each kind
     modes: tuple[str, ...] = MODES
 
 

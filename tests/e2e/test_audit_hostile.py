@@ -39,6 +39,7 @@ def judged(hostile: list[HostileFinding]) -> dict[str, bool]:
     """Claims about hostile providers, and controls, that say something of these attacks."""
     findings = [each for h in hostile for each in (h.defended, h.control)]
     result = AuditResult(findings, hostile)
+    result.about["confidence_of_one_interval"] = Short().confidence
     names = {h.attack for h in hostile}
     verdicts = {c.identity: c.verdict(result) for c in CLAIMS if names & set(c.attack.split(", "))}
     return {name: verdict.holds for name, verdict in verdicts.items()}
