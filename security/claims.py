@@ -32,17 +32,27 @@ from security.judges import (
     stolen,
     succeeds,
     uniform,
+    weak,
 )
 from security.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, AuditResult
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim holds, with the figure that says so."""
+    """Whether a claim holds, with the figure that says so.
+
+    ``weak``: a control that holds, but in so few trials that it could by chance.
+    """
 
     identity: str
     holds: bool
     figure: str
+    weak: bool = False
+
+    @property
+    def word(self) -> str:
+        """For readers."""
+        return "REFUTED" if not self.holds else "weak" if self.weak else "holds"
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,10 @@ class Claim:
     def verdict(self, result: AuditResult) -> Verdict:
         """Of one audit. What was not measured does not hold."""
         holds, figure = self.judge(result)
-        return Verdict(self.identity, holds, figure)
+        control = self.identity.startswith("control")
+        return Verdict(
+            self.identity, holds, figure, holds and control and weak(result, self.attack.split(", "))
+        )
 
 
 CLAIMS = (
@@ -209,18 +222,18 @@ CLAIMS = (
     ),
     Claim(
         "no-cross-talk",
-        "A tenant gets its own answers only",
-        "any",
+        "A tenant gets its own answers only from the executor's scheduler",
+        "at the scheduler, not over sockets",
         "co-tenant canaries",
         "0 wrong replies, 2 or more in a product",
         no_cross_talk,
     ),
     Claim(
         "silent",
-        "Nothing secret is logged, counted or printed",
+        "Nothing secret is found in logs, metrics and printed objects",
         "any",
         "log scan",
-        "0 found",
+        "0 found (nothing is planted in metrics, so a search there is not controlled)",
         silent,
     ),
     Claim(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import shlex
 import sys
 import tempfile
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console(highlight=False)
+_COLORS = {"holds": "green", "weak": "yellow", "REFUTED": "bold red"}
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -40,6 +42,22 @@ def stage(what: str) -> Iterator[None]:
     console.print(
         f"[green]✓[/] {escape(what)}  [dim]{time.perf_counter() - started:.1f} s[/]", soft_wrap=True
     )
+
+
+def _check_writable(folder: Path) -> None:
+    """Before minutes of work, that their report can be written; the folder is made.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write the report into {folder}: {error.strerror}; name another folder with --report"
+        ) from error
 
 
 @app.command()
@@ -57,7 +75,18 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: wider intervals.")] = False,
     seed: Annotated[int, typer.Option(help="Of everything random but masks.")] = 0,
 ) -> None:
-    """Let tenants work in every mode, attack what each party saw. Exit status 1: a claim does not hold."""
+    """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
+
+    On two idle cores it takes seven to ten minutes, with --quick three to five, and up to 6 GiB of memory.
+
+    Exit status 0: every claim holds, and every control succeeded ("weak": in so few trials that it could by
+    chance). 1: a claim does not hold, or a control failed, so that attacks that fail show nothing. 2: an
+    error, nothing is known.
+    """
+    for path, what in ((model, "model"), (text, "text")):
+        if not path.exists():
+            raise ConfigurationError(f"there is no {path}; name one with --{what}")
+    _check_writable(report)
     with stage("loading"):
         import transformers
 
@@ -68,10 +97,6 @@ def run(
         from security.plan import FULL_PLAN, QUICK_PLAN
         from security.report import write_html, write_json
 
-    for path, what in ((model, "model"), (text, "text")):
-        if not path.exists():
-            raise ConfigurationError(f"there is no {path}; name one with --{what}")
-    report.mkdir(parents=True, exist_ok=True)
     lines = [line.strip() for line in text.read_text().splitlines() if len(line.split()) > 8]
     audit = Audit(model, lines, QUICK_PLAN if quick else FULL_PLAN, stage, seed)
     with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
@@ -92,7 +117,7 @@ def run(
         table.add_row(
             claim.identity,
             escape(verdict.figure),
-            "[green]holds[/]" if verdict.holds else "[bold red]REFUTED[/]",
+            f"[{_COLORS[verdict.word]}]{verdict.word}[/]",
         )
     console.print(table)
     console.print(f"{report / 'report.html'}: {result.about['seconds']:.0f} s", soft_wrap=True)
@@ -100,24 +125,75 @@ def run(
         raise typer.Exit(1)
 
 
+class Party(enum.StrEnum):
+    """What an executor was to its tenants."""
+
+    PROVIDER = "provider"
+    MASK_SOURCE = "mask-source"
+
+
 @app.command()
 def attack(
     transcript: Annotated[
-        Path, typer.Argument(help="File of `symbiosis-provider serve --transcript`, or its folder.")
+        Path,
+        typer.Argument(
+            help="File of `symbiosis-provider serve --transcript`, or its folder: then the newest.",
+            exists=True,
+        ),
     ],
     model: Annotated[Path, typer.Option(help="Checkpoint folder of the model that was served.")],
-    view: Annotated[str, typer.Option(help="provider or mask-source: what the executor was.")] = "provider",
+    view: Annotated[
+        Party,
+        typer.Option(
+            help="What the recording executor was: provider (attack the rows that it got) or mask-source "
+            "(attack the seeds that it got)."
+        ),
+    ] = Party.PROVIDER,
+    with_: Annotated[
+        Path | None,
+        typer.Option(
+            "--with",
+            help="What the mask source recorded of the same sessions: both collude, masks are subtracted. "
+            "A control: where a one-time session has one mask source, the text must be read.",
+            exists=True,
+        ),
+    ] = None,
     cut: Annotated[bool, typer.Option("--cut", help="Use a transcript that ends in the middle.")] = False,
-    show: Annotated[int, typer.Option(help="How many guessed tokens to show for each attack.")] = 24,
+    show: Annotated[int, typer.Option(help="How many guessed tokens to show of each attack.", min=1)] = 24,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
 ) -> None:
-    """The passive attacks on a transcript from a real deployment, of which nobody here knows the truth."""
-    with stage("loading"):
-        from security.deployment import attack_transcript
+    """The passive attacks on a transcript from a real deployment, of which nobody here knows the truth.
 
-    tables: list[Any] = attack_transcript(transcript, model, view, cut=cut, show=show, seed=seed, stage=stage)
-    for table in tables:
+    Each session is attacked by itself and gets a verdict. How to read the output: docs/auditing.md.
+
+    Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
+    rows. 1: those of some session do not, or an attack reads text. 2: an error, nothing is known.
+    """
+    if with_ is not None and view != Party.PROVIDER:
+        raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
+    with stage("reading"):
+        from security.transcript import check_served, read_transcript
+
+        recorded = read_transcript(transcript, cut=cut)
+        source = read_transcript(with_, digest=recorded.manifest.digest, cut=cut) if with_ else None
+        check_served(recorded, model)
+    with stage("loading"):
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+        from security.deployment import TranscriptAudit
+
+    audit = TranscriptAudit(model, show, seed, stage)
+    reading = audit.mask_source(recorded) if view == Party.MASK_SOURCE else audit.provider(recorded, source)
+    for table in reading.tables:
         console.print(table)
+    for note in reading.notes:
+        console.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
+    for verdict in reading.verdicts:
+        color = "bold red" if verdict.leaks else "green"
+        console.print(f"[{color}]{escape(verdict.text)}[/]", soft_wrap=True)
+    if reading.leaks:
+        raise typer.Exit(1)
 
 
 @app.callback()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import numpy as np
 import torch
 import transformers
 from rich.table import Table
+from scipy import stats
 
-from security.attacks.base import TokenGuess, nearest, unit
+from security.attacks.base import TokenGuess
 from security.attacks.gradients import LabelRecovery
-from security.attacks.masking import Uniformity
+from security.attacks.masking import Randomness, Uniformity
 from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import (
     Averaging,
@@ -24,128 +26,298 @@ from security.attacks.tokens import (
     VocabularyMatching,
 )
 from security.attacks.traffic import TrafficAnalysis
+from security.plan import BLIND_RUNS
 from security.public_model import PublicModel
-from security.transcript import TranscriptError, read_transcript
-from security.views import MaskSourceView, View, mask_source_view, products_of, provider_view, requests_of
-from shared.checkpoint import Checkpoint
-from shared.errors import ConfigurationError
+from security.transcript import RecordedRequest, Transcript, TranscriptError
+from security.views import View, collusion_view, mask_source_view, products_of, provider_view
+from shared.wire.header import PRODUCTS, Operation
 
-VIEWS = ("provider", "mask-source")
+LEVEL = 1e-6  # of every test: so rarely a session under one-time masks is called something else
+BETTER = 0.02  # of a cosine: by how much an attack that reads is better than on uniform rows
+LEAST_NUMBERS = 5 * 256  # so that each value of a byte is expected five times; fewer show nothing
+LEAST_SEEDS = 64
+PAIRS = 2.0**65  # of runs or blocks, among which one is expected to be equal by chance
 
 
-def attack_transcript(
-    transcript: Path,
-    model: Path,
-    view: str,
-    *,
-    cut: bool,
-    show: int,
-    seed: int,
-    stage: Callable[[str], Any],
-) -> list[Table]:
-    """What each attack reads out of a transcript, for each tenant: tables to print.
+@dataclass(frozen=True)
+class Verdict:
+    """What an auditor has to know of a session, or of several: one sentence, and whether they leak."""
 
-    A guess is worth something where it is confident: ``match`` is the mean cosine between a row and what the
-    guessed token would have sent. Rows under one-time masks match no better than random ones, whose
-    figure stands beside it.
+    text: str
+    leaks: bool
 
-    Raises:
-        TranscriptError: it is cut, of another model or version, or holds nothing of the kind.
-        ConfigurationError: ``view`` is none of VIEWS.
+
+@dataclass
+class Reading:
+    """What was read out of a transcript: tables to print, sessions that were passed over, verdicts."""
+
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def leaks(self) -> bool:
+        """Whether any session does."""
+        return any(verdict.leaks for verdict in self.verdicts)
+
+
+@dataclass
+class TranscriptAudit:
+    """Attacks on recordings; ``docs/auditing.md`` says how to read what comes out.
+
+    Args:
+        model: checkpoint folder of what was served.
+        show: how many guessed tokens to show of each attack.
+        seed: of everything random.
+        stage: shows progress.
     """
-    if view not in VIEWS:
-        raise ConfigurationError(f"--view is {' or '.join(VIEWS)}, not {view!r}")
-    recorded = read_transcript(transcript, cut=cut)
-    if not Checkpoint(model).holds(recorded.manifest):
-        raise TranscriptError(
-            f"the transcript is of another model than {model}: {recorded.manifest.model}, digest "
-            f"{recorded.manifest.digest[:16]}"
-        )
-    public = PublicModel(model, recorded.manifest)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        tokenizer = None  # the checkpoint has none: ids are shown
-    tables = []
-    for tenant in dict.fromkeys(recorded.tenants.values()):
-        requests = requests_of([recorded], tenant)
-        rng = np.random.default_rng(seed)
-        if view == "mask-source":
-            seeds = mask_source_view(requests)
-            if seeds.seeds:
-                tables.append(_seed_table(tenant, seeds, rng))
-            continue
-        if not products_of(requests):
-            continue
-        with stage(f"attacks on what tenant {tenant} sent"):
-            tables.append(_table(tenant, provider_view(public, requests), tokenizer, show, rng))
-        traffic = TrafficAnalysis().attack(requests, np.random.default_rng(seed))
-        lengths = ", ".join(map(str, traffic.prompts[:20]))
-        tables[-1].caption = (
-            f"{len(products_of(requests)):,} products; passes of more rows than a decode step: {lengths}; "
-            + (f"trains; gradients end at group {traffic.lowest}" if traffic.training else "does not train")
-        )
-    if not tables:
-        wanted, other = ("seeds", "provider") if view == "mask-source" else ("rows", "mask-source")
-        raise TranscriptError(
-            f"{transcript} holds no {wanted}, so there is nothing to attack as {view}; if tenants used this "
-            f"executor as something else: --view {other}"
-        )
-    return tables
+
+    model: Path
+    show: int
+    seed: int
+    stage: Callable[[str], Any]
+
+    def provider(self, recorded: Transcript, source: Transcript | None = None) -> Reading:
+        """What a provider's recording shows, session by session.
+
+        Args:
+            recorded: by the provider.
+            source: by the mask source: then both collude, and the masks are subtracted.
+
+        Raises:
+            TranscriptError: it holds no rows.
+        """
+        reading, sessions = _sessions(recorded)
+        with self.stage("loading the model"):
+            public = PublicModel(self.model, recorded.manifest)
+            tokenizer = _tokenizer(self.model)
+        uniform: dict[str, list[int]] = {}
+        for session, requests in sessions.items():
+            if not products_of(requests):
+                continue
+            tenant = recorded.tenants[session]
+            name = f"session {session} (tenant {tenant})"
+            with self.stage(f"attacks on {name}"):
+                rng = np.random.default_rng(self.seed)
+                if source is not None:
+                    masks = [r for r in source.requests if r.header.operation in PRODUCTS]
+                    view: View = collusion_view(public, requests, masks)
+                    table, verdict = self._attack(name, view, tokenizer, rng)
+                else:
+                    known = [r for s, each in sessions.items() if recorded.tenants[s] == tenant for r in each]
+                    known = [r for r in known if r.header.operation != Operation.PRODUCT]
+                    view = provider_view(public, known + products_of(requests))
+                    table, verdict = self._attack(name, view, tokenizer, rng, Uniformity().attack(view, rng))
+                table.caption = _traffic(requests, rng)
+            reading.tables.append(table)
+            reading.verdicts.append(verdict)
+            if not verdict.leaks:
+                uniform.setdefault(tenant, []).append(session)
+        for tenant, several in uniform.items():
+            if source is None and len(several) > 1:
+                pooled = [r for session in several for r in products_of(sessions[session])]
+                with self.stage(f"all sessions of tenant {tenant} together"):
+                    reading.verdicts.append(self._together(tenant, several, provider_view(public, pooled)))
+        if not reading.tables:
+            raise _nothing(reading, "rows", "provider", "mask-source")
+        return reading
+
+    def mask_source(self, recorded: Transcript) -> Reading:
+        """What a mask source's recording shows of the seeds of each tenant, all its sessions together.
+
+        Raises:
+            TranscriptError: it holds no seeds.
+        """
+        reading, sessions = _sessions(recorded)
+        for tenant in dict.fromkeys(recorded.tenants[session] for session in sessions):
+            theirs = [r for s, each in sessions.items() if recorded.tenants[s] == tenant for r in each]
+            seen = mask_source_view(theirs)
+            if not seen.seeds:
+                continue
+            found = SeedPrediction().attack(seen, np.random.default_rng(self.seed))
+            told = (
+                f"p = {found.p_value:.3g} ({found.worst}); {found.repeated} repeated of {found.count:,} seeds"
+            )
+            table = Table(title=f"tenant {tenant}, as {seen.sees} sees it")
+            for column in ("attack", "found"):
+                table.add_column(column, overflow="fold")
+            table.add_row(SeedPrediction.name, f"{told}; {found.others} other requests")
+            reading.tables.append(table)
+            if found.repeated or found.p_value < LEVEL:
+                verdict = Verdict(
+                    f"tenant {tenant}: these seeds are NOT fresh and random: {told}", leaks=True
+                )
+            elif found.count < LEAST_SEEDS:
+                verdict = Verdict(f"tenant {tenant}: {found.count} seeds are too few to tell", leaks=False)
+            else:
+                verdict = Verdict(f"tenant {tenant}: nothing was found in {found.count:,} seeds", leaks=False)
+            reading.verdicts.append(verdict)
+        if not reading.tables:
+            raise _nothing(reading, "seeds", "mask-source", "provider")
+        return reading
+
+    def _attack(
+        self,
+        name: str,
+        view: View,
+        tokenizer: Any,
+        rng: np.random.Generator,
+        bytes_found: Randomness | None = None,
+    ) -> tuple[Table, Verdict]:
+        """Every attack on one session; without ``bytes_found`` its masks have been subtracted."""
+        table = Table(title=f"{name}, as {view.sees} sees it")
+        for column in ("attack", "n", "match", "random rows", "best guesses"):
+            table.add_column(column, overflow="fold")
+        read = []
+        for attack in _token_attacks(view):
+            guess: TokenGuess = attack.attack(view, rng)
+            if not len(guess.tokens):
+                table.add_row(attack.name, "0", "-", "-", "nothing of the kind")
+                continue
+            blind = _blind(attack, view, rng, 1 if len(guess.tokens) >= LEAST_NUMBERS else BLIND_RUNS)
+            words = repr(_words(tokenizer, _best(guess, self.show)))
+            match, random = float(guess.match.mean()), float(blind.mean())
+            table.add_row(attack.name, f"{len(guess.tokens):,}", f"{match:.3f}", f"{random:.3f}", words)
+            if _is_better(guess.match, blind):
+                read.append(
+                    (match - random, f"{attack.name} reads {words} ({match:.3f} against {random:.3f})")
+                )
+        labels = LabelRecovery().attack(view, rng)
+        if labels:
+            count = sum(len(each) for each in labels)
+            words = repr(_words(tokenizer, labels[0][: self.show]))
+            table.add_row(LabelRecovery.name, f"{count:,}", "", "", f"first batch: {words}")
+        wrong = None
+        if bytes_found is not None:
+            wrong = _not_uniform(view, bytes_found)
+            table.add_row(Uniformity.name, f"{bytes_found.bytes_tested:,} bytes", "", "", _told(bytes_found))
+        parts = []
+        if wrong:
+            parts.append(f"these rows are NOT uniform: they are not under one-time masks ({wrong})")
+        if read:
+            parts.append(max(read)[1])
+        elif not wrong and bytes_found is not None and bytes_found.bytes_tested < 4 * LEAST_NUMBERS:
+            parts.append(f"{bytes_found.bytes_tested // 4} numbers are too few to tell")
+        elif not wrong:
+            like = "rows look uniform, and " if bytes_found is not None else ""
+            parts.append(f"{like}nothing did better than on random rows")
+        return table, Verdict(f"{name}: {'; '.join(parts)}", leaks=bool(wrong or read))
+
+    def _together(self, tenant: str, sessions: list[int], view: View) -> Verdict:
+        """Whether masks serve in several sessions, each of which looks uniform."""
+        found = Uniformity().attack(view, np.random.default_rng(self.seed))
+        wrong = _not_uniform(view, found)
+        name = f"sessions {', '.join(map(str, sessions))} together (tenant {tenant})"
+        if wrong:
+            return Verdict(
+                f"{name}: these rows are NOT uniform, as if masks served again ({wrong})", leaks=True
+            )
+        return Verdict(f"{name}: uniform, and no mask of one serves in another", leaks=False)
 
 
-def _seed_table(tenant: str, seen: MaskSourceView, rng: np.random.Generator) -> Table:
-    """A mask source knows no row, so there is nothing to read out of its masks but the next seed."""
-    found = SeedPrediction().attack(seen, rng)
-    table = Table(title=f"tenant {tenant}, as {seen.sees} sees it")
-    for column in ("attack", "found"):
-        table.add_column(column, overflow="fold")
-    table.add_row(
-        SeedPrediction.name,
-        f"p = {found.p_value:.3g} ({found.worst}); {found.repeated} repeated of {found.count:,} seeds; "
-        f"{found.others} other requests",
+def _sessions(recorded: Transcript) -> tuple[Reading, dict[int, list[RecordedRequest]]]:
+    """Requests by session, without the sessions that only measure, which are noted.
+
+    ``symbiosis-tenant doctor`` has rows of noise multiplied as if they were masks, and asks for no product
+    of a model: there is nothing of a tenant's in such a session, and nothing under those "masks".
+    """
+    reading, sessions = Reading(), dict[int, list[RecordedRequest]]()
+    for request in recorded.requests:
+        if request.header.operation in PRODUCTS:
+            sessions.setdefault(request.session, []).append(request)
+    for session, requests in list(sessions.items()):
+        if {r.header.operation for r in requests} == {Operation.EFFECT}:
+            del sessions[session]
+            reading.notes.append(
+                f"session {session} (tenant {recorded.tenants[session]}) is left out: {len(requests)} "
+                "effects and nothing else, as `symbiosis-tenant doctor` asks for"
+            )
+    return reading, sessions
+
+
+def _nothing(reading: Reading, wanted: str, view: str, other: str) -> TranscriptError:
+    noted = f" ({'; '.join(reading.notes)})" if reading.notes else ""
+    return TranscriptError(
+        f"the transcript holds no {wanted}, so there is nothing to attack as {view}{noted}; if tenants used "
+        f"this executor as something else: --view {other}"
     )
-    return table
 
 
-def _table(tenant: str, view: View, tokenizer: Any, show: int, rng: np.random.Generator) -> Table:
-    table = Table(title=f"tenant {tenant}, as {view.sees} sees it")
-    for column in ("attack", "match", "random rows", "first guesses"):
-        table.add_column(column, overflow="fold")
-    inputs = view.public.first_inputs
-    noise = torch.from_numpy(rng.standard_normal((256, inputs.shape[1])).astype(np.float32))
-    chance = _match(noise, nearest(noise, inputs), inputs)
-    for attack in (
-        VocabularyMatching(),
-        KnownMaskSubtraction(),
-        MaskReuse(),
-        SubspaceProjection(),
-        NoiseAware(),
-        Averaging(),
+def _token_attacks(view: View) -> list[Any]:
+    known = [KnownMaskSubtraction()] if view.masks else []  # else this party knows none to subtract
+    return [VocabularyMatching(), *known, MaskReuse(), SubspaceProjection(), NoiseAware(), Averaging()]
+
+
+def _blind(attack: Any, view: View, rng: np.random.Generator, runs: int) -> torch.Tensor:
+    """How well the attack's guesses match where rows are uniform, of the shape of the session's."""
+    found = []
+    for _ in range(runs):
+        blind = view.blind(rng, {0})
+        blind.masks = view.masks
+        found.append(attack.attack(blind, rng).match)
+    return torch.cat(found)
+
+
+def _is_better(match: torch.Tensor, blind: torch.Tensor) -> bool:
+    """Welch's test, and so large a difference that what the rows of one run have in common is not it."""
+    if len(match) < 2:
+        return False
+    sides = [(float(m.mean()), float(m.std()), len(m)) for m in (match.double(), blind.double())]
+    if sides[0][0] - sides[1][0] < BETTER:
+        return False
+    if not sides[0][1] + sides[1][1]:
+        return True
+    test = stats.ttest_ind_from_stats(*sides[0], *sides[1], equal_var=False, alternative="greater")
+    return bool(test.pvalue < LEVEL)
+
+
+def _best(guess: TokenGuess, count: int) -> torch.Tensor:
+    """Of all runs of guesses for consecutive rows the one that matches best: [count], or all."""
+    if len(guess.tokens) <= count:
+        return guess.tokens
+    sums = torch.cat([torch.zeros(1).double(), guess.match.double().cumsum(0)])
+    first = int((sums[count:] - sums[:-count]).argmax())
+    return guess.tokens[first : first + count]
+
+
+def _not_uniform(view: View, found: Randomness) -> str | None:
+    """Why these are no rows under one-time masks; None if nothing speaks against it."""
+    if view.requests[0].raw.dtype != torch.int32:  # all of an executor's are of one kind
+        return "they are floats"
+    numbers, reasons = found.bytes_tested // 4, []
+    if found.p_value < LEVEL and numbers >= LEAST_NUMBERS:
+        reasons.append(f"p = {found.p_value:.3g}: {found.worst}")
+    for count, size, what in (
+        (found.repeated_tops, 8, "runs of top bytes come again"),
+        (found.repeated_blocks, 4, "blocks of 16 bytes come again"),
     ):
-        if isinstance(attack, KnownMaskSubtraction) and not view.masks:
-            continue  # this party knows none to subtract
-        guess: TokenGuess = attack.attack(view, rng)
-        ids = guess.tokens[:show].tolist()
-        words = tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
-        match = f"{_match(guess.estimates, guess.tokens, inputs):.3f}" if len(ids) else "-"
-        table.add_row(attack.name, match, f"{chance:.3f}", repr(words) if ids else "nothing of the kind")
-    labels = LabelRecovery().attack(view, rng)
-    if labels:
-        ids = labels[0][:show].tolist()
-        table.add_row(
-            LabelRecovery.name, "", "", repr(tokenizer.decode(ids)) if tokenizer is not None else str(ids)
-        )
-    found = Uniformity().attack(view, rng)
-    table.add_row(
-        Uniformity.name,
-        "",
-        "",
+        if count and stats.poisson.sf(count - 1, (numbers / size) ** 2 / PAIRS) < LEVEL:
+            reasons.append(f"{count:,} {what}")
+    return "; ".join(reasons) or None
+
+
+def _told(found: Randomness) -> str:
+    return (
         f"p = {found.p_value:.3g} ({found.worst}); {found.repeated_blocks} repeated blocks, "
-        f"{found.repeated_tops} repeated runs of top bytes",
+        f"{found.repeated_tops} repeated runs of top bytes"
     )
-    return table
 
 
-def _match(rows: torch.Tensor, tokens: torch.Tensor, inputs: torch.Tensor) -> float:
-    return float((unit(rows) * unit(inputs)[tokens]).sum(1).mean()) if len(rows) else 0.0
+def _traffic(requests: list[RecordedRequest], rng: np.random.Generator) -> str:
+    traffic = TrafficAnalysis().attack(requests, rng)
+    lengths = ", ".join(map(str, traffic.prompts[:20])) or "none"
+    return f"{len(products_of(requests)):,} products; passes of more rows than a decode step: {lengths}; " + (
+        f"trains; gradients end at group {traffic.lowest}" if traffic.training else "does not train"
+    )
+
+
+def _tokenizer(model: Path) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return None  # the checkpoint has none: ids are shown
+
+
+def _words(tokenizer: Any, tokens: torch.Tensor) -> str:
+    ids = tokens.tolist()
+    return str(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))

@@ -10,6 +10,7 @@ from security.attacks.seeds import SeedStatistics
 from security.capture import ONE_TIME, PLAIN, RING_BANK, bank_name
 from security.findings import Finding, percent
 from security.plan import MALICIOUS, PROVIDER, SOURCE, AuditResult
+from security.statistics import CONFIDENCE, rate
 
 TOKEN_ATTACKS = (
     "vocabulary matching",
@@ -98,15 +99,38 @@ def none_succeed(attack: str) -> Callable[[AuditResult], tuple[bool, str]]:
 
 
 def controlled(least: dict[str, float]) -> Callable[[AuditResult], tuple[bool, str]]:
-    """With its defence off, each of these attacks by a hostile provider succeeds at least so well."""
+    """With its defence off, each of these attacks by a hostile provider succeeds at least so well.
+
+    Where there are enough trials for it, its interval lies above chance as well; see ``weak``.
+    """
 
     def judge(result: AuditResult) -> tuple[bool, str]:
         found = {hostile.attack: hostile.control for hostile in result.hostile}
         told = [_figure(found[attack]) for attack in least if attack in found]
-        holds = all(attack in found and found[attack].success.value >= least[attack] for attack in least)
+        holds = all(
+            attack in found
+            and found[attack].success.value >= least[attack]
+            and (found[attack].chance is None or found[attack].beats_chance or _few(found[attack], result))
+            for attack in least
+        )
         return holds, "; ".join(told) or "not measured"
 
     return judge
+
+
+def weak(result: AuditResult, attacks: Iterable[str]) -> bool:
+    """Whether the control of one of these attacks has so few trials that chance could pass it."""
+    controls = [hostile.control for hostile in result.hostile if hostile.attack in attacks]
+    return any(control.success.trials and _few(control, result) for control in controls)
+
+
+def _few(finding: Finding, result: AuditResult) -> bool:
+    """Whether not even success in every trial would have its interval above chance."""
+    if finding.chance is None:
+        return False
+    trials = finding.success.trials
+    confidence = result.about.get("confidence_of_one_interval", CONFIDENCE)
+    return not trials or rate(trials, trials, confidence).low <= finding.chance
 
 
 def succeeds(mode: str, sees: str, attack: str, least: float) -> Callable[[AuditResult], tuple[bool, str]]:

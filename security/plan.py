@@ -38,12 +38,12 @@ class AuditPlan:
     resolution: float  # what every line about one-time must be able to show
     curve_messages: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768)
     curve_tokens: tuple[int, ...] = (64, 128, 256, 384, 512, 1024, 2048)
-    oracle_lies: int = 16  # of each kind, half of them told about
+    oracle_lies: int = 24  # of each kind, half of them told about; fewer than 12 right guesses could be luck
     imprinted_steps: int = 5
     speculated_prompts: int = 16  # of each kind
     topic_prompts: int = 30  # of each topic
     filler_prompts: int = 16  # of each kind
-    served_prompts: int = 8  # of each kind
+    served_prompts: int = 16  # of each kind
     modes: tuple[str, ...] = MODES
 
 

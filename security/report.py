@@ -14,7 +14,7 @@ from security.attacks import ATTACKS
 from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, SAME, bank_name
 from security.claims import CLAIMS, Verdict
 from security.findings import Finding, percent, plain
-from security.judges import STATISTICAL, against_one_time, surely_found
+from security.judges import IMPRINTS, STATISTICAL, against_one_time, surely_found
 from security.plan import BOTH, PROVIDER, AuditResult
 from security.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
 from tenant_sdk import NoiseBankOptions
@@ -145,7 +145,9 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
         attacks=ATTACKS,
         counted=COUNTED,
         columns=COLUMNS,
-        grid=_grid(result.findings),
+        weak=[verdict.identity for verdict in verdicts if verdict.weak],
+        imprints=IMPRINTS,
+        grid=_grid(result),
         plots={
             "reuse": plots.reuse_curve(result),
             "extraction": plots.extraction_curve(result),
@@ -156,10 +158,11 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
     path.write_text(page)
 
 
-def _grid(findings: list[Finding]) -> list[tuple[str, list[Cell]]]:
-    """Every attack on every view of COLUMNS, in the order in which they were run."""
-    there = {(f.attack, f.mode, f.sees): f for f in findings}
-    names = dict.fromkeys(f.attack for f in findings if (f.mode, f.sees) in COLUMNS)
+def _grid(result: AuditResult) -> list[tuple[str, list[Cell]]]:
+    """Every attack that only watches on every view of COLUMNS, in the order in which they were run."""
+    there = {(f.attack, f.mode, f.sees): f for f in result.findings}
+    more = {hostile.attack for hostile in result.hostile}  # which have a table of their own
+    names = dict.fromkeys(name for name, *column in there if tuple(column) in COLUMNS and name not in more)
     return [(name, [_cell(there.get((name, *column))) for column in COLUMNS]) for name in names]
 
 

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import torch
 
 from provider.observe.transcript import ANSWER, LENGTH, MAGIC, RECORD, Record
+from shared.checkpoint import Checkpoint
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import HEADER_BYTES, Header, parse_header
 from shared.wire.messages import Manifest, decode
@@ -93,6 +94,29 @@ def read_transcript(path: str | Path, *, digest: str | None = None, cut: bool = 
             return _read(path, file, digest, cut=cut)
     except OSError as error:
         raise TranscriptError(f"cannot read {path}: {error}") from error
+
+
+def check_served(recorded: Transcript, model: str | Path) -> None:
+    """That a checkpoint is what the recorded executor served.
+
+    Raises:
+        TranscriptError: it is another.
+        CheckpointError: it cannot be read.
+    """
+    checkpoint, manifest = Checkpoint(model), recorded.manifest
+    if checkpoint.holds(manifest):
+        return
+    tensors = {member.tensor for group in manifest.groups if not group.head for member in group.members}
+    missing = sorted(tensor for tensor in tensors if tensor not in checkpoint)
+    there = (
+        f"{model} has no {missing[0]}"
+        if missing
+        else f"those of {model}: {checkpoint.weights_digest(manifest.groups)[:16]}"
+    )
+    raise TranscriptError(
+        f"the transcript is of another model than {model}: {manifest.model}, whose layers' weights have "
+        f"SHA-256 {manifest.weights[:16]}; {there}. Name the checkpoint that was served with --model"
+    )
 
 
 def _read(path: Path, file: BinaryIO, digest: str | None, *, cut: bool) -> Transcript:

@@ -68,12 +68,19 @@ class View:
         return [seen for seen in self.requests if (seen.group, seen.direction) == (group, direction)]
 
     def blind(self, rng: np.random.Generator, groups: set[int]) -> View:
-        """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's."""
+        """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's.
+
+        Where rows were floats, so are these, each with the norm of the row in whose place it is.
+        """
 
         def drawn(seen: ObservedRequest) -> ObservedRequest:
-            shape = seen.raw.shape
-            numbers = np.frombuffer(rng.bytes(4 * shape.numel()), np.int32).reshape(shape)
-            return replace(seen, sent=torch.from_numpy(numbers.copy()))
+            raw = seen.raw
+            numbers = np.frombuffer(rng.bytes(4 * raw.numel()), np.int32).reshape(raw.shape)
+            rows = torch.from_numpy(numbers.copy())
+            if raw.dtype != torch.int32:
+                rows = rows.float()
+                rows *= (raw.float().norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30))[:, None]
+            return replace(seen, sent=rows)
 
         return View(self.public, [drawn(seen) for seen in self.requests if seen.group in groups])
 
@@ -230,20 +237,22 @@ def collusion_view(
             request = products[number]
             rows = request.rows
             start = _aligned(rows, masks, at)
-            under = masks[start : start + len(rows)]
-            at = start + len(rows)
-            seen[number] = _seen(request, rows - under if len(under) == len(rows) else rows)
+            if start is not None:  # else they are under none of these masks
+                at = start + len(rows)
+                rows = rows - masks[start:at]
+            seen[number] = _seen(request, rows)
     return CollusionView(public, [seen[number] for number in range(len(products))])
 
 
-def _aligned(rows: torch.Tensor, masks: torch.Tensor, start: int) -> int:
+def _aligned(rows: torch.Tensor, masks: torch.Tensor, start: int) -> int | None:
     """Where in a stream of masks these rows' begin: the first place at which the difference is small."""
     for first in range(start, len(masks), 1024):
         left = rows[0] - masks[first : first + 1024]
         small = (left.float().abs().mean(1) < 2.0**28).nonzero()
         if len(small):
-            return first + int(small[0])
-    return start
+            found = first + int(small[0])
+            return found if found + len(rows) <= len(masks) else None
+    return None
 
 
 def _expanded(public: PublicModel, request: RecordedRequest) -> torch.Tensor:

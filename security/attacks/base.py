@@ -32,12 +32,20 @@ class TokenGuess:
     """What tokens rows of the first group stand for.
 
     ``rows`` [M] index ``View.first``; ``tokens`` [M] are the guesses; ``estimates`` [M, D] what the attack
-    holds for the rows without their masks, up to a scale of each.
+    holds for the rows without their masks, up to a scale of each; ``match`` [M] the cosine between a row and
+    the guessed token's input, both as the attack compared them.
     """
 
     rows: torch.Tensor
     tokens: torch.Tensor
     estimates: torch.Tensor
+    match: torch.Tensor
+
+    @classmethod
+    def nearest(cls, rows: torch.Tensor, estimates: torch.Tensor, table: torch.Tensor) -> TokenGuess:
+        """For each estimate [M, D] the token in the direction of whose entry [V, D] it points most."""
+        tokens = nearest(estimates, table)
+        return cls(rows, tokens, estimates, cosine(estimates, table[tokens]))
 
 
 def everything(view: View) -> torch.Tensor:
@@ -49,6 +57,11 @@ def unit(rows: torch.Tensor) -> torch.Tensor:
     """Rows divided by their lengths, since a ring's rows come without their scales."""
     lengths: torch.Tensor = rows.norm(dim=-1, keepdim=True)
     return rows / lengths.clamp_min(1e-30)
+
+
+def cosine(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Of each row [N, D] with the other one in its place: [N]."""
+    return torch.cosine_similarity(rows, others, dim=-1, eps=1e-30)
 
 
 def nearest(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

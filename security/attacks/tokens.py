@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from security.attacks.base import TokenGuess, everything, nearest, unit
+from security.attacks.base import TokenGuess, cosine, everything, nearest, unit
 from security.public_model import PublicModel
 from security.views import ObservedRequest, View
 from shared.ring.fixed_point import capacity, exponents, quantize_rows
@@ -33,7 +33,7 @@ class VocabularyMatching:
 
     def attack(self, view: View, rng: np.random.Generator) -> TokenGuess:
         """See Attack."""
-        return TokenGuess(everything(view), nearest(view.first, view.public.first_inputs), view.first)
+        return TokenGuess.nearest(everything(view), view.first, view.public.first_inputs)
 
 
 class KnownMaskSubtraction:
@@ -53,7 +53,7 @@ class KnownMaskSubtraction:
             on_ring = masks[0].dtype == torch.int32
             subtract = subtract_modular if on_ring else subtract_scaled
             rows = subtract(view.first_raw, torch.cat(masks))
-        return TokenGuess(everything(view), nearest(rows, view.public.first_inputs), rows)
+        return TokenGuess.nearest(everything(view), rows, view.public.first_inputs)
 
 
 def subtract_scaled(rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class MaskReuse:
             targets = targets[torch.from_numpy(rng.choice(len(targets), self.rows, replace=False))]
         if view.first_raw.dtype == torch.int32:
             estimates = self._ring(view, learned, targets, known)
-            return TokenGuess(targets, nearest(estimates, view.public.first_inputs), estimates)
+            return TokenGuess.nearest(targets, estimates, view.public.first_inputs)
         return self._floats(view.first, learned, targets, known, view.public.first_inputs)
 
     @staticmethod
@@ -145,6 +145,7 @@ class MaskReuse:
         wanted = rows[targets]
         best = torch.full((len(wanted),), -torch.inf)
         tokens, estimates = torch.zeros(len(wanted), dtype=torch.int64), wanted.clone()
+        match = torch.zeros(len(wanted))
         for direction in directions:
             left = wanted - (wanted @ direction)[:, None] * direction
             flat = table - (table @ direction)[:, None] * direction
@@ -159,7 +160,8 @@ class MaskReuse:
                 best[chosen] = -closest[closer]
                 tokens[chosen] = which[closer]
                 estimates[chosen] = left[chosen]
-        return TokenGuess(targets, tokens, estimates)
+                match[chosen] = cosine(left[chosen], flat[which[closer]])
+        return TokenGuess(targets, tokens, estimates, match)
 
 
 def _distinct(directions: torch.Tensor, most: int = 256) -> torch.Tensor:
@@ -195,7 +197,7 @@ class SubspaceProjection:
         """See Attack."""
         rows, table = view.first, view.public.first_inputs
         if not len(rows):
-            return TokenGuess(everything(view), torch.empty(0, dtype=torch.int64), rows)
+            return TokenGuess.nearest(everything(view), rows, table)
         # Against the directions in which the vocabulary itself varies, masks stand out.
         usual = unit(table)
         spread = usual.T @ usual / len(usual) + 1e-3 * torch.eye(table.shape[1]) * usual.var()
@@ -207,7 +209,7 @@ class SubspaceProjection:
         span = torch.linalg.qr(root.double() @ vectors[:, len(values) - count :]).Q.float()
         left = rows - rows @ span @ span.T
         flat = table - table @ span @ span.T
-        return TokenGuess(everything(view), nearest(left, flat), left)
+        return TokenGuess.nearest(everything(view), left, flat)
 
 
 class Averaging:
@@ -238,7 +240,7 @@ class Averaging:
             means.append(torch.stack([unit(requests[i].rows) for i in run]).mean(0))
             rows.append(torch.arange(starts[run[0]], starts[run[0] + 1]))
         mean = torch.cat(means)
-        return TokenGuess(torch.cat(rows), nearest(mean, view.public.first_inputs), mean)
+        return TokenGuess.nearest(torch.cat(rows), mean, view.public.first_inputs)
 
 
 def _runs(requests: list[ObservedRequest], least: int = 4) -> list[list[int]]:
@@ -270,7 +272,7 @@ class NoiseAware:
         """See Attack."""
         rows, table = view.first, view.public.first_inputs
         if not len(rows):
-            return TokenGuess(everything(view), torch.empty(0, dtype=torch.int64), rows)
+            return TokenGuess.nearest(everything(view), rows, table)
         if view.first_raw.dtype == torch.int32:
             # Rows of a ring come each with a scale of its own: give them the vocabulary's.
             rows = unit(rows) * table.norm(dim=1).mean()
@@ -286,7 +288,7 @@ class NoiseAware:
             tokens = torch.cat([(part @ known.T - lengths).argmax(1) for part in seen.split(2048)])
             counts = torch.bincount(tokens, minlength=len(table)).float() + 0.1
             prior = counts / counts.sum()
-        return TokenGuess(everything(view), tokens, rows)
+        return TokenGuess(everything(view), tokens, rows, cosine(seen, known[tokens]))
 
 
 class DeepMatching:

@@ -41,13 +41,18 @@ def test_a_transcript_of_a_deployment(
     arguments = ["attack", str(before_the_crash), "--model", str(MODEL), "--view", view]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    tenant = next(part for part in done.output.split("tenant ")[1:] if part.startswith("4-one-time, as"))
+    tenant = next(
+        part
+        for part in done.output.split("tenant ")[1:]
+        if part.startswith(("4-one-time, as", "4-one-time), as"))
+    )
     if view == "mask-source":
         assert re.search(r"seed prediction .*; 0 repeated of [1-9][0-9,]* seeds; 0 other requests", tenant)
         return
-    matches = re.search(r"vocabulary matching\s*│\s*([0-9.]+)\s*│\s*([0-9.]+)", tenant)
+    matches = re.search(r"vocabulary matching\s*│[0-9, ]+│\s*([0-9.]+)\s*│\s*([0-9.]+)", tenant)
     assert matches is not None
     assert abs(float(matches[1]) - float(matches[2])) < 0.02  # no better than random rows
+    assert "rows look uniform, and nothing did better than on random rows" in done.output
     assert "0 repeated blocks, 0 repeated runs" in tenant
     assert "trains; gradients end" in tenant
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 from audits import PLAN, Short, lines
 
+import security
 from security.attacks.streams import SpeculationWatch, Stream, TopicFromTraffic, guess_from_labelled
 from security.claims import CLAIMS
-from security.findings import HostileFinding
+from security.findings import Finding, HostileFinding
 from security.hostile import HostileProvider
-from security.plan import AuditResult
+from security.judges import STATISTICAL
+from security.plan import FULL_PLAN, AuditResult
+from security.statistics import rate
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.products import masks, verification
 
@@ -35,6 +39,7 @@ def judged(hostile: list[HostileFinding]) -> dict[str, bool]:
     """Claims about hostile providers, and controls, that say something of these attacks."""
     findings = [each for h in hostile for each in (h.defended, h.control)]
     result = AuditResult(findings, hostile)
+    result.about["confidence_of_one_interval"] = Short().confidence
     names = {h.attack for h in hostile}
     verdicts = {c.identity: c.verdict(result) for c in CLAIMS if names & set(c.attack.split(", "))}
     return {name: verdict.holds for name, verdict in verdicts.items()}
@@ -118,3 +123,35 @@ def test_streams_that_are_all_the_same_give_one_guess() -> None:
     same = [Stream((24, 1, 1), (0.0, 1.0, 2.0))] * 8
     assert not SpeculationWatch().attack((same, [0, 1] * 2), RNG).any()
     assert guess_from_labelled([1.0, 5.0, 2.0, 4.0], ["a"] * 4, [0, 1]).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("right", "trials", "holds", "weak"), [(4, 4, True, True), (12, 12, True, False), (13, 16, False, False)]
+)
+def test_a_control_that_could_pass_by_luck_is_weak(right: int, trials: int, holds: bool, weak: bool) -> None:
+    confidence = 1 - FULL_PLAN.family_error / STATISTICAL
+    finding = Finding("speculation", "", "", "", rate(right, trials, confidence), 0.5)
+    result = AuditResult(hostile=[HostileFinding("speculation", "", "", finding, finding)])
+    result.about["confidence_of_one_interval"] = confidence
+    claim = next(claim for claim in CLAIMS if claim.identity == "control-speculation")
+    verdict = claim.verdict(result)
+    assert (verdict.holds, verdict.weak) == (holds, weak)
+
+
+def test_a_full_audit_has_trials_enough_for_its_controls() -> None:
+    confidence = 1 - FULL_PLAN.family_error / STATISTICAL
+    for trials in (FULL_PLAN.oracle_lies // 2, FULL_PLAN.speculated_prompts, FULL_PLAN.served_prompts):
+        assert rate(trials, trials, confidence).low > 0.5
+
+
+def test_weak_controls_are_called_so_in_the_document() -> None:
+    """Where the interval that was measured last holds chance."""
+    text = (Path(security.__file__).parent / "CLAIMS.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `control")]
+    measured = [
+        (row, re.search(r"interval ([0-9.]+) % to [0-9.]+ %; chance ([0-9.]+) %", row)) for row in rows
+    ]
+    assert sum(found is not None for _, found in measured) > 5
+    for row, found in measured:
+        weak = found is not None and float(found[1]) <= float(found[2])
+        assert row.endswith("weak |") == weak, row
