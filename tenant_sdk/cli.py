@@ -390,19 +390,20 @@ def doctor(
     ] = 30.0,
 ) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""
-    targets, allowed = executors.targets(wait)
-    _status.print(f"examining {escape(' and '.join(target.url for target in targets))}")
+    targets, terms = executors.targets(wait)
+    urls = escape(" and ".join(target.url for target in targets))
+    _status.print(f"examining {urls} (loading torch takes some seconds)")
     from tenant_sdk.doctor import diagnose
 
     failed = False
-    for title, results in diagnose(targets, allowed):
+    for title, results in diagnose(targets, terms):
         if title:
             _results.print(f"[bold]{escape(title)}[/]")
         for result in results:
             mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[result.ok]
-            _results.print(f"{mark} {result.step:<12}{_escaped(result.detail)}")
+            _results.print(f"{mark} {result.step:<13}{_escaped(result.detail)}")
             if result.remedy:
-                _results.print(f"  {'':<12}→ {_escaped(result.remedy)}")
+                _results.print(f"  {'':<13}→ {_escaped(result.remedy)}")
             failed |= result.ok is False
     if failed:
         raise typer.Exit(1)

@@ -77,6 +77,35 @@ class Target:
         return NAMES[name]
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a session would put up with, for `doctor`.
+
+    Attributes:
+        allowed: signs that parties are one operator which they may have in common.
+        operator: all of them were allowed in one word.
+        masks: they are one-time masks, which one operator would subtract.
+        transcript: executors may record what tenants send.
+    """
+
+    allowed: frozenset[str] = frozenset(SIGNS)
+    operator: bool = False
+    masks: bool = True
+    transcript: bool = False
+
+    @property
+    def masks_allow(self) -> frozenset[str]:
+        """``allowed``; other modes ask nobody who the operators are."""
+        return self.allowed if self.masks else frozenset(SIGNS)
+
+    @property
+    def allowed_by(self) -> str:
+        """Why signs are not held against anybody, in words."""
+        if not self.masks:
+            return "no one-time masks are asked for"
+        return f"allowed by {'allow_same_operator=True' if self.operator else 'allow_same='}"
+
+
 # Typer reads the annotations at run time, where it wants Optional. None: not given, so that of the profile.
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
@@ -175,6 +204,14 @@ class ExecutorOptions:
             "--allow-same-operator",
         ),
     ] = False
+    allow_transcript: Annotated[
+        bool,
+        _option(
+            _PRIVACY,
+            "Use executors that announce that they record what tenants send, as for an audit.",
+            "--allow-transcript",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -205,15 +242,17 @@ class ExecutorOptions:
             )
         return arguments
 
-    def targets(self, wait: float) -> tuple[list[Target], frozenset[str]]:
-        """The provider and its mask sources, as `doctor` wants them, and which signs they may have in common.
+    def targets(self, wait: float) -> tuple[list[Target], Terms]:
+        """The provider and its mask sources, as `doctor` wants them, and the terms of a session with them.
 
         Raises:
             ConfigurationError: see ``arguments``.
         """
         arguments = self.arguments()
         sources = arguments.get("mask_sources", ())
-        allowed = allowed_signs(arguments.get("allow_same", ()), arguments.get("allow_same_operator", False))
+        operator = arguments.get("allow_same_operator", False)
+        allowed = allowed_signs(arguments.get("allow_same", ()), operator)
+        masks = arguments.get("privacy", SessionConfig.privacy) == "one-time"
         names = ("client_certificate", "wire_dtype", "digest", "timeout")
         common = {name: arguments[name] for name in names if name in arguments} | {"wait": wait}
         token, ca = arguments.get("token"), arguments.get("ca")
@@ -227,7 +266,7 @@ class ExecutorOptions:
             strict=True,
         ):
             found.append(Target(url, its_ca, token=its_token, source=True, **common))
-        return found, allowed
+        return found, Terms(allowed, operator, masks, arguments.get("allow_transcript", False))
 
     def _given(self) -> dict[str, Any]:
         """The arguments of ``connect`` that the options say; None, False or empty: they do not."""
@@ -242,6 +281,7 @@ class ExecutorOptions:
             "mask_source_ca": _one_or_each(self.mask_source_ca or ()),
             "allow_same": self.allow_same,
             "allow_same_operator": self.allow_same_operator,
+            "allow_transcript": self.allow_transcript,
             "wire_dtype": self.wire_dtype,
             "digest": self.digest,
             "timeout": self.timeout,
@@ -267,14 +307,6 @@ class SessionOptions(ExecutorOptions):
             _PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE", show_default=SessionConfig.privacy
         ),
     ] = None
-    allow_transcript: Annotated[
-        bool,
-        _option(
-            _PRIVACY,
-            "Use executors that announce that they record what tenants send, as for an audit.",
-            "--allow-transcript",
-        ),
-    ] = False
     mask_budget_mib: Annotated[
         Optional[float],  # noqa: UP045
         _option(
@@ -325,7 +357,6 @@ class SessionOptions(ExecutorOptions):
         return super()._given() | {
             "patience": self.patience,
             "privacy": self.privacy,
-            "allow_transcript": self.allow_transcript,
             "mask_budget_mib": self.mask_budget_mib,
             "pad_rows": self.pad_rows,
             "verify": self.verify,

@@ -169,7 +169,7 @@ def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             "token: there is no such option; the keys are adapter, allow_loops, allow_other_base",
         ),
         ("generate", "digest = 1", "digest: Expected `str`"),
-        ("doctor", "", "allow_transcript: there is no such option; the keys are allow_same"),
+        ("doctor", "", "temperature: there is no such option; the keys are allow_same"),
     ):
         file.write_text(f"{text}\n{change}")
         said = str(CliRunner().invoke(tenant_app, [command, "--config", str(file)]).exception)
