@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from shared.errors import CheckpointError, ConfigurationError
+from shared.errors import CheckpointError, ConfigurationError, SymbiosisError
 
 # ``name=value`` as errors write it; the value may be a word, a quoted one, or several in brackets.
 _ARGUMENT = re.compile(
@@ -26,13 +26,16 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
     """An error's message for who types commands: ``mask_sources=['URL']`` becomes ``--mask-source URL``.
 
     Args:
-        options: of each argument's name the option; one with a space in it stands as it is, without a value.
+        options: of each argument's name the option. One with a space in it stands as it is, without a value
+            unless ``{}`` in it says where.
     """
 
     def spelled(found: re.Match[str]) -> str:
         option, value = options.get(found[1]), found[2]
         if option is None:
             return found[0]
+        if "{}" in option:
+            return option.replace("{}", value) if value else option.replace(" = {}", "")
         if " " in option or value in ("", "True"):
             return option
         values = value[1:-1].split(",") if value[0] in "[{(" else [value]
@@ -42,6 +45,12 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
 
 
 _QUOTE = "'"
+
+
+def rename(error: SymbiosisError, options: Mapping[str, str]) -> None:
+    """Let an error name its arguments as ``in_options`` does."""
+    error.message = in_options(error.message, options)
+    error.args = (error.message,)
 
 
 def option_names(configuration: type[Any]) -> dict[str, str]:
@@ -133,6 +142,7 @@ def takes(
     configuration: type[Any],
     option: Callable[..., Any],
     declare: Callable[[Any], Any] = lambda annotation: annotation,
+    names: Callable[[Any], Mapping[str, str]] = lambda chosen: {},
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose first argument is a dataclass gets the fields of that on its command line.
 
@@ -142,6 +152,7 @@ def takes(
         configuration: the dataclass; its fields are annotated as typer wants it.
         option: ``typer.Option``.
         declare: makes such an annotation of a field's.
+        names: of such a dataclass's object, how errors of the command name what it holds (``in_options``).
     """
     hints = get_type_hints(configuration, include_extras=True)
     fields = dataclasses.fields(configuration)
@@ -155,7 +166,11 @@ def takes(
         @functools.wraps(command)
         def with_options(config: Path | None, **given: Any) -> None:
             chosen = configuration(**{field.name: given.pop(field.name) for field in fields})
-            command(chosen, **given)
+            try:
+                command(chosen, **given)
+            except SymbiosisError as error:
+                rename(error, names(chosen))
+                raise
 
         def read(context: Any, file: Path | None) -> None:
             if file is not None:

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -25,7 +25,7 @@ from shared.errors import (
     VerificationError,
     peer_text,
 )
-from shared.options import in_options, prints_version, takes
+from shared.options import in_options, prints_version
 from tenant_sdk import cli_options as options
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import url_of
@@ -115,7 +115,7 @@ def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
 
 
 @app.command()
-@takes(options.SessionOptions, typer.Option)
+@options.takes(options.SessionOptions)
 def finetune(
     connection: options.SessionOptions,
     data: Annotated[
@@ -268,7 +268,7 @@ def finetune(
 
 
 @app.command()
-@takes(options.SessionOptions, typer.Option)
+@options.takes(options.SessionOptions)
 def generate(
     connection: options.SessionOptions,
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
@@ -382,7 +382,7 @@ def fingerprint(
 
 
 @app.command()
-@takes(options.ExecutorOptions, typer.Option)
+@options.takes(options.ExecutorOptions)
 def doctor(
     executors: options.ExecutorOptions,
     wait: Annotated[
@@ -401,17 +401,17 @@ def doctor(
             _results.print(f"[bold]{escape(title)}[/]")
         for result in results:
             mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[result.ok]
-            _results.print(f"{mark} {result.step:<13}{_escaped(result.detail)}")
+            _results.print(f"{mark} {result.step:<13}{_escaped(result.detail, executors.names)}")
             if result.remedy:
-                _results.print(f"  {'':<13}→ {_escaped(result.remedy)}")
+                _results.print(f"  {'':<13}→ {_escaped(result.remedy, executors.names)}")
             failed |= result.ok is False
     if failed:
         raise typer.Exit(1)
 
 
-def _escaped(message: str) -> str:
+def _escaped(message: str, names: Mapping[str, str] = options.NAMES) -> str:
     """What errors say, in the words of this command line and without markup."""
-    return escape(in_options(message, options.NAMES))
+    return escape(in_options(message, names))
 
 
 def run(application: Callable[[], Any]) -> None:

@@ -42,6 +42,7 @@ from tenant_sdk.connection.key_exchange import agreed, hybrid
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
+from tenant_sdk.remedies import remedy_of
 from tenant_sdk.trust.attestation import check_agreement, trusted_checkpoint
 from tenant_sdk.trust.operators import Operators, own_authorities, own_tokens
 
@@ -181,7 +182,8 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             check_environment()
 
             step = "authority"
-            context = client_context(target.authority, target.client_certificate)
+            option = "mask_source_ca" if target.source else "ca"
+            context = client_context(target.authority, target.client_certificate, option)
             system = f"those of the operating system (no file given with {target.option('ca')})"
             yield CheckResult("authority", True, str(target.authority or system))
 
@@ -247,12 +249,16 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             step = "protocol"
         if isinstance(error, AuthenticationError) and step == "directory":
             step = "token"
-        more = ""
+        if isinstance(error, AuthenticationError) and isinstance(error.__cause__, ssl.SSLError):
+            step = "client cert"
+        what, advice = error.message, ""
         if isinstance(error, TlsError) and error.untrusted:
-            more = why_untrusted(target.authority, "mask_source_ca" if target.source else "ca")
+            what += why_untrusted(target.authority, "mask_source_ca" if target.source else "ca")
+        if isinstance(error, AuthenticationError | TlsError):
+            what, _, advice = what.partition("; ")
         if step == "tls":
-            more += _shown_certificate(target)
-        yield CheckResult(step, False, error.message + more, _remedy(error, step, target))
+            what += _shown_certificate(target)
+        yield CheckResult(step, False, what, remedy_of(error, step, target, advice))
     finally:
         if channel is not None:
             channel.close()
@@ -297,33 +303,6 @@ class _Waiting(Generic[T]):
             else:
                 self.seconds = time.perf_counter() - started
                 return
-
-
-def _remedy(error: SymbiosisError, step: str, target: Target) -> str:
-    if isinstance(error, ProtocolVersionError):
-        return "install the version of this package that the provider runs, or ask the provider to update"
-    if isinstance(error, AuthenticationError) or step == "token":
-        ask = "ask its operator for a token (`symbiosis-provider token add NAME --token-file FILE`), then "
-        if target.token and not target.token.variable:
-            return f"{ask}put it where {target.token} finds it"
-        variable = target.token.variable if target.token else "TOKEN"
-        return f"{ask}`export {variable}=...` and give {target.option('token')} {variable}"
-    url, ca = target.option("provider"), target.option("ca")
-    return {
-        "url": f"give the URL that `symbiosis-provider serve` printed with {url}",
-        "environment": "`unset SSLKEYLOGFILE`, and delete the file that it names if it holds keys",
-        "authority": f"give its ca.pem with {ca}, and both files of a client certificate or none",
-        "dns": f"look for a typing error in {url}; on a private network, ask for its DNS server or VPN",
-        "directory": f"compare {url} with what `serve --local-dir` printed; both must run as one user",
-        "tcp": f"compare {url} with the URL that `serve` printed; ask whether it runs, and on an address "
-        "that this machine may reach (`serve --host`, firewall)",
-        "tls": "ask its operator for the ca.pem that belongs to this server, or for a server certificate "
-        "that names this host (`symbiosis-provider certs DIR --host NAME`); never switch the check off",
-        "manifest": "compare the versions of both sides and the options given here",
-        "transcript": "ask its operator why it does; in an audit it is meant",
-        "digest": "ask its operator which weights these are before you send anything to them",
-        "speed": "look into the executor's log at the time of this check",
-    }[step]
 
 
 def _resolve(host: str, port: int) -> CheckResult:
@@ -396,7 +375,7 @@ def _without_token(show: Callable[[str], object], target: Target) -> Iterator[Ch
         show("none")
     except AuthenticationError:
         yield CheckResult("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
-    remedy = f"give {target.option('token')} VARIABLE to check the rest"
+    remedy = f"give {target.option('token')} to check the rest"
     yield CheckResult("token", None, "not checked, nor anything after it", remedy)
 
 

@@ -142,7 +142,7 @@ def own_authorities(
         return [ca if each is None else None if each == SYSTEM else each for each in given]
     if ca is not None and None in given:
         raise ConfigurationError(
-            "give the mask source's own authority: mask_source_ca=FILE, or mask_source_ca='system' for those "
+            "give the mask source's own authority: mask_source_ca=FILE, or the word system there for those "
             f"of the operating system. The provider's, ca={ca}, could sign a certificate for the "
             f"mask source's address, and read what is sent there; {_waiver(['authority'])}"
         )
@@ -152,7 +152,7 @@ def own_authorities(
     for at, file in enumerate(files):
         if file is None and (not any(files) or None in files[:at]):
             continue  # the operating system's may vouch for several
-        keys = _keys_of(file)
+        keys = _keys_of(file, "mask_source_ca" if at else "ca")
         for key in keys & seen.keys():
             raise ConfigurationError(
                 f"{file or _SYSTEMS} and {seen[key]} hold the same certificate authority, which could take "
@@ -163,8 +163,8 @@ def own_authorities(
     return chosen
 
 
-def _keys_of(file: str | Path | None) -> set[bytes]:
-    """What tells the authorities of a file apart, as OpenSSL finds them; None: the operating system's.
+def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
+    """What tells the authorities of an option's file apart, as OpenSSL finds them; None: the system's.
 
     Certificates, and of a file their public keys too: one key may have several certificates.
     """
@@ -176,7 +176,9 @@ def _keys_of(file: str | Path | None) -> set[bytes]:
         found = set(context.get_ca_certs(binary_form=True))
         keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigurationError(f"cannot use the authority's certificate file {file}: {error}") from error
+        raise ConfigurationError(
+            f"cannot use the authority's certificate file {file} ({option}=FILE): {error}"
+        ) from error
     return found | keys
 
 

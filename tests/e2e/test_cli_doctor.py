@@ -140,7 +140,7 @@ def test_doctor_examines_mask_sources_too(
     said = doctor_says(1, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *waived[2:])
     assert "✗ tokens       provider and mask sources have the same token" in said
     result = CliRunner().invoke(app, [*map(str, ("doctor", *where, *source)), *token * 3])
-    assert "mask_source_token=: give one for all mask sources, or one" in str(result.exception)
+    assert "--mask-source-token-env VAR: give one for all mask sources, or one" in str(result.exception)
 
 
 def test_doctor_says_that_one_time_masks_will_not_work(
