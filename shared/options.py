@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib.metadata
 import inspect
@@ -98,16 +99,23 @@ def check_options(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str
         where: in front of an error's message.
 
     Raises:
-        ConfigurationError: with the list of known names.
+        ConfigurationError: an unknown name with the one that was meant, or else the list of them.
     """
     for key, value in given.items():
+        if key not in kinds:
+            raise ConfigurationError(f"{where}: {key}: there is no such option; {_meant(key, kinds)}")
         try:
-            if key not in kinds:
-                raise msgspec.ValidationError("there is no such option")
             msgspec.convert(value, kinds[key])
         except msgspec.ValidationError as error:
-            allowed = ", ".join(sorted(kinds))
-            raise ConfigurationError(f"{where}: {key}: {error}; the keys are {allowed}") from error
+            raise ConfigurationError(f"{where}: {key}: {error}") from error
+
+
+def _meant(key: str, kinds: Mapping[str, Any]) -> str:
+    secrets = [f"{key}_{way}" for way in ("env", "file", "command") if f"{key}_{way}" in kinds]
+    if secrets:
+        return f"secrets are not kept here: use {' or '.join(secrets)}"
+    meant = difflib.get_close_matches(key.replace("-", "_"), kinds, 1)
+    return f"did you mean {meant[0]}?" if meant else f"the keys are {', '.join(sorted(kinds))}"
 
 
 def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,14 +181,24 @@ def takes(
                 raise
 
         def read(context: Any, file: Path | None) -> None:
-            if file is not None:
-                context.default_map = read_options(file, kinds)
+            if file is None:
+                return
+            context.default_map = read_options(file, kinds)
+            for each in context.command.params:
+                if each.name in context.default_map:
+                    try:
+                        each.process_value(context, context.default_map[each.name])
+                    except Exception as error:  # typer's: it would name the command line, not the file
+                        raise ConfigurationError(f"{file}: {each.name}: {error}") from error
 
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         taken = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         taken += [parameter(field) for field in fields]
         kinds = {each.name: _kind(each.annotation) for each in taken}
-        text = "TOML file with options of this command, names with underscores; those given here win."
+        text = (
+            "TOML file with options of this command, names with underscores; those given here win. Relative "
+            "paths in it are relative to the working directory, as here."
+        )
         file = option(help=text, metavar="FILE", is_eager=True, callback=read)
         taken.append(
             inspect.Parameter(

@@ -165,6 +165,10 @@ def read_profile(name: str | Path) -> dict[str, Any]:
         ConfigurationError: no such file, an unknown key, a value of another type.
     """
     path = profile_path(name)
+    if path != Path(name) and not path.exists() and Path(f"{name}.toml").is_file():
+        raise ConfigurationError(
+            f"cannot read {path}: No such file or directory; to name the file here: profile='./{name}.toml'"
+        )
     given = read_options(path, KINDS)
     folder = path.absolute().parent
     file = path.name

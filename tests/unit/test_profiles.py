@@ -182,6 +182,9 @@ def test_which_file_it_is(
         assert profile_path(path) == Path(path)
     assert "cannot read /configuration/symbiosis/clinic.toml" in connect(profile="clinic")
     monkeypatch.chdir(tmp_path)
+    error = generate("--profile", "symbiosis")[0]
+    assert "cannot read /configuration/symbiosis/symbiosis.toml: No such file or directory; to name " in error
+    assert error.endswith("the file here: --profile ./symbiosis.toml")
     error, said = generate()
     assert (error, "using symbiosis.toml of this folder" in said) == ("enough", True)
     error, said = generate("--provider", "wss://x", "--token-env", "OTHER", "--privacy", "plain")
@@ -197,14 +200,18 @@ def test_which_file_it_is(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('prvider = "x"', "prvider: there is no such option; the keys are allow_same, allow_same_operator"),
-        ('token = "t0k3n"', "token: there is no such option"),
+        ('prvider = "x"', "prvider: there is no such option; did you mean provider?"),
+        ("xyz = 1", "xyz: there is no such option; the keys are allow_same, allow_same_operator"),
+        ('token = "t0k3n"', "secrets are not kept here: use token_env or token_file or token_command"),
         ("pad_rows = true", "pad_rows: Expected `int`"),
         ('client_certificate = ["a"]', "client_certificate: Expected `array` of length 2"),
         ('token_command = "get it"', "token_command: Expected `array`"),
         ("token_command = []", "token_command is empty"),
         ('token_env = "A"\ntoken_file = "b"', "in one way, not by token_env and token_file"),
-        ('[[mask_sources]]\nurl = "wss://b"\ntoken = "t"', "mask source 1: token: there is no such option"),
+        (
+            '[[mask_sources]]\nurl = "wss://b"\ntoken = "t"',
+            "mask source 1: token: there is no such option; secrets",
+        ),
         ("[[mask_sources]]", "mask source 1: it has no url"),
         ('mask_sources = ["wss://b"]', "mask_sources: Expected `object`"),
         ("provider", "is not TOML"),
