@@ -316,7 +316,8 @@ class SessionOptions(ExecutorOptions):
         Optional[float],  # noqa: UP045
         _option(
             _EXECUTORS,
-            "Seconds to wait for an executor that went away, to go on then; 0: none.",
+            "Seconds to wait for an executor that went away, to go on then; 0: none. The first connection "
+            "is not waited for: the URL may be mistyped.",
             metavar="SECONDS",
             show_default=f"{SessionConfig.patience:g}",
         ),

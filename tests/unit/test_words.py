@@ -62,6 +62,11 @@ PYTHON = re.compile(
     [
         ((), "which executor? Give --provider URL, or --profile FILE"),
         (WHERE[:2], "--token-env VAR is missing"),
+        (
+            ("--provider", "https://x", *WHERE[2:]),
+            "'https://x' is not an executor's URL; it looks like wss://",
+        ),
+        ((*WHERE, "--mask-source", "m.example"), "'m.example' is not an executor's URL"),
         (WHERE, "--mask-source wss://..., or the checkpoint itself, --mask-source local:FOLDER"),
         (WHERE, "--privacy noise-bank or --privacy plain; SECURITY.md"),
         ((*MASKED, "--privacy", "plain"), "--privacy plain uses no masks: leave out --mask-source wss://m"),
