@@ -36,7 +36,8 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
         if option is None:
             return found[0]
         if "{}" in option:
-            return option.replace("{}", value) if value else option.replace(" = {}", "")
+            toml = f"[{value[1:-1]}]" if value[:1] in ("{", "(") else value
+            return option.replace("{}", toml) if value else option.replace(" = {}", "")
         if " " in option or value in ("", "True"):
             return option
         values = value[1:-1].split(",") if value[0] in "[{(" else [value]

@@ -142,6 +142,7 @@ def test_what_is_given_wins(opened: list[SessionConfig], tmp_path: Path) -> None
         ({"verify_rate": 2}, ["--verify-rate", 3], "--verify-rate 3.0 cannot be"),
         ({"privacy": "rot13"}, [], "`privacy = 'rot13'` in p.toml is none of one-time"),
         ({}, [], "there for those of the operating system. The provider's, `ca` in p.toml, could"),
+        ({"allow_same": ["key"]}, [], "if that is meant, `allow_same = ['authority', 'key']` in p.toml; to"),
         ({}, [], "own authority: `ca` of the mask source in p.toml, or the word"),
         ({}, ["--mask-source", "wss://c"], "own token: --mask-source-token-env VAR. The"),
     ],
