@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib.metadata
 import inspect
@@ -14,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from shared.errors import CheckpointError, ConfigurationError
+from shared.errors import CheckpointError, ConfigurationError, SymbiosisError
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 # ``name=value`` as errors write it; the value may be a word, a quoted one, or several in brackets.
@@ -27,13 +28,17 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
     """An error's message for who types commands: ``mask_sources=['URL']`` becomes ``--mask-source URL``.
 
     Args:
-        options: of each argument's name the option; one with a space in it stands as it is, without a value.
+        options: of each argument's name the option. One with a space in it stands as it is, without a value
+            unless ``{}`` in it says where.
     """
 
     def spelled(found: re.Match[str]) -> str:
         option, value = options.get(found[1]), found[2]
         if option is None:
             return found[0]
+        if "{}" in option:
+            toml = f"[{value[1:-1]}]" if value[:1] in ("{", "(") else value
+            return option.replace("{}", toml) if value else option.replace(" = {}", "")
         if " " in option or value in ("", "True"):
             return option
         values = value[1:-1].split(",") if value[0] in "[{(" else [value]
@@ -43,6 +48,12 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
 
 
 _QUOTE = "'"
+
+
+def rename(error: SymbiosisError, options: Mapping[str, str]) -> None:
+    """Let an error name its arguments as ``in_options`` does."""
+    error.message = in_options(error.message, options)
+    error.args = (error.message,)
 
 
 def option_names(configuration: type[Any]) -> dict[str, str]:
@@ -95,16 +106,23 @@ def check_options(given: Mapping[str, Any], kinds: Mapping[str, Any], where: str
         where: in front of an error's message.
 
     Raises:
-        ConfigurationError: with the list of known names.
+        ConfigurationError: an unknown name with the one that was meant, or else the list of them.
     """
     for key, value in given.items():
+        if key not in kinds:
+            raise ConfigurationError(f"{where}: {key}: there is no such option; {_meant(key, kinds)}")
         try:
-            if key not in kinds:
-                raise msgspec.ValidationError("there is no such option")
             msgspec.convert(value, kinds[key])
         except msgspec.ValidationError as error:
-            allowed = ", ".join(sorted(kinds))
-            raise ConfigurationError(f"{where}: {key}: {error}; the keys are {allowed}") from error
+            raise ConfigurationError(f"{where}: {key}: {error}") from error
+
+
+def _meant(key: str, kinds: Mapping[str, Any]) -> str:
+    secrets = [f"{key}_{way}" for way in ("env", "file", "command") if f"{key}_{way}" in kinds]
+    if secrets:
+        return f"secrets are not kept here: use {' or '.join(secrets)}"
+    meant = difflib.get_close_matches(key.replace("-", "_"), kinds, 1)
+    return f"did you mean {meant[0]}?" if meant else f"the keys are {', '.join(sorted(kinds))}"
 
 
 def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +157,7 @@ def takes(
     configuration: type[Any],
     option: Callable[..., Any],
     declare: Callable[[Any], Any] = lambda annotation: annotation,
+    names: Callable[[Any], Mapping[str, str]] = lambda chosen: {},
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose first argument is a dataclass gets the fields of that on its command line.
 
@@ -148,6 +167,7 @@ def takes(
         configuration: the dataclass; its fields are annotated as typer wants it.
         option: ``typer.Option``.
         declare: makes such an annotation of a field's.
+        names: of such a dataclass's object, how errors of the command name what it holds (``in_options``).
     """
     hints = get_type_hints(configuration, include_extras=True)
     fields = dataclasses.fields(configuration)
@@ -161,17 +181,31 @@ def takes(
         @functools.wraps(command)
         def with_options(config: Path | None, **given: Any) -> None:
             chosen = configuration(**{field.name: given.pop(field.name) for field in fields})
-            command(chosen, **given)
+            try:
+                command(chosen, **given)
+            except SymbiosisError as error:
+                rename(error, names(chosen))
+                raise
 
         def read(context: Any, file: Path | None) -> None:
-            if file is not None:
-                context.default_map = read_options(file, kinds)
+            if file is None:
+                return
+            context.default_map = read_options(file, kinds)
+            for each in context.command.params:
+                if each.name in context.default_map:
+                    try:
+                        each.process_value(context, context.default_map[each.name])
+                    except Exception as error:  # typer's: it would name the command line, not the file
+                        raise ConfigurationError(f"{file}: {each.name}: {error}") from error
 
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         taken = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         taken += [parameter(field) for field in fields]
         kinds = {each.name: _kind(each.annotation) for each in taken}
-        text = "TOML file with options of this command, names with underscores; those given here win."
+        text = (
+            "TOML file with options of this command, names with underscores; those given here win. Relative "
+            "paths in it are relative to the working directory, as here."
+        )
         file = option(help=text, metavar="FILE", is_eager=True, callback=read)
         taken.append(
             inspect.Parameter(

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, track
 
 from shared.errors import ConfigurationError, SymbiosisError, peer_text
-from shared.options import in_options, prints_version, takes
+from shared.options import in_options, prints_version
 from tenant_sdk import cli_options as options
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import url_of
@@ -133,7 +133,7 @@ def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
 
 
 @app.command()
-@takes(options.SessionOptions, typer.Option)
+@options.takes(options.SessionOptions)
 def finetune(
     connection: options.SessionOptions,
     data: Annotated[
@@ -286,7 +286,7 @@ def finetune(
 
 
 @app.command()
-@takes(options.SessionOptions, typer.Option)
+@options.takes(options.SessionOptions)
 def generate(
     connection: options.SessionOptions,
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
@@ -413,7 +413,7 @@ def fingerprint(
 
 
 @app.command()
-@takes(options.ExecutorOptions, typer.Option)
+@options.takes(options.ExecutorOptions)
 def doctor(
     executors: options.ExecutorOptions,
     wait: Annotated[
@@ -421,27 +421,28 @@ def doctor(
     ] = 30.0,
 ) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""
-    targets, allowed = executors.targets(wait)
-    _status.print(f"examining {escape(' and '.join(target.url for target in targets))}")
+    targets, terms = executors.targets(wait)
+    urls = escape(" and ".join(target.url for target in targets))
+    _status.print(f"examining {urls} (loading torch takes some seconds)")
     from tenant_sdk.doctor import diagnose
 
     failed = False
-    for title, results in diagnose(targets, allowed):
+    for title, results in diagnose(targets, terms):
         if title:
             _results.print(f"[bold]{escape(title)}[/]")
         for result in results:
             mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[result.ok]
-            _results.print(f"{mark} {result.step:<12}{_escaped(result.detail)}")
+            _results.print(f"{mark} {result.step:<13}{_escaped(result.detail, executors.names)}")
             if result.remedy:
-                _results.print(f"  {'':<12}→ {_escaped(result.remedy)}")
+                _results.print(f"  {'':<13}→ {_escaped(result.remedy, executors.names)}")
             failed |= result.ok is False
     if failed:
         raise typer.Exit(1)
 
 
-def _escaped(message: str) -> str:
+def _escaped(message: str, names: Mapping[str, str] = options.NAMES) -> str:
     """What errors say, in the words of this command line and without markup."""
-    return escape(in_options(message, options.NAMES))
+    return escape(in_options(message, names))
 
 
 def run(application: Callable[[], Any]) -> None:

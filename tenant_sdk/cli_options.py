@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Optional, TypeVar
 
@@ -12,8 +12,9 @@ import typer
 
 from shared.errors import ConfigurationError
 from shared.options import option_names
+from shared.options import takes as shared_takes
 from tenant_sdk.config import PRIVACY_MODES, VERIFY_MODES, SessionConfig, for_each
-from tenant_sdk.profiles import HERE, Secret, merged, read_profile, revealed
+from tenant_sdk.profiles import HERE, Secret, merged, names_in, read_profile, revealed
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
 
 T = TypeVar("T")
@@ -21,10 +22,10 @@ T = TypeVar("T")
 # How errors that name an argument of ``connect`` say it to who types a command.
 NAMES = option_names(SessionConfig) | {
     "profile": "--profile",
-    "token": "--token-env",
+    "token": "--token-env VAR",
     "mask_sources": "--mask-source",
-    "mask_source_token": "--mask-source-token-env",
-    "fingerprint_key": "--fingerprint-key-env",
+    "mask_source_token": "--mask-source-token-env VAR",
+    "fingerprint_key": "--fingerprint-key-env VAR",
     "client_certificate": "--client-certificate FILE --client-key FILE",
 }
 
@@ -41,6 +42,7 @@ class Target:
     """What `doctor` examines, as the other commands would use it. ``token`` None: none is at hand.
 
     ``wait``: seconds for which somebody may still begin to listen. ``source``: it is a mask source.
+    ``names``: how its user calls arguments of ``connect``.
     """
 
     url: str
@@ -52,6 +54,7 @@ class Target:
     timeout: float = 10.0
     wait: float = 0.0
     source: bool = False
+    names: Mapping[str, str] = field(default_factory=lambda: NAMES, repr=False)
 
     @property
     def authority(self) -> str | Path | None:
@@ -71,10 +74,39 @@ class Target:
         return token
 
     def option(self, name: str) -> str:
-        """How the command line calls the ``provider``, ``ca`` or ``token`` of this party."""
-        if self.source:
+        """How its user calls the ``provider``, ``ca``, ``token`` or ``client_certificate`` of this party."""
+        if self.source and name != "client_certificate":
             name = {"provider": "mask_sources"}.get(name, f"mask_source_{name}")
-        return NAMES[name]
+        return self.names[name]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a session would put up with, for `doctor`.
+
+    Attributes:
+        allowed: signs that parties are one operator which they may have in common.
+        operator: all of them were allowed in one word.
+        masks: they are one-time masks, which one operator would subtract.
+        transcript: executors may record what tenants send.
+    """
+
+    allowed: frozenset[str] = frozenset(SIGNS)
+    operator: bool = False
+    masks: bool = True
+    transcript: bool = False
+
+    @property
+    def masks_allow(self) -> frozenset[str]:
+        """``allowed``; other modes ask nobody who the operators are."""
+        return self.allowed if self.masks else frozenset(SIGNS)
+
+    @property
+    def allowed_by(self) -> str:
+        """Why signs are not held against anybody, in words."""
+        if not self.masks:
+            return "no one-time masks are asked for"
+        return f"allowed by {'allow_same_operator=True' if self.operator else 'allow_same='}"
 
 
 # Typer reads the annotations at run time, where it wants Optional. None: not given, so that of the profile.
@@ -175,12 +207,25 @@ class ExecutorOptions:
             "--allow-same-operator",
         ),
     ] = False
+    allow_transcript: Annotated[
+        bool,
+        _option(
+            _PRIVACY,
+            "Use executors that announce that they record what tenants send, as for an audit.",
+            "--allow-transcript",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         if (self.client_certificate is None) != (self.client_key is None):
             raise ConfigurationError("--client-certificate and --client-key go together")
         allowed_signs(self.allow_same or (), self.allow_same_operator)
+
+    @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """How errors name arguments of ``connect``; ``arguments`` adds where they come from."""
+        return dict(NAMES)
 
     def arguments(self) -> dict[str, Any]:
         """What ``connect`` would be given: these options, and a profile's where they are silent.
@@ -197,7 +242,14 @@ class ExecutorOptions:
         if profile is None and "provider" not in given and HERE.is_file():
             profile = str(HERE.absolute())
             typer.echo(f"using {HERE} of this folder", err=True)
-        arguments = merged(read_profile(profile), given) if profile is not None else given
+        arguments = given
+        if profile is not None:
+            found = read_profile(profile)
+            arguments = merged(found, given)
+            self.names.update(names_in(profile, found, given))
+        self.names.update(
+            {name: f"{value.given} {value}" for name, value in given.items() if isinstance(value, Secret)}
+        )
         if "provider" not in arguments:
             raise ConfigurationError(
                 "which executor? Give --provider URL, or --profile FILE, which names one; "
@@ -205,17 +257,20 @@ class ExecutorOptions:
             )
         return arguments
 
-    def targets(self, wait: float) -> tuple[list[Target], frozenset[str]]:
-        """The provider and its mask sources, as `doctor` wants them, and which signs they may have in common.
+    def targets(self, wait: float) -> tuple[list[Target], Terms]:
+        """The provider and its mask sources, as `doctor` wants them, and the terms of a session with them.
 
         Raises:
             ConfigurationError: see ``arguments``.
         """
         arguments = self.arguments()
         sources = arguments.get("mask_sources", ())
-        allowed = allowed_signs(arguments.get("allow_same", ()), arguments.get("allow_same_operator", False))
+        operator = arguments.get("allow_same_operator", False)
+        allowed = allowed_signs(arguments.get("allow_same", ()), operator)
+        masks = arguments.get("privacy", SessionConfig.privacy) == "one-time"
         names = ("client_certificate", "wire_dtype", "digest", "timeout")
-        common = {name: arguments[name] for name in names if name in arguments} | {"wait": wait}
+        common = {name: arguments[name] for name in names if name in arguments}
+        common |= {"wait": wait, "names": self.names}
         token, ca = arguments.get("token"), arguments.get("ca")
         tokens = arguments.get("mask_source_token") or (token if "token" in allowed else None)
         authorities = arguments.get("mask_source_ca") or (ca if "authority" in allowed else None)
@@ -227,14 +282,18 @@ class ExecutorOptions:
             strict=True,
         ):
             found.append(Target(url, its_ca, token=its_token, source=True, **common))
-        return found, allowed
+        return found, Terms(allowed, operator, masks, arguments.get("allow_transcript", False))
 
     def _given(self) -> dict[str, Any]:
         """The arguments of ``connect`` that the options say; None, False or empty: they do not."""
-        tokens = [Secret("the mask source's token", name) for name in self.mask_source_token_env or ()]
+        tokens = [
+            Secret("the mask source's token", name, given="--mask-source-token-env")
+            for name in self.mask_source_token_env or ()
+        ]
+        token = Secret("the token that the provider gave you", self.token_env or "", given="--token-env")
         return {
             "provider": self.provider,
-            "token": self.token_env and Secret("the token that the provider gave you", self.token_env),
+            "token": token if self.token_env else None,
             "ca": self.ca,
             "client_certificate": self.client_certificate and (self.client_certificate, self.client_key),
             "mask_sources": self.mask_source,
@@ -242,6 +301,7 @@ class ExecutorOptions:
             "mask_source_ca": _one_or_each(self.mask_source_ca or ()),
             "allow_same": self.allow_same,
             "allow_same_operator": self.allow_same_operator,
+            "allow_transcript": self.allow_transcript,
             "wire_dtype": self.wire_dtype,
             "digest": self.digest,
             "timeout": self.timeout,
@@ -256,7 +316,8 @@ class SessionOptions(ExecutorOptions):
         Optional[float],  # noqa: UP045
         _option(
             _EXECUTORS,
-            "Seconds to wait for an executor that went away, to go on then; 0: none.",
+            "Seconds to wait for an executor that went away, to go on then; 0: none. The first connection "
+            "is not waited for: the URL may be mistyped.",
             metavar="SECONDS",
             show_default=f"{SessionConfig.patience:g}",
         ),
@@ -267,14 +328,6 @@ class SessionOptions(ExecutorOptions):
             _PRIVACY, " or ".join(PRIVACY_MODES) + ".", metavar="MODE", show_default=SessionConfig.privacy
         ),
     ] = None
-    allow_transcript: Annotated[
-        bool,
-        _option(
-            _PRIVACY,
-            "Use executors that announce that they record what tenants send, as for an audit.",
-            "--allow-transcript",
-        ),
-    ] = False
     mask_budget_mib: Annotated[
         Optional[float],  # noqa: UP045
         _option(
@@ -325,13 +378,13 @@ class SessionOptions(ExecutorOptions):
         return super()._given() | {
             "patience": self.patience,
             "privacy": self.privacy,
-            "allow_transcript": self.allow_transcript,
             "mask_budget_mib": self.mask_budget_mib,
             "pad_rows": self.pad_rows,
             "verify": self.verify,
             "verify_rate": self.verify_rate,
             "fingerprints": self.fingerprints,
-            "fingerprint_key": variable and Secret("the fingerprints' key", variable),
+            "fingerprint_key": variable
+            and Secret("the fingerprints' key", variable, given="--fingerprint-key-env"),
         }
 
     def session(self) -> SessionConfig:
@@ -346,12 +399,19 @@ class SessionOptions(ExecutorOptions):
                 "--fingerprints needs --fingerprint-key-env VAR: the variable with the key that "
                 "`symbiosis-tenant fingerprint` printed"
             )
+        if "token" not in arguments and self.profile and self.provider:
+            raise ConfigurationError(
+                "--token-env VAR is missing: --provider replaces the executor of --profile, and a profile's "
+                "token is not sent to another. Name the variable with this provider's own token"
+            )
         if "token" not in arguments:
             raise ConfigurationError("--token-env VAR is missing: the variable with the provider's token")
         config = SessionConfig(**revealed(arguments))
         config.credentials  # noqa: B018 - refuses tokens and authorities that parties would share
         return config
 
+
+takes = functools.partial(shared_takes, option=typer.Option, names=lambda chosen: chosen.names)
 
 Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import ConfigurationError, ConnectError, ModelMismatch, TlsError
+from shared.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectError,
+    ModelMismatch,
+    NobodyListens,
+    TlsError,
+)
 from shared.transport.endpoint import Endpoint
 from shared.wire.header import DTYPE_NAMES, RINGS
 from shared.wire.messages import Manifest
@@ -156,13 +163,13 @@ def _open_executors(
 ) -> list[RemoteExecutor]:
     """The provider, and the mask sources that are executors, which serve the same."""
     stats = Stats()
-    provider = _open_executor(config, config.provider, config.token, config.ca, operators, stats, "ca")
+    provider = _open_executor(config, config.provider, config.token, config.ca, operators, stats)
     opened.callback(provider.close)
     _check_fit(url_of(config.provider), provider.manifest, config)
     remotes = [provider]
     for source, (token, ca) in zip(config.mask_sources, credentials, strict=True):
         if not url_of(source).startswith(LOCAL):
-            remotes.append(_open_executor(config, source, token, ca, operators, stats, "mask_source_ca"))
+            remotes.append(_open_executor(config, source, token, ca, operators, stats, "mask_source_"))
             opened.callback(remotes[-1].close)
             check_agreement(url_of(source), remotes[-1].manifest, provider.manifest)
     if not config.allow_transcript:
@@ -177,10 +184,10 @@ def _open_executor(
     ca: str | Path | None,
     operators: Operators,
     stats: Stats,
-    ca_option: str,
+    of: str = "",
 ) -> RemoteExecutor:
     url = url_of(where)
-    context = client_context(ca, config.client_certificate)
+    context = client_context(ca, config.client_certificate, f"{of}ca")
     party = object()  # so that a mask source with the provider's own URL is noticed
 
     def open_one() -> Channel:
@@ -190,9 +197,14 @@ def _open_executor(
             )
         except ConnectError as error:
             if isinstance(error, TlsError) and error.untrusted:
-                error.message += why_untrusted(ca, ca_option)
-            if ca_option != "ca":
-                error.message = f"mask source {url}: {error.message}"
+                error.message += why_untrusted(ca, f"{of}ca")
+            elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
+                error.message += f". This one was given with {of}token=TOKEN"
+            elif isinstance(error, NobodyListens):
+                error.message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
+            if of:
+                named = error.message.startswith(url)
+                error.message = f"mask source {error.message if named else f'{url}: {error.message}'}"
             error.args = (error.message,)
             raise
 

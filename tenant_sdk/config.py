@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigurationError
-from tenant_sdk.connection.urls import LOCAL, over_tls, url_of
+from tenant_sdk.connection.urls import LOCAL, over_tls, split_url, url_of
 from tenant_sdk.trust.operators import allowed_signs, own_authorities, own_tokens
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class SessionConfig:
         """Refuse what cannot be."""
         if not self.provider:
             raise ConfigurationError("which executor? Give provider=URL, or profile=FILE, which names one")
+        self._check_urls()
         self._check_privacy()
         self._check_numbers()
         if self.fingerprint_key and self.fingerprints is None:
@@ -106,10 +107,15 @@ class SessionConfig:
             authorities[at] = file
         return [(each or "", ca) for each, ca in zip(tokens, authorities, strict=True)]
 
+    def _check_urls(self) -> None:
+        if isinstance(self.mask_sources, str):
+            raise ConfigurationError(f"mask_sources is a list: write [{self.mask_sources!r}]")
+        for where in (self.provider, *self.mask_sources):
+            if over_tls(where) and not url_of(where).startswith(LOCAL):
+                split_url(url_of(where))
+
     def _check_privacy(self) -> None:
         sources = self.mask_sources
-        if isinstance(sources, str):
-            raise ConfigurationError(f"mask_sources is a list: write [{sources!r}]")
         if self.privacy not in PRIVACY_MODES:
             raise ConfigurationError(f"privacy={self.privacy!r} is none of {', '.join(PRIVACY_MODES)}")
         if self.wire_dtype not in WIRE_DTYPES:

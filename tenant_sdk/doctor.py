@@ -8,7 +8,7 @@ import socket
 import ssl
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,7 +27,7 @@ from shared.errors import (
 from shared.transport.colocated import directory_of
 from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation
 from shared.wire.messages import Manifest
-from tenant_sdk.cli_options import Target
+from tenant_sdk.cli_options import Target, Terms
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.colocated import open_colocated
 from tenant_sdk.connection.handshake import (
@@ -42,8 +42,9 @@ from tenant_sdk.connection.key_exchange import agreed, hybrid
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
+from tenant_sdk.remedies import remedy_of
 from tenant_sdk.trust.attestation import check_agreement, trusted_checkpoint
-from tenant_sdk.trust.operators import SIGNS, Operators, own_authorities, own_tokens
+from tenant_sdk.trust.operators import Operators, own_authorities, own_tokens
 
 T = TypeVar("T")
 
@@ -70,45 +71,56 @@ class CheckResult:
 
 
 class Comparison:
-    """What has been learned of several executors, for comparing them."""
+    """What has been learned of several executors, for comparing them.
 
-    def __init__(self) -> None:
-        self.operators = Operators(SIGNS)
+    Attributes:
+        refused: why a session would not take these parties together, in its words.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms, self.operators, self.refused = terms, Operators(terms.masks_allow), ""
         self.manifests: dict[str, Manifest] = {}
 
+    def meet(self, url: str, sock: ssl.SSLSocket | None) -> None:
+        """Compare a new party with the earlier ones, as a session does; being refused ends nothing here."""
+        try:
+            self.operators.check_distinct(url, sock, object())
+        except ConfigurationError as error:
+            self.refused = self.refused or error.message
 
-def diagnose(targets: list[Target], allowed: Collection[str]) -> Iterator[tuple[str, Iterator[CheckResult]]]:
+
+def diagnose(targets: list[Target], terms: Terms) -> Iterator[tuple[str, Iterator[CheckResult]]]:
     """Every executor's results, and whether they fit each other, each under a title.
 
     Args:
         targets: the provider, and its mask sources.
-        allowed: what they may have in common.
+        terms: on which a session would use them.
     """
     own, *others = targets
     sources = [target.url for target in others]
-    comparison = Comparison()
+    comparison = Comparison(terms)
     executors = [target for target in targets if not target.url.startswith(LOCAL)]
     for target in executors:
         yield target.url if sources else "", examine(target, comparison)
     if own.url in comparison.manifests:
-        shared = _shared(executors, allowed)
+        shared = _shared(executors, terms)
         yield (
             "one-time masks" if sources else "",
             _together(comparison, comparison.manifests[own.url], sources, shared),
         )
 
 
-def _shared(targets: list[Target], allowed: Collection[str]) -> Iterator[CheckResult]:
+def _shared(targets: list[Target], terms: Terms) -> Iterator[CheckResult]:
     """Tokens and authorities that provider and mask sources have in common."""
 
     def check_tokens() -> None:
         tokens = [target.secret for target in targets]
         if all(tokens):  # else their owner has not given them, and they are not compared
-            own_tokens(tokens[0], tokens[1:], allowed)
+            own_tokens(tokens[0], tokens[1:], terms.allowed)
 
     def check_authorities() -> None:
         tls = [target.ca and str(target.ca) for target in targets[1:] if over_tls(target.url)]
-        own_authorities(targets[0].ca, tls, allowed)
+        own_authorities(targets[0].ca, tls, terms.allowed)
 
     for what, check in (("tokens", check_tokens), ("authorities", check_authorities)):
         try:
@@ -144,18 +156,20 @@ def _together(
                 "weights", False, error.message, "use mask sources of the provider's very checkpoint"
             )
     yield from shared
-    if comparison.operators.same:
+    if comparison.refused:
+        yield CheckResult("operators", False, comparison.refused)
+    elif comparison.operators.same:
+        by = comparison.terms.allowed_by
         yield CheckResult(
             "operators",
-            None,
-            f"{comparison.operators.same}: whoever runs both subtracts every mask",
-            "use executors of operators that do not collude; --allow-same-operator is for trying it out",
+            True,
+            f"{comparison.operators.same}: {by}; if that is one operator, masks hide nothing from it",
         )
 
 
 def examine(target: Target, comparison: Comparison | None = None) -> Iterator[CheckResult]:
     """Results in order; the first with ``ok`` False is the last."""
-    comparison = comparison or Comparison()
+    comparison = comparison or Comparison(Terms())
     step = "url"
     sock: socket.socket | None = None
     channel: Channel | None = None
@@ -168,7 +182,8 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             check_environment()
 
             step = "authority"
-            context = client_context(target.authority, target.client_certificate)
+            option = "mask_source_ca" if target.source else "ca"
+            context = client_context(target.authority, target.client_certificate, option)
             system = f"those of the operating system (no file given with {target.option('ca')})"
             yield CheckResult("authority", True, str(target.authority or system))
 
@@ -186,7 +201,7 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             tls = sock = start_tls(sock, host, context)
             yield from _check_tls(tls)
             yield _key_exchange(agreed(tls))
-            comparison.operators.check_distinct(target.url, tls, object())
+            comparison.meet(target.url, tls)
 
             step = "token"
             token = target.secret
@@ -202,7 +217,7 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             token = target.secret
 
             step = "directory"
-            comparison.operators.check_distinct(target.url, None, object())
+            comparison.meet(target.url, None)
             if not token:
                 yield from _without_token(
                     lambda token: open_colocated(target.url, token, target.timeout), target
@@ -221,6 +236,9 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
         comparison.manifests[target.url] = remote.manifest
         yield from _check_manifest(remote.manifest)
 
+        step = "transcript"
+        yield from _transcript(remote.manifest, comparison.terms)
+
         step = "digest"
         yield _digest(remote.manifest, target.digest)
 
@@ -231,12 +249,16 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             step = "protocol"
         if isinstance(error, AuthenticationError) and step == "directory":
             step = "token"
-        more = ""
+        if isinstance(error, AuthenticationError) and isinstance(error.__cause__, ssl.SSLError):
+            step = "client cert"
+        what, advice = error.message, ""
         if isinstance(error, TlsError) and error.untrusted:
-            more = why_untrusted(target.authority, "mask_source_ca" if target.source else "ca")
+            what += why_untrusted(target.authority, "mask_source_ca" if target.source else "ca")
+        if isinstance(error, AuthenticationError | TlsError):
+            what, _, advice = what.partition("; ")
         if step == "tls":
-            more += _shown_certificate(target)
-        yield CheckResult(step, False, error.message + more, _remedy(error, step, target))
+            what += _shown_certificate(target)
+        yield CheckResult(step, False, what, remedy_of(error, step, target, advice))
     finally:
         if channel is not None:
             channel.close()
@@ -281,32 +303,6 @@ class _Waiting(Generic[T]):
             else:
                 self.seconds = time.perf_counter() - started
                 return
-
-
-def _remedy(error: SymbiosisError, step: str, target: Target) -> str:
-    if isinstance(error, ProtocolVersionError):
-        return "install the version of this package that the provider runs, or ask the provider to update"
-    if isinstance(error, AuthenticationError) or step == "token":
-        ask = "ask its operator for a token (`symbiosis-provider token add NAME --token-file FILE`), then "
-        if target.token and not target.token.variable:
-            return f"{ask}put it where {target.token} finds it"
-        variable = target.token.variable if target.token else "TOKEN"
-        return f"{ask}`export {variable}=...` and give {target.option('token')} {variable}"
-    url, ca = target.option("provider"), target.option("ca")
-    return {
-        "url": f"give the URL that `symbiosis-provider serve` printed with {url}",
-        "environment": "`unset SSLKEYLOGFILE`, and delete the file that it names if it holds keys",
-        "authority": f"give its ca.pem with {ca}, and both files of a client certificate or none",
-        "dns": f"look for a typing error in {url}; on a private network, ask for its DNS server or VPN",
-        "directory": f"compare {url} with what `serve --local-dir` printed; both must run as one user",
-        "tcp": f"compare {url} with the URL that `serve` printed; ask whether it runs, and on an address "
-        "that this machine may reach (`serve --host`, firewall)",
-        "tls": "ask its operator for the ca.pem that belongs to this server, or for a server certificate "
-        "that names this host (`symbiosis-provider certs DIR --host NAME`); never switch the check off",
-        "manifest": "compare the versions of both sides and the options given here",
-        "digest": "ask its operator which weights these are before you send anything to them",
-        "speed": "look into the executor's log at the time of this check",
-    }[step]
 
 
 def _resolve(host: str, port: int) -> CheckResult:
@@ -379,7 +375,7 @@ def _without_token(show: Callable[[str], object], target: Target) -> Iterator[Ch
         show("none")
     except AuthenticationError:
         yield CheckResult("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
-    remedy = f"give {target.option('token')} VARIABLE to check the rest"
+    remedy = f"give {target.option('token')} to check the rest"
     yield CheckResult("token", None, "not checked, nor anything after it", remedy)
 
 
@@ -391,19 +387,23 @@ def _check_manifest(manifest: Manifest) -> Iterator[CheckResult]:
         f"{manifest.model} ({manifest.architecture}): {layers} layers in {len(manifest.groups)} groups, "
         f"{manifest.numerics}, takes {' or '.join(manifest.wire_dtypes)} on the wire",
     )
-    if manifest.recorded:
-        yield CheckResult(
-            "transcript",
-            None,
-            "it records what tenants send",
-            "ask the provider why; sessions refuse it unless --allow-transcript is given",
-        )
     if manifest.unavailable:
         yield CheckResult(
             "parameters",
             None,
             f"it cannot supply {len(manifest.unavailable)} parameters that tenants hold",
             "load the checkpoint yourself and use session.attach",
+        )
+
+
+def _transcript(manifest: Manifest, terms: Terms) -> Iterator[CheckResult]:
+    if manifest.recorded and not terms.transcript:
+        raise ConfigurationError(
+            "it records what tenants send, so sessions refuse it without allow_transcript=True"
+        )
+    if manifest.recorded:
+        yield CheckResult(
+            "transcript", True, "it records what tenants send: allowed by allow_transcript=True"
         )
 
 

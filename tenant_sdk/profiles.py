@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from shared.errors import ConfigurationError
-from shared.options import check_options, read_options
+from shared.errors import ConfigurationError, SymbiosisError
+from shared.options import check_options, read_options, rename
 from tenant_sdk.connection.urls import LOCAL
 from tenant_sdk.trust.operators import SYSTEM
 
@@ -28,6 +28,7 @@ class Secret:
     """Where a secret is. ``what`` it is stands in messages; the secret itself never does.
 
     One of ``variable`` (of the environment), ``file`` and ``command`` (run without a shell, in ``folder``).
+    ``given``: the option or the key that says which.
     """
 
     what: str
@@ -35,9 +36,19 @@ class Secret:
     file: Path | None = None
     command: tuple[str, ...] = ()
     folder: Path | None = None
+    given: str = "this"
 
     def __str__(self) -> str:
-        return self.variable or (str(self.file) if self.file else f"the command {self.command[0]}")
+        if self.file or self.command:
+            return str(self.file) if self.file else f"the command {self.command[0]}"
+        return self.variable if self.names_variable else "VAR"
+
+    @property
+    def names_variable(self) -> bool:
+        """Whether ``variable`` can be one's name; else it may be the secret itself, which is not shown."""
+        return bool(os.environ.get(self.variable)) or (
+            len(self.variable) <= 40 and self.variable.isidentifier()
+        )
 
     def read(self) -> str:
         """The secret.
@@ -52,9 +63,11 @@ class Secret:
     def _of_variable(self) -> str:
         variable, what = self.variable, self.what
         value = os.environ.get(variable, "")
-        if not value and (len(variable) > 40 or not variable.isidentifier()):
-            raise ConfigurationError(  # which must not show what may be a secret
-                f"name the environment variable that holds {what}, not {what} itself"
+        if not self.names_variable:
+            raise ConfigurationError(
+                f"{self.given} takes the name of an environment variable, such as TOKEN, which holds {what}; "
+                f"what it was given is no such name. If that is {what} itself, ask for a new one: it can be "
+                "seen in the shell's history, or in the file"
             )
         if not value:
             raise ConfigurationError(
@@ -152,24 +165,63 @@ def read_profile(name: str | Path) -> dict[str, Any]:
         ConfigurationError: no such file, an unknown key, a value of another type.
     """
     path = profile_path(name)
+    if path != Path(name) and not path.exists() and Path(f"{name}.toml").is_file():
+        raise ConfigurationError(
+            f"cannot read {path}: No such file or directory; to name the file here: profile='./{name}.toml'"
+        )
     given = read_options(path, KINDS)
     folder = path.absolute().parent
+    file = path.name
     found = {key: value for key, value in given.items() if not key.startswith(("token_", "fingerprint_key_"))}
-    found |= _secret(given, "token", "the provider's token", str(path), folder)
-    found |= _secret(given, "fingerprint_key", "the fingerprints' key", str(path), folder)
+    found |= _secret(given, "token", "the provider's token", file, folder)
+    found |= _secret(given, "fingerprint_key", "the fingerprints' key", file, folder)
     for key in ("ca", "fingerprints"):
         if key in found:
-            found[key] = folder / os.path.expanduser(found[key])
+            found[key] = _beside(folder, found[key])
     if "client_certificate" in found:
-        found["client_certificate"] = tuple(
-            folder / os.path.expanduser(file) for file in found["client_certificate"]
-        )
+        found["client_certificate"] = tuple(_beside(folder, each) for each in found["client_certificate"])
     if "mask_sources" in found:
-        found |= _sources(found["mask_sources"], str(path), folder)
+        found |= _sources(found["mask_sources"], path, folder)
     return found
 
 
-def _sources(tables: list[dict[str, Any]], path: str, folder: Path) -> dict[str, Any]:
+def _beside(folder: Path, name: str) -> Path:
+    """A path of a profile, which is relative to its folder, without detours."""
+    path = folder / os.path.expanduser(name)
+    return path.resolve() if ".." in path.parts else path
+
+
+def names_in(profile: str | Path, found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+    """How errors name what a session has from a profile, as ``in_options`` wants it: by its key there.
+
+    Args:
+        profile: its name or path.
+        found: what ``read_profile`` found in it.
+        given: what was given besides, and wins.
+    """
+    file = profile_path(profile).name
+    names = dict.fromkeys(merged(found, given).keys() - given.keys(), "")
+    # Also what is missing there.
+    if "provider" in names:
+        names |= dict.fromkeys({"ca", "token", "client_certificate"} - given.keys(), "")
+    if "mask_sources" in names:
+        names |= dict.fromkeys({"mask_source_ca", "mask_source_token"} - given.keys(), "")
+    for name in names:
+        if name in ("token", "fingerprint_key"):
+            names[name] = found[name].given if name in found else f"`{name}_env` in {file}"
+        elif name == "mask_source_token":
+            one = [secret.given for secret in found.get(name, ()) if secret]
+            names[name] = one[0] if len(one) == 1 else f"`token_env` of the mask source in {file}"
+        elif name == "mask_source_ca":
+            names[name] = f"`ca` of the mask source in {file}"
+        elif name in ("provider", "ca", "client_certificate", "mask_sources", "fingerprints"):
+            names[name] = f"`{name}` in {file}"
+        else:
+            names[name] = f"`{name} = {{}}` in {file}"
+    return names
+
+
+def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str, Any]:
     """Of all mask sources the URLs, the tokens and the authorities, as ``connect`` takes them."""
     urls, tokens, authorities = [], [], []
     for at, table in enumerate(tables, 1):
@@ -179,9 +231,10 @@ def _sources(tables: list[dict[str, Any]], path: str, folder: Path) -> dict[str,
         if not url:
             raise ConfigurationError(f"{where}: it has no url")
         local = url.startswith(LOCAL)
-        urls.append(f"{LOCAL}{folder / os.path.expanduser(url.removeprefix(LOCAL))}" if local else url)
-        tokens.append(_secret(table, "token", f"the token of {url}", where, folder).get("token"))
-        authorities.append(ca if ca in (None, SYSTEM) else folder / os.path.expanduser(ca))
+        urls.append(f"{LOCAL}{_beside(folder, url.removeprefix(LOCAL))}" if local else url)
+        whose = f"mask source {at} in {path.name}"
+        tokens.append(_secret(table, "token", f"the token of {url}", whose, folder).get("token"))
+        authorities.append(ca if ca in (None, SYSTEM) else _beside(folder, ca))
     found: dict[str, Any] = {"mask_sources": urls}
     if any(tokens):
         found["mask_source_token"] = tokens
@@ -197,14 +250,14 @@ def _secret(table: Mapping[str, Any], name: str, what: str, where: str, folder: 
         raise ConfigurationError(f"{where}: give {what} in one way, not by {' and '.join(ways)}")
     if not ways:
         return {}
-    value = table[ways[0]]
+    value, given = table[ways[0]], f"`{ways[0]}` {'of' if ' in ' in where else 'in'} {where}"
     if not value:
         raise ConfigurationError(f"{where}: {ways[0]} is empty")
     if ways[0].endswith("_env"):
-        return {name: Secret(what, variable=value)}
+        return {name: Secret(what, variable=value, given=given)}
     if ways[0].endswith("_file"):
-        return {name: Secret(what, file=folder / os.path.expanduser(value))}
-    return {name: Secret(what, command=tuple(value), folder=folder)}
+        return {name: Secret(what, file=_beside(folder, value), given=given)}
+    return {name: Secret(what, command=tuple(value), folder=folder, given=given)}
 
 
 def merged(profile: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,6 +300,11 @@ def completed(connect: Callable[P, R]) -> Callable[P, R]:
         if profile is None:
             return connect(*provider, **given)
         arguments = {**given, **({"provider": provider[0]} if provider else {})}
-        return connect(**revealed(merged(read_profile(profile), arguments)))  # type: ignore[call-arg]
+        found = read_profile(profile)
+        try:
+            return connect(**revealed(merged(found, arguments)))  # type: ignore[call-arg]
+        except SymbiosisError as error:
+            rename(error, names_in(profile, found, arguments))
+            raise
 
     return with_profile

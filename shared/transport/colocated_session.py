@@ -159,7 +159,8 @@ def _request_session(directory: Path, url: str, token: str, timeout: float) -> O
     info = decode(body, ErrorInfo)
     message = peer_text(info.message)
     if info.code == "unauthorized":
-        raise AuthenticationError(f"{url} refused the token: {message}")
+        why = message.partition(";")[0]  # its advice takes it for the provider
+        raise AuthenticationError(f"{url} refused the token: {why}; ask its operator for a new one")
     if info.code == "protocol_version":
         raise ProtocolVersionError(f"{url}: {message}; this tenant speaks {SUBPROTOCOL}")
     raise ConnectError(f"{url} opened no session: {message}", retry_after=peer_seconds(info.retry_after))

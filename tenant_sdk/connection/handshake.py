@@ -55,13 +55,16 @@ def check_environment() -> None:
 
 
 def client_context(
-    ca: str | Path | None, client_certificate: tuple[str | Path, str | Path] | None = None
+    ca: str | Path | None,
+    client_certificate: tuple[str | Path, str | Path] | None = None,
+    option: str = "ca",
 ) -> ssl.SSLContext:
     """TLS 1.3 only, host name and certificate checked.
 
     Args:
         ca: PEM file of the authority to trust; None trusts the operating system's authorities.
         client_certificate: PEM files of certificate and key, for executors that ask for one.
+        option: with which ``ca`` is given.
 
     Raises:
         ConfigurationError: a file is missing or does not hold what it should, or ``check_environment``.
@@ -70,7 +73,9 @@ def client_context(
     try:
         context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(f"cannot use the authority's certificate file {ca}: {error}") from error
+        raise ConfigurationError(
+            f"cannot use the authority's certificate file {ca} ({option}=FILE): {error}"
+        ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.sslsocket_class = TlsSocket
     prefer(context)
@@ -114,21 +119,29 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
         return context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
         untrusted = error.verify_code in _UNTRUSTED
-        hint = {
-            9: "it is not valid yet: compare this machine's clock",
-            10: "it has expired: its operator must renew it",
-            62: f"it is for another host than {host!r}: use a name that the certificate has",
-            64: f"it is for another host than {host!r}: use a name that the certificate has",
-        }.get(error.verify_code, "do not go on unless you know why")
-        if untrusted:
-            hint = "its authority is not trusted"
+        other = (
+            f": it is for another host than {host!r}; use a name that the certificate has, or ask its "
+            "operator for one that names this host (`symbiosis-provider certs DIR --host NAME`)"
+        )
+        why = {
+            9: ": it is not valid yet; compare this machine's clock",
+            10: ": it has expired; ask its operator to renew it",
+            62: other,
+            64: other,
+        }.get(error.verify_code, "; do not go on unless you know why")
         raise TlsError(
-            f"the certificate of {host} was refused ({error.verify_message}); {hint}", untrusted=untrusted
+            f"the certificate of {host} was refused ({error.verify_message})" + ("" if untrusted else why),
+            untrusted=untrusted,  # then ``why_untrusted``
+        ) from error
+    except (ssl.SSLEOFError, ConnectionResetError) as error:
+        raise TlsError(
+            f"{host} closed the connection before TLS began, as an executor does that is full; try again in "
+            "a while, and if it stays so, ask its operator whether this is the executor's port",
+            retry_after=5.0,
         ) from error
     except (ssl.SSLError, OSError) as error:
         raise TlsError(
-            f"no TLS 1.3 session with {host} ({error}); is this the executor's port? An executor that has "
-            "no room for another connection ends it like this, too: try again",
+            f"no TLS 1.3 session with {host} ({error}); is this the executor's port?",
             retry_after=5.0,
         ) from error
 
@@ -143,10 +156,11 @@ def why_untrusted(ca: str | Path | None, option: str) -> str:
     if ca is None:
         return (
             f": {option}=FILE was not given, and no authority that this machine knows signed the "
-            "certificate. Ask the executor's operator for its ca.pem"
+            "certificate; ask its operator for the ca.pem that belongs to this server, and give "
+            f"{option}=FILE"
         )
     return (
-        f": somebody else signed the certificate than the authority in {option}={ca}. Ask the executor's "
+        f": somebody else signed the certificate than the authority in {option}={ca}; ask its "
         "operator for the ca.pem that belongs to this server"
     )
 
@@ -210,7 +224,8 @@ def _refusal(response: Response, url: str) -> SymbiosisError:
         code = message = ""
         retry_after = None
     if response.status_code == 401:
-        return AuthenticationError(f"{url} refused the token: {message or 'unauthorized'}")
+        why = message.partition(";")[0] or "unauthorized"  # its advice takes it for the provider
+        return AuthenticationError(f"{url} refused the token: {why}; ask its operator for a new one")
     if code == "protocol_version":
         return ProtocolVersionError(f"{url}: {message}; this tenant speaks {SUBPROTOCOL}")
     if response.status_code == 503 and message:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - see _stop_waiting, which must be registered later
 import logging
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from shared.errors import (
@@ -70,6 +72,7 @@ class LastingConnection:
         self._chance = random.SystemRandom().random
         self._open_channel = open_channel
         self._closing = threading.Event()
+        _connections.add(self)
         self._reconnecting = threading.Lock()  # whoever opens a channel holds it, and guards these three:
         self._tries = 0  # since the last answer
         self._gone_since = 0.0
@@ -148,6 +151,11 @@ class LastingConnection:
         self._closing.set()
         self._channel.close()
 
+    def stop_waiting(self) -> None:
+        """Wait for nobody any longer, but go on with an open channel. In a forked child, nothing."""
+        if not self._home.left:
+            self._closing.set()
+
     def _reopen(self, since: float, cause: SymbiosisError | None = None) -> None:
         """Replace a broken channel, waiting until ``patience`` seconds after ``since``."""
         with self._reconnecting:
@@ -212,6 +220,19 @@ class LastingConnection:
         if self._channel.key_exchange:
             with self._stats.lock:
                 self._stats.key_exchange[self.url] = self._channel.key_exchange
+
+
+_connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
+
+
+def _stop_waiting() -> None:
+    """At the end of a program that closed no session: pools' threads, which Python joins, would wait on."""
+    for connection in list(_connections):
+        connection.stop_waiting()
+
+
+# What is registered last is called first, so this comes before the pools' own; ``atexit`` comes after them.
+threading._register_atexit(_stop_waiting)  # type: ignore[attr-defined]
 
 
 def _hello(channel: Channel) -> Manifest:

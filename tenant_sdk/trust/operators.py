@@ -79,7 +79,7 @@ class Operators:
                     if signs := _equal(mine, theirs):
                         self.same = f"{url} and {other} have the same {_words(signs)}"
                     if forbidden := [sign for sign in signs if sign not in self._allowed]:
-                        raise ConfigurationError(f"{self.same}: {_advice(forbidden)}")
+                        raise ConfigurationError(f"{self.same}: {_advice(forbidden, self._allowed)}")
             self._known.setdefault(party or url, {})[mine] = url
 
 
@@ -110,12 +110,12 @@ def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]
         raise ConfigurationError(
             "give the mask source's own token: mask_source_token=TOKEN. The provider's is not sent to "
             "another operator, who could then act as this tenant there; "
-            f"{_waiver(['token'])}"
+            f"{_waiver(['token'], allowed)}"
         )
     if len({token, *given}) <= len(given):
         raise ConfigurationError(
             "provider and mask sources have the same token: each operator could act as this tenant at the "
-            f"other. Ask each for a token of its own; {_waiver(['token'])}"
+            f"other. Ask each for a token of its own; {_waiver(['token'], allowed)}"
         )
     return [str(each) for each in given]
 
@@ -142,9 +142,9 @@ def own_authorities(
         return [ca if each is None else None if each == SYSTEM else each for each in given]
     if ca is not None and None in given:
         raise ConfigurationError(
-            "give the mask source's own authority: mask_source_ca=FILE, or mask_source_ca='system' for those "
+            "give the mask source's own authority: mask_source_ca=FILE, or the word system there for those "
             f"of the operating system. The provider's, ca={ca}, could sign a certificate for the "
-            f"mask source's address, and read what is sent there; {_waiver(['authority'])}"
+            f"mask source's address, and read what is sent there; {_waiver(['authority'], allowed)}"
         )
     chosen = [None if each == SYSTEM else each for each in given]
     seen: dict[bytes, str | Path] = {}
@@ -152,19 +152,19 @@ def own_authorities(
     for at, file in enumerate(files):
         if file is None and (not any(files) or None in files[:at]):
             continue  # the operating system's may vouch for several
-        keys = _keys_of(file)
+        keys = _keys_of(file, "mask_source_ca" if at else "ca")
         for key in keys & seen.keys():
             raise ConfigurationError(
                 f"{file or _SYSTEMS} and {seen[key]} hold the same certificate authority, which could take "
                 "the place of either party and read both. Ask each operator for its own; "
-                f"{_waiver(['authority'])}"
+                f"{_waiver(['authority'], allowed)}"
             )
         seen |= dict.fromkeys(keys, file or _SYSTEMS)
     return chosen
 
 
-def _keys_of(file: str | Path | None) -> set[bytes]:
-    """What tells the authorities of a file apart, as OpenSSL finds them; None: the operating system's.
+def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
+    """What tells the authorities of an option's file apart, as OpenSSL finds them; None: the system's.
 
     Certificates, and of a file their public keys too: one key may have several certificates.
     """
@@ -176,7 +176,9 @@ def _keys_of(file: str | Path | None) -> set[bytes]:
         found = set(context.get_ca_certs(binary_form=True))
         keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigurationError(f"cannot use the authority's certificate file {file}: {error}") from error
+        raise ConfigurationError(
+            f"cannot use the authority's certificate file {file} ({option}=FILE): {error}"
+        ) from error
     return found | keys
 
 
@@ -207,15 +209,17 @@ def _words(signs: Iterable[str]) -> str:
     return ", ".join(SIGNS[sign] for sign in signs)
 
 
-def _advice(signs: list[str]) -> str:
+def _advice(signs: list[str], allowed: Collection[str]) -> str:
     return (
         "provider and mask sources must be run by operators that do not collude, or whoever runs both "
-        f"subtracts every mask. Name executors of different operators; {_waiver(signs)}"
+        f"subtracts every mask. Name executors of different operators; {_waiver(signs, allowed)}"
     )
 
 
-def _waiver(signs: list[str]) -> str:
-    names = "{" + ", ".join(repr(sign) for sign in signs) + "}"
+def _waiver(signs: list[str], allowed: Collection[str]) -> str:
+    """``allow_same`` with these signs too; whoever follows this replaces what was given before."""
+    every = [*signs, *(sign for sign in SIGNS if sign in allowed and sign not in signs)]
+    names = "{" + ", ".join(map(repr, every)) + "}"
     return f"if that is meant, allow_same={names}; to try it out on one machine, allow_same_operator=True"
 
 

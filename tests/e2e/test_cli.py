@@ -168,8 +168,8 @@ WAIVED = ("--allow-same", "token", "--allow-same", "authority")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--privacy", "rot13"), "privacy='rot13' is none of one-time"),
-        ((), "mask_sources=['wss://...'], or the checkpoint itself"),
+        (("--privacy", "rot13"), "--privacy rot13 is none of one-time"),
+        ((), "--mask-source wss://..., or the checkpoint itself"),
         (SOURCE * 2, "named twice"),
         (("--wire-dtype", "float8"), "float8"),
         (("--method", "dora"), "which reads the base weights"),
@@ -182,8 +182,8 @@ WAIVED = ("--allow-same", "token", "--allow-same", "authority")
         (("--ca", "missing.pem", *SOURCE, "--allow-same-operator"), "missing.pem"),
         ((*SOURCE, "--mask-source-ca", "a", "--mask-source-ca", "b"), "one for all mask sources, or one for"),
         ((*SOURCE, "--mask-source-token-env", "NOT_SET"), "put the mask source's token there"),
-        ((*SOURCE, "--verify", "often"), "verify='often' is none of always, sampled, off"),
-        ((*SOURCE, "--verify", "sampled", "--verify-rate", "2"), "verify_rate=2.0 cannot be"),
+        ((*SOURCE, "--verify", "often"), "--verify often is none of always, sampled, off"),
+        ((*SOURCE, "--verify", "sampled", "--verify-rate", "2"), "--verify-rate 2.0 cannot be"),
         ((*SOURCE, "--mask-budget-mib", "-1"), "not negative"),
         ((*SOURCE, "--fingerprints", "f"), "needs --fingerprint-key-env VAR"),
         ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "NOT_SET"), "put the fingerprints' key"),
@@ -206,7 +206,7 @@ def test_wrong_options(
 def test_a_token_in_place_of_a_variable_is_not_shown() -> None:
     token = "_l1_PRwFiqtlZ9wq3Yx0aB-cdEFghIJklMNopQRstUV"
     result = CliRunner().invoke(app, ["generate", *COMMON[:-1], token, "--prompt", "x"])
-    assert "name the environment variable" in str(result.exception)
+    assert "takes the name of an environment variable" in str(result.exception)
     assert token not in str(result.exception)
 
 

@@ -12,8 +12,11 @@ from commands import finish, ok, start
 from conftest import RING, Executor
 from typer.testing import CliRunner
 
+from shared.options import in_options
 from tenant_sdk.cli import app
+from tenant_sdk.cli_options import NAMES
 
+PROMPT = ("--prompt", "x")
 WAIVED = ("--allow-same", "token", "--allow-same", "authority")
 
 
@@ -109,26 +112,36 @@ def test_doctor_examines_mask_sources_too(
     source = ("--mask-source", other, "--mask-source", f"local:{checkpoint('llama')}")
 
     said = doctor_says(0, *where)
-    assert "✓ numerics    ring" in said
-    assert "! mask source none given; one-time masks, the default, need one" in said
-    assert "✗ authorities give the mask source's own authority" in doctor_says(1, *where, *source)
+    assert "✓ numerics     ring" in said
+    assert "! mask source  none given; one-time masks, the default, need one" in said
+    assert "✗ authorities  give the mask source's own authority" in doctor_says(1, *where, *source)
     said = doctor_says(0, *where, *source, "--allow-same-operator")
     assert said.count("✓ download") == 2
     assert f"{other} lists what the provider lists" in said
     assert f"local:{checkpoint('llama')} holds what the provider claims" in said
-    assert "have the same address, certificate key, machine" in said
-    assert "operators that do not collude" in said
+    assert "✓ operators    " in said
+    assert "have the same address, certificate key, machine: allowed by --allow-same-operator;" in said
 
     token = ("--mask-source-token-env", "SOURCE_TOKEN")
-    waived = (*WAIVED, "--mask-source-ca", ring.ca)
+    waived = (*WAIVED, "--allow-same", "key", "--mask-source-ca", ring.ca)
+    seen = ("--allow-same", "address", "--allow-same", "machine")
     said = doctor_says(1, *where, *source, *token, *waived)
     assert said.count("✓ manifest") == said.count("✗ token") == 1
-    said = doctor_says(0, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *token, *waived)
+    each = ("--mask-source-token-env", "TENANT_TOKEN", *token)
+    said = doctor_says(0, *where, *source, *each, *waived, *seen)
     assert "✗" not in said  # one for each
+    assert "have the same address, certificate key, machine: allowed by --allow-same;" in said
+    said = doctor_says(1, *where, *source, *each, *waived)
+    assert said.count("✗") == 1
+    session = CliRunner().invoke(app, [*map(str, ("generate", *where, *source, *each, *waived, *PROMPT))])
+    refused = in_options(str(session.exception), NAMES)
+    asked = ("address", "machine", "key", "authority", "token")  # with those that are allowed already
+    assert f"if that is meant, --allow-same {' --allow-same '.join(asked)}; to try it out" in refused
+    assert f"✗ operators    {refused}" in said
     said = doctor_says(1, *where, *source, "--mask-source-token-env", "TENANT_TOKEN", *waived[2:])
-    assert "✗ tokens      provider and mask sources have the same token" in said
+    assert "✗ tokens       provider and mask sources have the same token" in said
     result = CliRunner().invoke(app, [*map(str, ("doctor", *where, *source)), *token * 3])
-    assert "mask_source_token=: give one for all mask sources, or one" in str(result.exception)
+    assert "--mask-source-token-env VAR: give one for all mask sources, or one" in str(result.exception)
 
 
 def test_doctor_says_that_one_time_masks_will_not_work(
@@ -137,7 +150,7 @@ def test_doctor_says_that_one_time_masks_will_not_work(
     monkeypatch.setenv("TENANT_TOKEN", ring.token)
     common = ("--ca", ring.ca, "--token-env", "TENANT_TOKEN", *WAIVED, "--mask-source")
     said = doctor_says(1, "--provider", llama.url, *common, ring.url)
-    assert "! numerics    float32: no one-time masks, nothing to verify" in said
+    assert "! numerics     float32: no one-time masks, nothing to verify" in said
     assert "serve --numerics ring" in said
     assert "✗ weights" in said
     assert "do not serve the same: another numerics" in said

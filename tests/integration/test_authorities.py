@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from conftest import RING, Executor
+from typer.testing import CliRunner
 
+import tenant_sdk
 from provider.serve.certificates import write_certificates
-from shared.errors import TlsError
+from shared.errors import SymbiosisError, TlsError
 from shared.options import in_options
+from tenant_sdk.cli import app
 from tenant_sdk.cli_options import NAMES
 
 
@@ -21,6 +24,27 @@ def other(tmp_path: Path) -> Path:
     """Another authority, of the same name."""
     write_certificates(tmp_path, now=datetime.datetime.now(datetime.UTC))
     return tmp_path / "ca.pem"
+
+
+def test_authorities_of_a_profile_go_by_its_keys(other: Path, llama: Executor, tmp_path: Path) -> None:
+    """For both kinds of users; nobody typed an option."""
+    token, profile = tmp_path / "token", tmp_path / "clinic.toml"
+    token.write_text(llama.token)
+    token.chmod(0o600)
+    (tmp_path / "deep").mkdir()
+
+    def errors(ca: str) -> str:
+        text = f'provider = "{llama.url}"\nca = "{ca}"\ntoken_file = "token"\nprivacy = "plain"'
+        profile.write_text(text)
+        with pytest.raises(SymbiosisError) as caught:
+            tenant_sdk.connect(profile=profile)
+        typed = CliRunner().invoke(app, ["generate", "--prompt", "x", "--profile", str(profile)])
+        assert str(typed.exception) == str(caught.value)
+        return str(caught.value)
+
+    assert "than the authority in `ca` in clinic.toml; ask its operator" in errors(str(other))
+    missing = errors("deep/../none.pem")
+    assert f"certificate file {tmp_path.resolve()}/none.pem (`ca` in clinic.toml): [Errno 2]" in missing
 
 
 @pytest.mark.parametrize("source", [False, True])
@@ -43,6 +67,6 @@ def test_a_wrong_authority_and_none(
     error = str(caught.value)
     assert caught.value.untrusted
     assert error.startswith("mask source wss://localhost" if source else "the certificate of 127.0.0.1")
-    said = f"than the authority in {option}={other}. Ask" if given else f"{option}=FILE was not given, and no"
+    said = f"than the authority in {option}={other}; ask" if given else f"{option}=FILE was not given, and no"
     assert said in error
     assert f"--{option.replace('_', '-')} {other if given else 'FILE'}" in in_options(error, NAMES)

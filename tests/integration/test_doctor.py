@@ -92,7 +92,8 @@ def test_small_limits_are_kept(serve: Callable[..., Executor], checkpoint: Calla
         ({"url": "wss://localhost:x"}, "url", "Port could not be cast", "--provider"),
         ({"ca": Path("missing.pem")}, "authority", "missing.pem", "--ca"),
         ({"url": "wss://a..b:1"}, "dns", "cannot resolve", "typing error"),
-        ({"ca": None}, "tls", "The server shows: CN=Symbiosis server", "ca.pem"),
+        ({"ca": None}, "tls", "The server shows: CN=Symbiosis server", "ca.pem that belongs to this server"),
+        ({"ca": None}, "tls", "ca=FILE was not given", "and give ca=FILE"),
         ({"wire_dtype": "float16"}, "manifest", "float16", "options"),
     ],
 )
@@ -109,6 +110,41 @@ def test_a_token_with_white_space(llama: Executor, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TENANT_TOKEN", "two words")
     found = failure(llama)
     assert (found.step, found.detail) == ("token", "the token in TENANT_TOKEN holds white space")
+
+
+def test_a_token_file_that_others_can_read(llama: Executor, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("t0k3n")
+    file.chmod(0o644)
+    found = failure(llama, token=Secret("the token", file=file))
+    assert "others can read" in found.detail
+    assert "readable for you alone" in found.remedy
+    assert "ask its operator" not in found.remedy
+
+
+def test_a_token_in_the_place_of_its_variable_is_not_shown(llama: Executor) -> None:
+    pasted = Secret("the token", "x" * 43, given="--token-env")
+    found = failure(llama, token=pasted)
+    assert "--token-env takes the name of an environment variable" in found.detail
+    assert "x" * 43 not in found.detail + found.remedy + str(pasted)
+
+
+def test_an_executor_that_is_full(llama: Executor) -> None:
+    """It closes the connection before TLS."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def turn_away() -> None:
+            for _ in range(2):
+                connection, _address = listener.accept()
+                connection.recv(1 << 16)
+                connection.close()
+
+        thread = threading.Thread(target=turn_away, daemon=True)
+        thread.start()
+        found = failure(llama, f"wss://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join(10)
+    assert "closed the connection before TLS began, as an executor does that is full" in found.detail
+    assert "try again" in found.remedy
 
 
 def test_another_protocol_version(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,15 +188,23 @@ def test_a_certificate_for_another_host(with_certificates: Callable[..., Executo
     assert found.step == "tls"
     assert "it is for another host than '127.0.0.1'" in found.detail
     assert "for executor.example, by CN=Symbiosis development CA" in found.detail
+    assert "use a name that the certificate has" in found.remedy
+    assert "ca.pem" not in found.remedy
 
 
-@pytest.mark.parametrize(("days", "wrong"), [(-30, "it has expired"), (30, "not valid yet")])
+@pytest.mark.parametrize(
+    ("days", "wrong", "remedy"),
+    [
+        (-30, "it has expired", "ask its operator to renew it"),
+        (30, "not valid yet", "compare this machine's clock"),
+    ],
+)
 def test_a_certificate_of_another_time(
-    with_certificates: Callable[..., Executor], days: int, wrong: str
+    with_certificates: Callable[..., Executor], days: int, wrong: str, remedy: str
 ) -> None:
     now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     found = failure(with_certificates(now=now, days=7))
-    assert found.step == "tls"
+    assert (found.step, found.remedy) == ("tls", remedy)
     assert wrong in found.detail
 
 
@@ -176,7 +220,9 @@ def test_a_client_certificate_that_is_asked_for(
 ) -> None:
     executor = with_certificates(client_ca=True)
     found = failure(executor)
-    assert "client_certificate" in found.detail
+    assert found.step == "client cert"
+    assert "give --client-certificate FILE --client-key FILE" in found.remedy
+    assert "token" not in found.remedy
     pair = (tmp_path / "client.pem", tmp_path / "client.key")
     assert list(look(executor, client_certificate=pair)) == [*ALL, *SPEED]
 
@@ -195,7 +241,7 @@ def test_a_port_of_something_else(llama: Executor) -> None:
         found = failure(llama, f"wss://127.0.0.1:{listener.getsockname()[1]}")
         thread.join(10)
     assert found.step == "tls"
-    assert "is this the executor's port?" in found.detail
+    assert found.remedy == "is this the executor's port?"
 
 
 def test_a_port_that_keeps_silent(llama: Executor) -> None:
@@ -232,7 +278,7 @@ def test_a_mask_source_is_called_one(llama: Executor) -> None:
         (there, "compare --mask-source with"),
         (replace(there, url="wss://x:y"), "`symbiosis-provider serve` printed with --mask-source"),
         (replace(there, ca="no.pem"), "its ca.pem with --mask-source-ca"),
-        (replace(there, url=llama.url, token=Secret("it", "UNSET")), "give --mask-source-token-env UNSET"),
-        (replace(there, url=llama.url), "give --mask-source-token-env VARIABLE"),
+        (replace(there, url=llama.url, token=Secret("it", "UNSET")), "`export UNSET=...` with the token"),
+        (replace(there, url=llama.url), "give --mask-source-token-env VAR to check"),
     ):
         assert remedy in list(examine(target))[-1].remedy

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Executor
+from conftest import RING, Executor
 from raw_peers import SECONDS
 from typer.testing import CliRunner
 
@@ -28,6 +28,7 @@ from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConfigurationError
 from shared.wire.header import Direction, Operation
+from tenant_sdk.cli import app as tenant_app
 
 
 class Clock:
@@ -346,7 +347,8 @@ def test_who_comes_with_an_expired_token_reads_why(
             executor = dataclasses.replace(executor, url=f"ipc://{folder}/here")
         to = {"ca": None} if local else {}
         with pytest.raises(
-            AuthenticationError, match=r"this token expired at .* UTC; ask the provider for a new one"
+            AuthenticationError,
+            match=r"this token expired at .* UTC; ask its operator for a new one",
         ):
             executor.connect(token=former, **to)
         executor.connect(token=valid, **to).close()
@@ -365,6 +367,33 @@ def command(*words: object) -> tuple[str, str]:
     result = CliRunner().invoke(app, ["token", *map(str, words)])
     assert result.exit_code == 0, result
     return result.stdout, result.stderr
+
+
+def test_who_is_refused_reads_where_the_token_is_from(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = serve(checkpoint("llama"), numerics=RING)
+    monkeypatch.setenv("GOOD", executor.token)
+    monkeypatch.setenv("BAD", "x" * 43)
+    other = executor.url.replace("127.0.0.1", "localhost")
+    where = ("generate", "--prompt", "x", "--provider", executor.url, "--ca", str(executor.ca))
+    source = ("--mask-source", other, "--mask-source-ca", str(executor.ca), "--allow-same-operator")
+
+    def refused(*words: str) -> str:
+        error = CliRunner().invoke(tenant_app, [*where, *words]).exception
+        assert isinstance(error, AuthenticationError)
+        return str(error)
+
+    said = refused("--token-env", "BAD", "--privacy", "plain")
+    assert said.startswith(
+        f"{executor.url} refused the token: missing or unknown bearer token; ask its operator"
+    )
+    assert said.endswith("This one was given with --token-env BAD")
+    said = refused("--token-env", "GOOD", *source, "--mask-source-token-env", "BAD")
+    assert said.startswith(f"mask source {other} refused the token")
+    assert said.count(other) == 1
+    assert "ask the provider" not in said
+    assert said.endswith("This one was given with --mask-source-token-env BAD")
 
 
 def test_the_command_prints_the_token_once_and_how_long_it_is_valid(tokens: TokenFile) -> None:

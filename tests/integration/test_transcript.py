@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import Executor
 from parity import fixed_result, token_ids
+from typer.testing import CliRunner
 
 import tenant_sdk
 from provider.config import ServeConfig
@@ -23,6 +24,7 @@ from provider.serve.provider import Provider
 from security.transcript import TranscriptError, read_transcript
 from shared.errors import ConfigurationError, RequestRefused
 from shared.wire.header import Direction, Operation
+from tenant_sdk.cli import app
 
 
 class Recorded:
@@ -63,6 +65,21 @@ def recorded(
     made = Recorded(tmp_path / "records", checkpoint("llama"), tls_dir, token_file)
     yield made
     made.stop()
+
+
+def test_doctor_refuses_it_as_sessions_do(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = recorded.executor
+    monkeypatch.setenv("TENANT_TOKEN", executor.token)
+    where = ("doctor", "--provider", executor.url, "--ca", str(executor.ca), "--token-env", "TENANT_TOKEN")
+    refused = CliRunner().invoke(app, where)
+    assert refused.exit_code == 1
+    assert (
+        "✗ transcript   it records what tenants send, so sessions refuse it without --allow-transcript"
+        in (refused.output)
+    )
+    allowed = CliRunner().invoke(app, [*where, "--allow-transcript"])
+    assert allowed.exit_code == 0
+    assert "✓ transcript   it records what tenants send: allowed by --allow-transcript" in allowed.output
 
 
 def test_everything_that_was_sent_is_there(recorded: Recorded) -> None:

@@ -23,7 +23,13 @@ import tenant_sdk
 from provider.executor.base import BaseExecutor
 from provider.session.tenant import Service
 from shared.checkpoint import Checkpoint
-from shared.errors import AuthenticationError, ConfigurationError, ConnectionLost, RequestRefused
+from shared.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectionLost,
+    NobodyListens,
+    RequestRefused,
+)
 from shared.wire.header import Direction, Header, Operation, RequestClass
 from shared.wire.messages import Limits
 from shared.wire.protocol import GroupShape, TenantProtocol
@@ -305,3 +311,9 @@ def test_the_executor_in_a_notebook(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ConnectionLost):
         product(session, torch.ones(1, 64))
     session.close()
+
+
+def test_the_first_connection_is_not_waited_for_and_says_what_does() -> None:
+    """However patient the session is: the URL may be mistyped."""
+    with pytest.raises(NobodyListens, match=r"`symbiosis-tenant doctor --wait SECONDS` waits for it"):
+        tenant_sdk.connect("wss://127.0.0.1:1", token="x", privacy="plain", patience=1e6)

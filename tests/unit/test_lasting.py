@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -239,3 +241,35 @@ def test_closing_ends_the_wait(world: Callable[..., World]) -> None:
     assert len(here.waited) == 6
     with pytest.raises(ConnectionLost, match="the connection broke"):  # and nobody begins to wait
         here.lose()
+
+
+UNCLOSED = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from shared.errors import NobodyListens
+from tenant_sdk.connection import lasting
+from tenant_sdk.connection.stats import Stats
+
+lasting._hello = lambda channel: "model"
+channels = [SimpleNamespace(peer="wss://executor", key_exchange="", broken=False)]
+tried = threading.Event()
+
+def open_channel():
+    if channels:
+        return channels.pop()
+    tried.set()
+    raise NobodyListens("it is gone")
+
+connection = lasting.LastingConnection(open_channel, Stats(), 1e6)
+connection.latest.broken = True
+ThreadPoolExecutor(1).submit(lambda: connection.channel)
+tried.wait()
+print("end")
+"""
+
+
+def test_a_program_that_closes_nothing_ends_while_a_pool_waits() -> None:
+    """As the pools of mask sources do, whose threads Python joins."""
+    done = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, timeout=120, check=True)
+    assert done.stdout == b"end\n"

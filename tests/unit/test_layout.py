@@ -55,6 +55,7 @@ ROOMS = {
         "session",
         "composition",
         "cli_options",
+        "remedies",
         "doctor",
         "tuning",
         "cli",

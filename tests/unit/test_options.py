@@ -128,11 +128,13 @@ def test_a_file_has_options_and_the_command_line_wins(served: list[ServeConfig],
 @pytest.mark.parametrize(
     ("text", "key", "wrong"),
     [
-        ('prot = 1\nport = "x"', "prot", "no such option"),
+        ('prot = 1\nport = "x"', "prot", "no such option; did you mean port?"),
+        ("max-connections = 1", "max-connections", "no such option; did you mean max_connections?"),
+        ("max_connections = 0", "max_connections", "greater than or equal to 1"),
         ('port = "1"', "port", "Expected `int`"),
         ("host = 1", "host", "Expected `str`"),
         ("serve_head = 1", "serve_head", "Expected `bool`"),
-        ('[limits]\nport = "1"', "limits", "no such option"),
+        ('[limits]\nport = "1"', "limits", "no such option; the keys are admin_port, batch_wait_ms"),
         ('config = "other.toml"', "config", "no such option"),
     ],
 )
@@ -142,7 +144,7 @@ def test_a_file_with_mistakes(text: str, key: str, wrong: str, served: list[Any]
     said = serve("--config", file, "m")
     assert said.startswith(f"{file}: {key}: ")
     assert wrong in said
-    assert "the keys are admin_host, admin_port, batch_wait_ms" in said
+    assert ("the keys are" in said) == ("the keys are" in wrong or key == "config")
     assert not served
 
 
@@ -152,13 +154,6 @@ def test_a_file_that_is_none(data: bytes, wrong: str, tmp_path: Path) -> None:
     assert f"cannot read {file}: No such file" in serve("--config", file)
     file.write_bytes(data)
     assert f"{file} {wrong}" in serve("--config", file)
-
-
-def test_a_value_out_of_range_in_a_file_is_refused(served: list[Any], tmp_path: Path) -> None:
-    file = tmp_path / "provider.toml"
-    file.write_text('tls_dir = "t"\ntoken_file = "f"\nmax_connections = 0')
-    assert "max-connections" in serve("m", "--config", file)
-    assert not served
 
 
 def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +186,10 @@ def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (
             "generate",
             'token = "t0k3n"',
-            "token: there is no such option; the keys are adapter, allow_loops, allow_other_base",
+            "token: there is no such option; secrets are not kept here: use token_env",
         ),
         ("generate", "digest = 1", "digest: Expected `str`"),
-        ("doctor", "", "allow_transcript: there is no such option; the keys are allow_same"),
+        ("doctor", "", "temperature: there is no such option; the keys are allow_same"),
     ):
         file.write_text(f"{text}\n{change}")
         said = str(CliRunner().invoke(tenant_app, [command, "--config", str(file)]).exception)

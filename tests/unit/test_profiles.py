@@ -130,7 +130,45 @@ def test_what_is_given_wins(opened: list[SessionConfig], tmp_path: Path) -> None
         assert opened[-2:] == [SessionConfig(**(said | changed))] * 2, words
     assert "token=TOKEN" not in connect(profile=file, provider="wss://x")
     assert opened[-1].token == ""  # of the other provider, nothing is shown to this one
-    assert "--token-env VAR is missing" in generate("--profile", file, "--provider", "wss://x")[0]
+    error = generate("--profile", file, "--provider", "wss://x")[0]
+    assert "--token-env VAR is missing" in error
+    assert "a profile's token is not sent to another" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ({"verify_rate": 2}, [], "`verify_rate = 2` in p.toml cannot be"),
+        ({"verify_rate": 2}, ["--verify-rate", 3], "--verify-rate 3.0 cannot be"),
+        ({"privacy": "rot13"}, [], "`privacy = 'rot13'` in p.toml is none of one-time"),
+        ({}, [], "there for those of the operating system. The provider's, `ca` in p.toml, could"),
+        ({"allow_same": ["key"]}, [], "if that is meant, `allow_same = ['authority', 'key']` in p.toml; to"),
+        ({}, [], "own authority: `ca` of the mask source in p.toml, or the word"),
+        ({}, ["--mask-source", "wss://c"], "own token: --mask-source-token-env VAR. The"),
+    ],
+)
+def test_errors_name_keys_of_the_profile(
+    change: dict[str, Any], words: list[object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_TOKEN", "a")
+    monkeypatch.setenv("B_TOKEN", "b")
+    lines = {"provider": "wss://a", "ca": "a.pem", "token_env": "A_TOKEN", "privacy": "one-time"} | change
+    text = "\n".join(f"{key} = {value!r}" for key, value in lines.items())
+    (tmp_path / "p.toml").write_text(f'{text}\n[[mask_sources]]\nurl = "wss://b"\ntoken_env = "B_TOKEN"')
+    assert message in generate("--profile", tmp_path / "p.toml", *words)[0]
+
+
+def test_a_secret_in_the_place_of_its_variable(tmp_path: Path) -> None:
+    """It is not shown, and the error says which option or key it was."""
+    pasted = "x" * 43
+    (tmp_path / "p.toml").write_text(f'provider = "wss://a"\ntoken_env = "{pasted}"')
+    for words, name in (
+        (["--provider", "wss://a", "--token-env", pasted], "--token-env"),
+        (["--profile", tmp_path / "p.toml"], "`token_env` in p.toml"),
+    ):
+        error = generate(*words)[0]
+        assert error.startswith(f"{name} takes the name of an environment variable")
+        assert pasted not in error
 
 
 def test_which_file_it_is(
@@ -145,6 +183,9 @@ def test_which_file_it_is(
         assert profile_path(path) == Path(path)
     assert "cannot read /configuration/symbiosis/clinic.toml" in connect(profile="clinic")
     monkeypatch.chdir(tmp_path)
+    error = generate("--profile", "symbiosis")[0]
+    assert "cannot read /configuration/symbiosis/symbiosis.toml: No such file or directory; to name " in error
+    assert error.endswith("the file here: --profile ./symbiosis.toml")
     error, said = generate()
     assert (error, "using symbiosis.toml of this folder" in said) == ("enough", True)
     error, said = generate("--provider", "wss://x", "--token-env", "OTHER", "--privacy", "plain")
@@ -160,14 +201,18 @@ def test_which_file_it_is(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('prvider = "x"', "prvider: there is no such option; the keys are allow_same, allow_same_operator"),
-        ('token = "t0k3n"', "token: there is no such option"),
+        ('prvider = "x"', "prvider: there is no such option; did you mean provider?"),
+        ("xyz = 1", "xyz: there is no such option; the keys are allow_same, allow_same_operator"),
+        ('token = "t0k3n"', "secrets are not kept here: use token_env or token_file or token_command"),
         ("pad_rows = true", "pad_rows: Expected `int`"),
         ('client_certificate = ["a"]', "client_certificate: Expected `array` of length 2"),
         ('token_command = "get it"', "token_command: Expected `array`"),
         ("token_command = []", "token_command is empty"),
         ('token_env = "A"\ntoken_file = "b"', "in one way, not by token_env and token_file"),
-        ('[[mask_sources]]\nurl = "wss://b"\ntoken = "t"', "mask source 1: token: there is no such option"),
+        (
+            '[[mask_sources]]\nurl = "wss://b"\ntoken = "t"',
+            "mask source 1: token: there is no such option; secrets",
+        ),
         ("[[mask_sources]]", "mask source 1: it has no url"),
         ('mask_sources = ["wss://b"]', "mask_sources: Expected `object`"),
         ("provider", "is not TOML"),

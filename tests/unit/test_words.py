@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
         ("allow_same={'address', 'machine'};", "--allow-same address --allow-same machine;"),
         ("(allow_same_operator=True)", "(--allow-same-operator)"),
         ("give client_certificate=(FILE, KEY)", "give --client-certificate FILE --client-key FILE"),
-        ("give fingerprint_key=KEY, as", "give --fingerprint-key-env KEY, as"),
+        ("give fingerprint_key=KEY, as", "give --fingerprint-key-env VAR, as"),
         ("mask_source_ca=: give", "--mask-source-ca: give"),
         ("verify_rate=2.0 cannot be: it", "--verify-rate 2.0 cannot be: it"),
         ("timeout=nan cannot", "--timeout nan cannot"),
@@ -40,9 +40,9 @@ def test_how_an_option_is_shown(message: str, shown: str) -> None:
 
 
 def test_no_error_spells_an_option_for_one_kind_of_user_alone() -> None:
-    """In what both kinds call; cli_options, doctor and tuning are of the command line."""
-    spelled = re.compile("|".join(f"{option}(?![a-z-])" for option in NAMES.values() if " " not in option))
-    of_commands = {"cli.py", "cli_options.py", "doctor.py", "storage.py", "tuning"}
+    """In what both kinds call; cli_options, doctor, remedies and tuning are of the command line."""
+    spelled = re.compile("|".join(f"{option.split()[0]}(?![a-z-])" for option in NAMES.values()))
+    of_commands = {"cli.py", "cli_options.py", "doctor.py", "remedies.py", "storage.py", "tuning"}
     folder = ROOT / "tenant_sdk"
     files = [path for path in folder.rglob("*.py") if path.relative_to(folder).parts[0] not in of_commands]
     assert len(files) > 20
@@ -62,6 +62,11 @@ PYTHON = re.compile(
     [
         ((), "which executor? Give --provider URL, or --profile FILE"),
         (WHERE[:2], "--token-env VAR is missing"),
+        (
+            ("--provider", "https://x", *WHERE[2:]),
+            "'https://x' is not an executor's URL; it looks like wss://",
+        ),
+        ((*WHERE, "--mask-source", "m.example"), "'m.example' is not an executor's URL"),
         (WHERE, "--mask-source wss://..., or the checkpoint itself, --mask-source local:FOLDER"),
         (WHERE, "--privacy noise-bank or --privacy plain; SECURITY.md"),
         ((*MASKED, "--privacy", "plain"), "--privacy plain uses no masks: leave out --mask-source wss://m"),
@@ -76,12 +81,12 @@ PYTHON = re.compile(
             "--pad-rows 8 adds rows of zeros, which --privacy plain",
         ),
         ((*MASKED, "--mask-budget-mib", "-1"), "--mask-budget-mib -1.0 cannot be"),
-        (MASKED, "own token: --mask-source-token-env TOKEN. The"),
+        (MASKED, "own token: --mask-source-token-env VAR. The"),
         (MASKED, "if that is meant, --allow-same token; to try it out on one machine, --allow-same-operator"),
         ((*MASKED, "--mask-source-token-env", "T"), "provider and mask sources have the same token"),
         (
             (*MASKED, "--allow-same", "token", "--ca", "a.pem"),
-            "--mask-source-ca FILE, or --mask-source-ca system",
+            "--mask-source-ca FILE, or the word system there",
         ),
         ((*MASKED, "--allow-same", "token", "--ca", "a.pem"), "The provider's, --ca a.pem, could"),
         ((*MASKED, "--allow-same", "all"), "--allow-same all cannot be: it is some of host"),
@@ -89,7 +94,7 @@ PYTHON = re.compile(
         ((*MASKED, "--client-key", "x"), "--client-certificate and --client-key go together"),
         (
             (*MASKED, "--fingerprint-key-env", "T"),
-            "--fingerprint-key-env KEY is of no use without --fingerprints FILE",
+            "--fingerprint-key-env T is of no use without --fingerprints FILE",
         ),
         (
             ("--provider", "ipc:///d", "--token-env", "T", "--privacy", "plain", "--ca", "x"),
