@@ -74,7 +74,17 @@ class ServeConfig:
     ] = "ring"
     serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.")] = False
     device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
-    threads: Annotated[int, Option(_SERVED, "Threads of one product; 0: one a core.", least=0)] = 0
+    threads: Annotated[
+        int, Option(_SERVED, "Threads of one product; 0: one a core, of all workers together.", least=0)
+    ] = 0
+    workers: Annotated[
+        int,
+        Option(
+            _SERVED,
+            "Processes that share the layers among them, started again when they end; 0: none, all is here.",
+            least=0,
+        ),
+    ] = 0
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
     ] = None

@@ -321,7 +321,7 @@ class RemoteExecutor:
                 self.connection.answered(channel)
                 return answer
             except RequestRefused as error:
-                if error.code != "overloaded" or error.retry_after is None:
+                if error.code not in ("overloaded", "unavailable") or error.retry_after is None:
                     raise
                 seconds = pause(attempt, error.retry_after, self._chance())
                 if seconds >= began + channel.timeout - time.monotonic():
