@@ -85,6 +85,15 @@ class ServeConfig:
             least=0,
         ),
     ] = 0
+    stripes: Annotated[
+        int,
+        Option(
+            _SERVED,
+            "How many of the workers share each layer's outputs, for layers too large for one, or for less "
+            "time a product; 1: each layer is with one worker.",
+            least=1,
+        ),
+    ] = 1
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
     ] = None

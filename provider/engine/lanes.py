@@ -46,12 +46,15 @@ class Lane(Protocol):
     """Multiplies batches, several at a time if it can; nothing above knows where.
 
     Attributes:
-        depth: how many batches may be under way, so that it need not wait; 0: it takes none now.
         here: ``multiply`` may be called, and runs on this process's processors.
     """
 
-    depth: int
     here: bool
+
+    @property
+    def depth(self) -> int:
+        """How many batches may be under way, so that it need not wait for the next; 0: it takes none now."""
+        ...
 
     def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """Multiply rows of one group, direction and members.

@@ -139,6 +139,7 @@ class Provider:
         pool = WorkerPool(
             config.model_dir,
             config.workers,
+            config.stripes,
             threads=config.threads,
             **options,
         )
@@ -166,7 +167,7 @@ class Provider:
             Quota(config.total_mib << 20),
         )
         if isinstance(executor, WorkerPool):
-            lane_of = executor.worker_of.__getitem__
+            lane_of = executor.lane_of.__getitem__
             engine = Engine(executor.lanes, policy, latency, lane_of=lane_of, on_batch=metrics.batch)
         else:
             engine = Engine.of(executor, lambda _: policy, latency, on_batch=metrics.batch)

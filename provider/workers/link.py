@@ -19,9 +19,10 @@ import msgspec
 import torch
 
 from provider.engine.lanes import RowRange
+from provider.executor.stripes import Stripe
 from shared.errors import WireError
-from shared.transport.colocated import aligned
-from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
+from shared.transport.colocated import SharedMemory, aligned
+from shared.wire.header import DTYPES, HEADER_BYTES, Header, Operation, parse_header
 from shared.wire.messages import GroupInfo
 from shared.wire.protocol import Plan
 
@@ -41,6 +42,7 @@ class Share(msgspec.Struct, frozen=True):
         numerics, device: as for ``BaseExecutor``.
         threads: of one product; 0: one a core.
         groups: by their numbers in the manifest.
+        stripe: of these groups' outputs; None: all of them.
     """
 
     folder: str
@@ -48,6 +50,7 @@ class Share(msgspec.Struct, frozen=True):
     device: str
     threads: int
     groups: dict[int, GroupInfo]
+    stripe: Stripe | None = None
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -162,10 +165,13 @@ class Piece(NamedTuple):
     answer_at: int
 
 
-def layout(batch: Sequence[RowRange], plan: Plan, itemsize: int) -> tuple[list[Piece], int]:
+def layout(batch: Sequence[RowRange], plan: Plan, itemsize: int, parts: int) -> tuple[list[Piece], int]:
     """Where a batch's rows and answers lie in a slot's memory, and how many bytes they take.
 
     Rows that lie in one block cross alone; seeds, and rows in several blocks, with all of their request.
+
+    Args:
+        parts: how many answers there will be for each piece, one behind the other; see ``answer_blocks``.
     """
     pieces, at = [], 0
     for request, start, stop in batch:
@@ -174,7 +180,7 @@ def layout(batch: Sequence[RowRange], plan: Plan, itemsize: int) -> tuple[list[P
             header, start, stop = header._replace(rows=rows), 0, rows
         answer_at = at + aligned(header.payload_bytes)
         pieces.append(Piece(header, start, stop, at, answer_at))
-        at = answer_at + aligned(rows * plan.answer_columns * itemsize)
+        at = answer_at + parts * aligned(rows * plan.answer_columns * itemsize)
     return pieces, at
 
 
@@ -186,6 +192,14 @@ def crossing(rows: RowRange, plan: Plan) -> torch.Tensor:
     """What of a request's payload crosses; see ``layout``."""
     payload = rows.request.payload
     return payload[rows.start : rows.stop] if _alone(rows.request.header, plan) else payload
+
+
+def answer_blocks(memory: SharedMemory, piece: Piece, plan: Plan, part: int = 0) -> list[torch.Tensor]:
+    """Views of an answer's blocks, which lie one behind the other."""
+    rows, dtype = piece.stop - piece.start, DTYPES[piece.header.dtype]
+    size = rows * plan.answer_columns
+    flat = memory.tensor(piece.answer_at + part * aligned(size * dtype.itemsize), dtype, (1, size)).view(-1)
+    return [block.view(rows, -1) for block in flat.split([rows * width for width in plan.answer_widths])]
 
 
 def encode_batch(slot: int, pieces: Sequence[Piece]) -> bytes:

@@ -15,9 +15,11 @@ from provider.engine.lanes import RowRange
 from provider.engine.latency import LatencyModel, Line, Shape
 from provider.engine.profiling import shapes_of
 from provider.executor.loading import Numerics
+from provider.executor.stripes import Stripe
 from provider.workers.lane import WorkerLane
 from provider.workers.link import Share
 from shared.checkpoint import Checkpoint
+from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo, Limits, Manifest
 
 
@@ -31,23 +33,39 @@ def place(shapes: Sequence[Shape], workers: int) -> list[int]:
     return worker_of
 
 
+def check_stripes(groups: Sequence[GroupInfo], workers: int, stripes: int) -> None:
+    """Refuse what cannot be divided.
+
+    Raises:
+        ConfigurationError: workers are not a multiple of stripes, or a layer has fewer outputs than stripes.
+    """
+    if workers % stripes:
+        raise ConfigurationError(f"workers={workers} cannot be divided into stripes={stripes}")
+    least = min(member.outputs for group in groups for member in group.members)
+    if least < stripes:
+        raise ConfigurationError(f"stripes={stripes} is too many: a layer has {least} outputs")
+
+
 class WorkerPool:
-    """Processes that hold a share of the groups each, by group: nothing is gathered.
+    """Processes that hold a share of the weights each.
 
     Args:
         folder: the checkpoint.
         workers: how many.
+        stripes: how many of them share each weight's outputs; 1: each group is with one worker alone, so that
+            nothing is gathered.
         numerics, device, limits, serve_head, recorded: see ``BaseExecutor``.
         threads: of one product; 0: all workers together have one a core.
 
     Attributes:
         catalog: the manifest, and what tenants download.
-        lanes: of the engine, one a worker.
-        worker_of: of each group.
+        lanes: of the engine.
+        lane_of: of each group the number of its lane.
         latency: as the workers measured it, all at the same time.
 
     Raises:
         CheckpointError: see ``discover``.
+        ConfigurationError: the workers cannot be divided so.
         SymbiosisError: a worker cannot load its share.
     """
 
@@ -55,6 +73,7 @@ class WorkerPool:
         self,
         folder: str | Path,
         workers: int,
+        stripes: int = 1,
         *,
         numerics: str,
         device: str = "cpu",
@@ -67,24 +86,36 @@ class WorkerPool:
         found = discover(checkpoint, serve_head=serve_head)
         groups: list[GroupInfo] = list(found.groups)
         self.latency = LatencyModel(shapes_of(groups))
-        self.worker_of = place(self.latency.shapes, workers)
+        check_stripes(groups, workers, stripes)
+        self.lane_of = place(self.latency.shapes, workers // stripes)
         threads = threads or max(1, (os.cpu_count() or 1) // workers)
         self.lanes: list[WorkerLane] = []
         scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:
-            for number in range(workers):
-                own = {group: info for group, info in enumerate(groups) if self.worker_of[group] == number}
-                share = Share(str(checkpoint.folder), numerics, device, threads, own)
-                lane = WorkerLane(str(number), share, self._expected)
+            for number in range(workers // stripes):
+                own = {group: info for group, info in enumerate(groups) if self.lane_of[group] == number}
+                shares = [
+                    Share(
+                        str(checkpoint.folder),
+                        numerics,
+                        device,
+                        threads,
+                        own,
+                        Stripe(index, stripes) if stripes > 1 else None,
+                    )
+                    for index in range(stripes)
+                ]
+                lane = WorkerLane(str(number), shares, self._expected)
                 opened.callback(lane.close)
                 self.lanes.append(lane)
             for lane in self.lanes:  # which load at the same time
-                loaded, its_scales = lane.loaded()
-                scales |= {int(group): tensor for group, tensor in its_scales.items()}
-                for group, info in loaded.groups.items():
-                    groups[group] = info
-                for line in loaded.lines:
-                    self.latency.set(line.group, line.direction, Line(line.fixed, line.per_row))
+                for worker in lane.workers:
+                    ready = worker.ready()
+                    scales |= {int(group): tensor for group, tensor in ready.scales.items()}
+                    for group, info in ready.loaded.groups.items():
+                        groups[group] = info
+                    for line in ready.loaded.lines:
+                        self.latency.set(line.group, line.direction, Line(line.fixed, line.per_row))
             self.catalog = Catalog(
                 checkpoint,
                 found,
@@ -114,5 +145,5 @@ class WorkerPool:
 
     def not_ready(self) -> str:
         """Which workers are away; empty: none."""
-        away = [lane.name for lane in self.lanes if not lane.available]
+        away = [name for lane in self.lanes for name in lane.away()]
         return f"worker {', '.join(away)} is being started again" if away else ""

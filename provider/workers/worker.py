@@ -37,11 +37,14 @@ from provider.workers.link import (
     Loaded,
     Piece,
     Share,
+    answer_blocks,
     decode_batch,
 )
 from shared.checkpoint import Checkpoint
 from shared.errors import SymbiosisError
 from shared.transport.colocated import SharedMemory
+from shared.wire.header import Direction
+from shared.wire.protocol import GroupShape
 
 
 def load(share: Share) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
@@ -58,7 +61,7 @@ def load(share: Share) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
         device_of(share.device),
     )
     loaded = {number: kind.load(checkpoint, info, device) for number, info in share.groups.items()}
-    executor = GroupExecutor(loaded, share.numerics, device)
+    executor = GroupExecutor(loaded, share.numerics, device, share.stripe)
     infos = {number: group.info for number, group in loaded.items()}
     lines = [
         Line(group, int(direction), line.fixed, line.per_row)
@@ -78,7 +81,10 @@ class Worker:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._memory: dict[int, SharedMemory] = {}  # by slot
+        self._executor: GroupExecutor | None = None
         self._lane: ProcessLane | None = None
+        self._shapes: dict[int, GroupShape] = {}
+        self._part = 0  # of an answer that is a sum, which of its terms this worker's is
 
     def run(self) -> None:
         """Until the other end closes.
@@ -103,7 +109,9 @@ class Worker:
         except (SymbiosisError, MemoryError, RuntimeError) as error:
             self._link.send(REFUSED, msgspec.json.encode(Failure(str(error), type(error).__name__)))
             return
-        self._lane = ProcessLane(executor)
+        self._executor, self._lane = executor, ProcessLane(executor)
+        self._shapes = {number: GroupShape.of(info, share.numerics) for number, info in share.groups.items()}
+        self._part = share.stripe.index if share.stripe else 0
         self._link.send(SCALES, save(scales))
         self._link.send(LOADED, msgspec.json.encode(loaded))
 
@@ -119,8 +127,11 @@ class Worker:
         for number, (piece, answer) in enumerate(zip(pieces, result.answers, strict=True)):
             if isinstance(answer, Exception):
                 failures[number] = Failure.of(answer)
-            else:
-                memory.write(piece.answer_at, answer)
+            elif self._executor is not None:
+                header = piece.header
+                plan = self._shapes[header.group].plan(header.direction, header.members)
+                part = self._part if header.direction == Direction.BACKWARD else 0
+                self._executor.put(header, answer, answer_blocks(memory, piece, plan, part))
         done = Done(slot, result.processor_seconds, failures)
         self._link.send(DONE, msgspec.json.encode(done))
 

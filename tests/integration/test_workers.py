@@ -29,13 +29,17 @@ def folder(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
 
 
 def engine_of(pool: WorkerPool) -> Engine:
-    return Engine(pool.lanes, Opportunistic(pool.latency), pool.latency, lane_of=pool.worker_of.__getitem__)
+    return Engine(pool.lanes, Opportunistic(pool.latency), pool.latency, lane_of=pool.lane_of.__getitem__)
 
 
-@pytest.fixture(scope="module", params=[(RING, 1), (RING, 3), ("float32", 2)])
+@pytest.fixture(
+    scope="module",
+    params=[(RING, 1, 1), (RING, 3, 1), (RING, 4, 2), (RING, 3, 3), ("float32", 2, 1), ("float32", 2, 2)],
+    ids=str,
+)
 def both(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[BaseExecutor, Engine, WorkerPool]]:
-    numerics, workers = request.param
-    pool = WorkerPool(folder, workers, numerics=numerics, threads=1)
+    numerics, workers, stripes = request.param
+    pool = WorkerPool(folder, workers, stripes, numerics=numerics, threads=1)
     engine = engine_of(pool)
     try:
         yield BaseExecutor(folder, numerics=numerics), engine, pool
@@ -116,12 +120,12 @@ def test_a_worker_that_is_lost_is_started_again(
     pool = WorkerPool(checkpoint("llama"), 2, numerics=RING, threads=1)
     engine = engine_of(pool)
     try:
-        lost, other = pool.lanes
+        lost, other = (lane.workers[0] for lane in pool.lanes)
         pids = lost.pid, other.pid
         os.kill(lost.pid, kill)
         for header, payload in requests(executor, 3):
             answer, repeated = answered(engine, header, payload)
-            assert repeated <= (pool.worker_of[header.group] == 0)
+            assert repeated <= (pool.lane_of[header.group] == 0)
             blocks = executor.blocks(header, payload)
             assert torch.equal(
                 answer, executor.compute(header.group, header.direction, header.members, blocks)[0]
