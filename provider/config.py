@@ -75,7 +75,26 @@ class ServeConfig:
     ] = "ring"
     serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.")] = False
     device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
-    threads: Annotated[int, Option(_SERVED, "Threads of one product; 0: one a core.", least=0)] = 0
+    threads: Annotated[
+        int, Option(_SERVED, "Threads of one product; 0: one a core, of all workers together.", least=0)
+    ] = 0
+    workers: Annotated[
+        int,
+        Option(
+            _SERVED,
+            "Processes that share the layers among them, started again when they end; 0: none, all is here.",
+            least=0,
+        ),
+    ] = 0
+    stripes: Annotated[
+        int,
+        Option(
+            _SERVED,
+            "How many of the workers share each layer's outputs, for layers too large for one, or for less "
+            "time a product; 1: each layer is with one worker.",
+            least=1,
+        ),
+    ] = 1
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
     ] = None
@@ -232,11 +251,14 @@ class ServeConfig:
             ("usage_seconds", "usage_file", "usage_file=FILE"),
             ("local_mib", "local_dir", "local_dir=FOLDER"),
             ("dev_dir", "dev", "dev=True"),
+            ("stripes", "workers", "workers=N"),
         ):
             if name in given and not getattr(self, other):
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)} means nothing without {wanted}; add it, or leave that out"
                 )
+        if self.workers % self.stripes:
+            raise ConfigurationError(f"workers={self.workers} cannot be divided into stripes={self.stripes}")
 
     @property
     def certificates(self) -> Path:

@@ -19,16 +19,16 @@ import torch
 
 from provider.engine.fairness import RowCosts
 from provider.engine.lanes import BatchResult, Lane, ProcessLane, Request, RowRange
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel
 from provider.engine.loop import Loop
+from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Batch, BatchKey, Opportunistic, Policy, Work, bounded_class, rows_of
 from provider.executor.base import BaseExecutor
-from shared.wire.header import Direction, Header, RequestClass
+from shared.wire.header import Header, RequestClass
 
 log = logging.getLogger(__name__)
 
 READ_AHEAD_ROWS = 16
-PROFILE_ROWS = 128
 INLINE_SECONDS = 1e-3  # of a product that the loop's thread multiplies itself
 
 
@@ -104,6 +104,8 @@ class Engine:
         self._under_way = [0] * len(self._lanes)
         self._afterwards: deque[Callable[[], None]] = deque()
         self._next_group: int | None = None  # to read ahead
+        for lane in self._lanes:
+            lane.attach(lambda: self.loop.call(_nothing))  # which decides anew
 
     @classmethod
     def of(
@@ -122,7 +124,7 @@ class Engine:
             lane: made of the executor.
             options: others of the class.
         """
-        latency = latency or LatencyModel(shapes_of(executor))
+        latency = latency or LatencyModel(shapes_of(executor.manifest.groups))
         return cls([lane(executor)], policy(latency), latency, read_ahead=executor.read_ahead, **options)
 
     @property
@@ -325,6 +327,10 @@ class Engine:
             self._complete(submission, RuntimeError(f"the scheduler failed: {error!r}"))
 
 
+def _nothing() -> None:
+    """To wake the loop."""
+
+
 def _at_fault(error: BaseException, batch: Batch) -> BatchResult:
     """Answers of a lane that has none."""
     log.error("a lane failed", exc_info=error)
@@ -337,33 +343,3 @@ def _joined(answers: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
         return next(iter(answers.values()))
     parts = [answers[start] for start in sorted(answers)]
     return [piece for block in zip(*parts, strict=True) for piece in block]
-
-
-def shapes_of(executor: BaseExecutor) -> list[Shape]:
-    """The shapes of an executor's groups."""
-    return [Shape(g.inputs, tuple(m.outputs for m in g.members)) for g in executor.manifest.groups]
-
-
-def profile(executor: BaseExecutor, rounds: int = 3) -> LatencyModel:
-    """Measure products of one and of many rows, for each shape and direction; takes seconds at most."""
-    model = LatencyModel(shapes_of(executor))
-    groups: dict[Shape, list[int]] = {}
-    for group, shape in enumerate(model.shapes):
-        groups.setdefault(shape, []).append(group)
-    for shape, alike in groups.items():
-        everyone = (1 << len(shape.outputs)) - 1
-        for direction in (Direction.FORWARD, Direction.BACKWARD):
-            times: dict[int, list[float]] = {1: [], PROFILE_ROWS: []}
-            for turn in range(rounds + 1):
-                for rows, seconds in times.items():
-                    group = alike[turn % len(alike)]  # another one each time, as in a pass through a model
-                    blocks = executor.zeros(group, direction, everyone, rows)
-                    started = time.perf_counter()
-                    executor.compute(group, direction, everyone, blocks)
-                    if turn:  # the first warms up
-                        seconds.append(time.perf_counter() - started)
-            few, many = (sorted(seconds)[rounds // 2] for seconds in times.values())
-            line = model.line(alike[0], direction)
-            line.per_row = max(many - few, 0.01 * many) / (PROFILE_ROWS - 1)
-            line.fixed = max(few - line.per_row, 0.1 * few)
-    return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -46,12 +46,15 @@ class Lane(Protocol):
     """Multiplies batches, several at a time if it can; nothing above knows where.
 
     Attributes:
-        depth: how many batches may be under way, so that it need not wait for the next.
         here: ``multiply`` may be called, and runs on this process's processors.
     """
 
-    depth: int
     here: bool
+
+    @property
+    def depth(self) -> int:
+        """How many batches may be under way, so that it need not wait for the next; 0: it takes none now."""
+        ...
 
     def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
         """Multiply rows of one group, direction and members.
@@ -62,6 +65,10 @@ class Lane(Protocol):
 
     def multiply(self, batch: Sequence[RowRange]) -> BatchResult:
         """The same, in this thread."""
+        ...
+
+    def attach(self, changed: Callable[[], None]) -> None:
+        """Call this, from any thread, whenever ``depth`` has changed."""
         ...
 
     def close(self) -> None:
@@ -128,6 +135,9 @@ class ProcessLane:
         # Copies: or who does not read would hold the memory of all.
         ends = accumulate((rows.stop - rows.start for rows in batch), initial=0)
         return [[block[start:stop].clone() for block in out] for start, stop in pairwise(ends)]
+
+    def attach(self, changed: Callable[[], None]) -> None:
+        """See Lane: it never changes."""
 
     def close(self) -> None:
         """See Lane."""

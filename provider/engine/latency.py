@@ -53,13 +53,17 @@ class LatencyModel:
         self._lines: dict[tuple[Shape, int], Line] = {}
 
     def line(self, group: int, direction: int) -> Line:
-        """The line of a group and direction; setting its numbers sets the forecast."""
+        """The line of a group and direction."""
         shape = self.shapes[group]
         if (shape, direction) not in self._lines:
             self._lines[shape, direction] = Line(
                 4 * shape.size / GUESSED_BYTES_PER_SECOND, shape.size / GUESSED_PRODUCTS_PER_SECOND
             )
         return self._lines[shape, direction]
+
+    def set(self, group: int, direction: int, line: Line) -> None:
+        """Set the forecast of a group's shape and direction."""
+        self._lines[self.shapes[group], direction] = line
 
     def share(self, group: int, members: int) -> float:
         """The part of a group's weight that these members are."""

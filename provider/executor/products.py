@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from provider.executor.loading import LoadedGroup, Numerics
+from provider.executor.stripes import Stripe
 from shared.devices import to_device, to_host
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
 from shared.ring.rows import below
-from shared.wire.header import DTYPE_NAMES, Header, Operation
+from shared.wire.header import DTYPE_NAMES, Direction, Header, Operation, member_indices
 from shared.wire.protocol import GroupShape, split_blocks
 
 
@@ -23,15 +24,27 @@ class GroupExecutor:
         groups: by their numbers in the manifest.
         numerics: in which they were loaded, a name in ``NUMERICS``.
         device: on which they were.
+        stripe: of each group's outputs, if not all of them are to be here. Requests are whole; answers are
+            this stripe's columns forward, and what it adds to the sum backward.
 
     Raises:
         ConfigurationError: unknown numerics.
     """
 
-    def __init__(self, groups: Mapping[int, LoadedGroup], numerics: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Mapping[int, LoadedGroup],
+        numerics: str,
+        device: torch.device,
+        stripe: Stripe | None = None,
+    ) -> None:
         self._wire_dtype = DTYPE_NAMES[Numerics.named(numerics).wire_dtypes[0]]
         self._device = device
-        self._weights = {group: loaded.weight for group, loaded in groups.items()}
+        self._stripe = stripe
+        self._weights = {
+            group: loaded.weight.striped(stripe) if stripe else loaded.weight
+            for group, loaded in groups.items()
+        }
         self._shapes = {group: GroupShape.of(loaded.info, numerics) for group, loaded in groups.items()}
         self._order = sorted(groups)
 
@@ -48,12 +61,47 @@ class GroupExecutor:
             WireError: ``non_finite``, for rows with NaN or infinity.
         """
         if header.operation == Operation.SEED_EFFECT:
-            return [MaskStream(payload.numpy().tobytes()).draw(header.rows, header.columns)]
-        if payload.is_floating_point() and not below(payload):
+            blocks = [MaskStream(payload.numpy().tobytes()).draw(header.rows, header.columns)]
+        elif payload.is_floating_point() and not below(payload):
             raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
-        return split_blocks(
-            payload, self._shapes[header.group].plan(header.direction, header.members).request_widths
-        )
+        else:
+            plan = self._shapes[header.group].plan(header.direction, header.members)
+            blocks = split_blocks(payload, plan.request_widths)
+        return self._own(header.group, header.direction, header.members, blocks)
+
+    def _own(
+        self, group: int, direction: int, members: int, blocks: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Of a request's blocks the columns that belong to this stripe's outputs."""
+        if self._stripe is None or direction == Direction.FORWARD:
+            return blocks
+        own = iter(self._stripe.columns([self._shapes[group].outputs[i] for i in member_indices(members)]))
+        if len(blocks) == 1:
+            return [torch.cat([blocks[0][:, columns] for columns in own], 1)]
+        return [block[:, self._stripe.of(block.shape[1])].contiguous() for block in blocks]
+
+    def put(self, header: Header, answer: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+        """Copy an answer to where the whole answer of all stripes is put together.
+
+        Args:
+            header: of the request.
+            answer: what ``compute`` gave.
+            into: blocks as if there were no stripes; this one's columns of them are written, backward all.
+        """
+        if self._stripe is None or header.direction == Direction.BACKWARD:
+            for block, place in zip(answer, into, strict=True):
+                place.copy_(block)
+            return
+        shape = self._shapes[header.group]
+        widths = [shape.outputs[i] for i in member_indices(header.members)]
+        if shape.planes:
+            places = [into[0][:, columns] for columns in self._stripe.columns(widths, shape.planes)]
+            parts = list(answer[0].split([place.shape[1] for place in places], 1))
+        else:
+            places = [block[:, self._stripe.of(block.shape[1])] for block in into]
+            parts = answer
+        for part, place in zip(parts, places, strict=True):
+            place.copy_(part)
 
     def compute(
         self, group: int, direction: int, members: int, blocks: list[torch.Tensor]
@@ -77,7 +125,8 @@ class GroupExecutor:
     def zeros(self, group: int, direction: int, members: int, rows: int) -> list[torch.Tensor]:
         """Blocks of a request, to measure with."""
         widths = self._shapes[group].plan(direction, members).request_widths
-        return [torch.zeros((rows, width), dtype=self._wire_dtype) for width in widths]
+        blocks = [torch.zeros((rows, width), dtype=self._wire_dtype) for width in widths]
+        return self._own(group, direction, members, blocks)
 
     def read_ahead(self, group: int, stop: Callable[[], bool]) -> None:
         """Bring a group's weight nearer to the processor, until ``stop()``.

@@ -7,10 +7,11 @@ implementing GroupWeight and entering what makes it in ``provider.executor.loadi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
+from provider.executor.stripes import Stripe
 from provider.executor.tiles import TILE, tile_of
 from shared.compat import onednn_products
 from shared.ring.product import PlaneProducts
@@ -34,6 +35,10 @@ class GroupWeight(Protocol):
         Returns:
             Fresh contiguous blocks of that dtype, the other way round.
         """
+        ...
+
+    def striped(self, stripe: Stripe) -> Self:
+        """A copy with a share of each member's outputs alone."""
         ...
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
@@ -84,6 +89,11 @@ class FloatWeight:
             return list(mm(blocks[0], self._weight.T).split(self._widths, 1))
         return [mm(blocks[0], self._parts[i].T)[:rows] for i in member_indices(members)]
 
+    def striped(self, stripe: Stripe) -> FloatWeight:
+        """See GroupWeight."""
+        parts = [part[stripe.of(len(part))] for part in self._parts]
+        return FloatWeight(torch.cat(parts), [len(part) for part in parts])
+
     def read_ahead(self, stop: Callable[[], bool]) -> None:
         """See GroupWeight."""
         _touch(self._weight, stop)
@@ -125,6 +135,11 @@ class RingWeight:
         out = rows.new_empty((len(rows), len(self._planes) * width))
         self._products.matmul(direction, members, rows, out)
         return [out]
+
+    def striped(self, stripe: Stripe) -> RingWeight:
+        """See GroupWeight."""
+        parts = [part[:, stripe.of(part.shape[1])] for part in self._planes.split(self._widths, 1)]
+        return RingWeight(torch.cat(parts, 1), [part.shape[1] for part in parts])
 
     def read_ahead(self, stop: Callable[[], bool]) -> None:
         """See GroupWeight."""

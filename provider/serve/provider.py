@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from provider.config import ServeConfig
-from provider.engine.engine import Engine, profile
+from provider.engine.engine import Engine
+from provider.engine.profiling import profiled
 from provider.engine.scheduler import Objective, Opportunistic, Policy, make_policy
 from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
@@ -32,6 +33,7 @@ from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
+from provider.workers.pool import WorkerPool
 from shared.errors import ConfigurationError
 from shared.wire.messages import Manifest
 
@@ -74,6 +76,7 @@ class Provider:
         self._opened = ExitStack()
         self._local: ColocatedServer | None = None
         self._service: Service | None = None
+        self._pool: WorkerPool | None = None
         self._not_ready = "loading"
 
     def start(self) -> None:
@@ -102,7 +105,7 @@ class Provider:
         listener = self._listener or bound(config.host, config.port)
         opened.callback(listener.close)
         metrics, status = self._observe(tokens, opened)
-        executor = self._load()
+        executor = self._load(opened)
         self.recording = None
         if config.transcript is not None:
             self.recording = TranscriptWriter(config.transcript, executor.manifest)
@@ -135,23 +138,37 @@ class Provider:
         self.local_url = self._local.url if self._local else ""
         self._service, self._not_ready = service, ""
 
-    def _load(self) -> BaseExecutor:
+    def _load(self, opened: ExitStack) -> BaseExecutor | WorkerPool:
         config = self.config
-        return BaseExecutor(
+        options = self._options | {
+            "numerics": config.numerics,
+            "device": config.device,
+            "serve_head": config.serve_head,
+            "recorded": config.transcript is not None,
+        }
+        if not config.workers:
+            return BaseExecutor(config.model_dir, **options)
+        options.pop("progress", None)
+        pool = WorkerPool(
             config.model_dir,
-            numerics=config.numerics,
-            device=config.device,
-            serve_head=config.serve_head,
-            recorded=config.transcript is not None,
-            **self._options,
+            config.workers,
+            config.stripes,
+            threads=config.threads,
+            **options,
         )
+        opened.callback(pool.close)
+        self._pool = pool
+        return pool
 
-    def _make_service(self, executor: BaseExecutor, metrics: Metrics) -> tuple[Service, Policy]:
+    def _make_service(self, executor: BaseExecutor | WorkerPool, metrics: Metrics) -> tuple[Service, Policy]:
         config = self.config
         objective = Objective(
             config.decode_objective_ms / 1000, config.decode_rows, wait_seconds=config.batch_wait_ms / 1000
         )
-        latency = profile(executor)
+        if isinstance(executor, WorkerPool):
+            latency = executor.latency
+        else:
+            latency = profiled(executor, executor.manifest.groups)
         policy = make_policy(config.batching, latency, objective)
         quotas = Quotas(
             Quota(
@@ -162,7 +179,11 @@ class Provider:
             ),
             Quota(config.total_mib << 20),
         )
-        engine = Engine.of(executor, lambda _: policy, latency, on_batch=metrics.batch)
+        if isinstance(executor, WorkerPool):
+            lane_of = executor.lane_of.__getitem__
+            engine = Engine(executor.lanes, policy, latency, lane_of=lane_of, on_batch=metrics.batch)
+        else:
+            engine = Engine.of(executor, lambda _: policy, latency, on_batch=metrics.batch)
         return Service(executor, engine, metrics, quotas, self.recording), policy
 
     def _observe(self, tokens: TokenFile, opened: ExitStack) -> tuple[Metrics, Status]:
@@ -210,7 +231,7 @@ class Provider:
 
     def not_ready(self) -> str:
         """See ``provider.observe.admin.Health``."""
-        return self._not_ready
+        return self._not_ready or (self._pool.not_ready() if self._pool else "")
 
     @property
     def manifest(self) -> Manifest:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
+from provider.catalog.catalog import Catalog
 from provider.engine.engine import Completion, Engine
 from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
@@ -18,7 +20,7 @@ from provider.observe.transcript import TranscriptWriter
 from provider.session.quota import Quotas
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
-from shared.wire.messages import ErrorInfo, Fetch, Hello, decode, encode
+from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
 from shared.wire.protocol import ExecutorProtocol
 from shared.wire.websocket import Incoming, new_payload, tensor_bytes
 
@@ -28,11 +30,25 @@ Send = Callable[[Header, "list[torch.Tensor] | bytes", Callable[[], None]], None
 """Writes an answer; calls back once it has been taken by the network, and need not be kept."""
 
 
+class Served(Protocol):
+    """What is served, as tenants see it; ``provider.executor.base.BaseExecutor``, or workers together."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """What tenants download."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest:
+        """The catalog's."""
+        ...
+
+
 @dataclass(frozen=True)
 class Service:
     """What all sessions of an executor share."""
 
-    executor: BaseExecutor
+    executor: Served
     engine: Engine
     metrics: Metrics
     quotas: Quotas = field(default_factory=Quotas)

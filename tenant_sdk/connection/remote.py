@@ -43,6 +43,12 @@ log = logging.getLogger(__name__)
 FETCH_BYTES = 4 << 20
 PIECE_ROWS = 16  # of a request that is cut, a multiple of this
 
+# Why an executor puts a request off, in the words of its log entry.
+_REASONS = {
+    "overloaded": "is overloaded, or this tenant over its quota",
+    "unavailable": "is starting a part of itself again",
+}
+
 Ask = Callable[[Channel], Pending]  # sends one request
 
 
@@ -321,12 +327,12 @@ class RemoteExecutor:
                 self.connection.answered(channel)
                 return answer
             except RequestRefused as error:
-                if error.code != "overloaded" or error.retry_after is None:
+                if error.code not in _REASONS or error.retry_after is None:
                     raise
                 seconds = pause(attempt, error.retry_after, self._chance())
                 if seconds >= began + channel.timeout - time.monotonic():
                     raise
-                self._overloaded(seconds)
+                self._put_off(seconds, error.code)
                 attempt += 1
             except SymbiosisError as error:
                 if not self.connection.waits_after(error):
@@ -335,12 +341,12 @@ class RemoteExecutor:
                 began, attempt = time.monotonic(), 0
             pending = None
 
-    def _overloaded(self, seconds: float) -> None:
+    def _put_off(self, seconds: float, code: str) -> None:
         """Wait, and say so now and then."""
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
-            log.warning("%s is overloaded, or this tenant over its quota; waiting and going on", self.url)
+            log.warning("%s %s; waiting and going on", self.url, _REASONS[code])
         time.sleep(seconds)
         self.stats.add(refusals=1, seconds_throttled=seconds)
 

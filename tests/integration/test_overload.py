@@ -19,8 +19,9 @@ from conftest import RING, Executor
 from lanes import ShufflingLane
 from raw_peers import SECONDS, eventually, metric, open_raw, product
 
-from provider.engine.engine import Engine, shapes_of
+from provider.engine.engine import Engine
 from provider.engine.latency import LatencyModel
+from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Objective, Opportunistic
 from provider.executor.base import BaseExecutor
 from provider.executor.products import GroupExecutor
@@ -57,7 +58,7 @@ class Shop:
         self.tokens.add("nobody")
         self.base = BaseExecutor(folder, numerics=RING)
         metrics = Metrics()
-        self.policy = Opportunistic(LatencyModel(shapes_of(self.base)), objective)
+        self.policy = Opportunistic(LatencyModel(shapes_of(self.base.manifest.groups)), objective)
         self.engine = Engine.of(self.base, lambda _: self.policy, on_batch=metrics.batch, **options)
         self.quotas = Quotas(*limits)
         self.server = Server(

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from provider.engine.engine import Completion, Engine, profile, shapes_of
+from provider.engine.engine import Completion, Engine
 from provider.engine.lanes import BatchResult, ProcessLane, RowRange
 from provider.engine.latency import LatencyModel
+from provider.engine.profiling import profiled, shapes_of
 from provider.engine.scheduler import Batch, Objective, Opportunistic, Policy, make_policy
 from provider.executor.base import BaseExecutor
 from shared.errors import WireError
@@ -38,7 +39,7 @@ def ring(checkpoint: Callable[[str], Path]) -> BaseExecutor:
 
 def policy(base: BaseExecutor, name: str = "opportunistic") -> Policy:
     """With windows of one step of rows, so that every larger request is divided."""
-    return make_policy(name, LatencyModel(shapes_of(base)), Objective(decode_seconds=1e-6))
+    return make_policy(name, LatencyModel(shapes_of(base.manifest.groups)), Objective(decode_seconds=1e-6))
 
 
 def request(base: BaseExecutor, draw: random.Random) -> tuple[Header, torch.Tensor]:
@@ -293,7 +294,7 @@ def test_a_scheduler_that_fails_keeps_nobody_waiting(ring: BaseExecutor, engines
                 raise ZeroDivisionError
             return super().next(now, lane)
 
-    broken = Broken(LatencyModel(shapes_of(ring)))
+    broken = Broken(LatencyModel(shapes_of(ring.manifest.groups)))
     engine = engines(ring, lambda _: broken)
     asked = rows_of_group_0(ring, 2)
     for each in [engine.submit_threadsafe(f"tenant {i}", i, *asked) for i in range(4)]:
@@ -310,7 +311,7 @@ def test_who_was_multiplied_gets_the_answer_though_the_scheduler_fails(
         def finished(self, batch: Batch, seconds: float, now: float) -> None:
             raise ZeroDivisionError
 
-    engine = engines(ring, lambda _: Broken(LatencyModel(shapes_of(ring))))
+    engine = engines(ring, lambda _: Broken(LatencyModel(shapes_of(ring.manifest.groups))))
     asked = [engine.submit_threadsafe(f"tenant {i}", i, *rows_of_group_0(ring, 2)) for i in range(4)]
     errors = [each.exception(60) for each in asked]
     assert None in errors
@@ -353,7 +354,7 @@ def test_answers_hold_no_memory_of_others(counted: Counted) -> None:
 def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
     """Each group on its lane; one that is held does not hold the other."""
     lanes = [CountedLane(ring), ProcessLane(ring)]
-    latency = LatencyModel(shapes_of(ring))
+    latency = LatencyModel(shapes_of(ring.manifest.groups))
     engine = Engine(lanes, Opportunistic(latency), latency, lane_of=lambda group: group % 2)
     held = engine.submit_threadsafe("a", 0, *rows_of_group_0(ring, 1))
     assert lanes[0].entered.wait(60)  # type: ignore[attr-defined]
@@ -370,7 +371,7 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
 
 
 def test_a_profile_forecasts_products(ring: BaseExecutor) -> None:
-    made = profile(ring, rounds=1)
+    made = profiled(ring, ring.manifest.groups, rounds=1)
     for group in range(len(ring.manifest.groups)):
         for direction in (Direction.FORWARD, Direction.BACKWARD):
             line = made.line(group, direction)

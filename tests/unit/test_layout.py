@@ -35,6 +35,7 @@ ROOMS = {
         "catalog",
         "executor",
         "engine",
+        "workers",
         "observe",
         "session",
         "config",

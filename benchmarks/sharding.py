@@ -1,0 +1,147 @@
+"""Products a second of one executor and of workers that share its weights, on the same processors.
+
+    python benchmarks/sharding.py --rounds 5
+
+Callers submit to the engine itself, each its next request when it has the answer of the last, through all
+groups forward and then backward, as tenants that tune do. No TLS: what is compared is where products run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from operator import truediv
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import torch
+from common import pss_mib, spread, write_model
+from rich.console import Console
+from rich.table import Table
+
+from provider.engine.engine import Engine
+from provider.engine.profiling import profiled
+from provider.engine.scheduler import Opportunistic
+from provider.executor.base import BaseExecutor
+from provider.workers.pool import WorkerPool
+from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
+from shared.wire.messages import Manifest
+from shared.wire.protocol import GroupShape
+
+SHAPES = {"small": (768, 2048, 4), "large": (4096, 11008, 1)}  # hidden, intermediate, layers
+LOADS = ((8, 64), (8, 512), (1, 512), (1, 1))  # callers, rows
+
+
+def requests(manifest: Manifest, rows: int) -> list[tuple[Header, torch.Tensor]]:
+    dtype = DTYPE_NAMES[manifest.wire_dtypes[0]]
+    made = []
+    groups = list(enumerate(manifest.groups))
+    passes = [(Direction.FORWARD, groups), (Direction.BACKWARD, groups[::-1])]
+    for direction, order in passes:
+        for group, info in order:
+            members = (1 << len(info.members)) - 1
+            columns = GroupShape.of(info, manifest.numerics).plan(direction, members).request_columns
+            header = Header(
+                Operation.PRODUCT, direction, DTYPE_CODES[dtype], group, 1, rows, columns, members
+            )
+            made.append((header, torch.ones((rows, columns), dtype=dtype)))
+    return made
+
+
+def products_per_second(engine: Engine, manifest: Manifest, callers: int, rows: int, seconds: float) -> float:
+    asked, done, ends = requests(manifest, rows), [0] * callers, [time.perf_counter() + seconds]
+
+    def call(caller: int) -> None:
+        while True:
+            for header, payload in asked:
+                engine.submit_threadsafe(f"tenant-{caller}", caller, header, payload).result()
+                done[caller] += 1
+                if time.perf_counter() > ends[0]:
+                    return
+
+    began = time.perf_counter()
+    threads = [threading.Thread(target=call, args=(caller,)) for caller in range(callers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(done) / (time.perf_counter() - began)
+
+
+def one_process(folder: Path, numerics: str, threads: int) -> tuple[Engine, Manifest, list[int]]:
+    torch.set_num_threads(threads)
+    executor = BaseExecutor(folder, numerics=numerics)
+    latency = profiled(executor, executor.manifest.groups)
+    return Engine.of(executor, Opportunistic, latency), executor.manifest, [os.getpid()]
+
+
+def workers(folder: Path, numerics: str, count: int, stripes: int) -> tuple[Engine, Manifest, list[int]]:
+    pool = WorkerPool(folder, count, stripes, numerics=numerics)
+    policy = Opportunistic(pool.latency)
+    engine = Engine(pool.lanes, policy, pool.latency, lane_of=pool.lane_of.__getitem__)
+    return engine, pool.manifest, [worker.pid for lane in pool.lanes for worker in lane.workers]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
+    parser.add_argument("--numerics", default="ring")
+    parser.add_argument("--shapes", default="small,large")
+    parser.add_argument("--output", type=Path, default=Path("out/sharding.json"))
+    options = parser.parse_args()
+    count = os.cpu_count() or 1
+    ways: dict[str, Callable[[Path], tuple[Engine, Manifest, list[int]]]] = {
+        f"one process, {count} threads": lambda folder: one_process(folder, options.numerics, count),
+        f"{count} workers, by group": lambda folder: workers(folder, options.numerics, count, 1),
+        f"{count} workers, striped": lambda folder: workers(folder, options.numerics, count, count),
+    }
+    found: dict[str, Any] = {}
+    for shape in options.shapes.split(","):
+        hidden, intermediate, layers = SHAPES[shape]
+        with tempfile.TemporaryDirectory() as work, ExitStack() as opened:
+            folder = Path(work) / "model"
+            write_model(folder, width=hidden, feed_forward=intermediate, layers=layers, vocabulary=1000)
+            made = {name: way(folder) for name, way in ways.items()}
+            for engine, _, _ in made.values():
+                opened.callback(engine.close)
+            memory = {name: [pss_mib(pid) for pid in pids] for name, (_, _, pids) in made.items()}
+            rates: dict[str, dict[str, list[float]]] = {name: {} for name in made}
+            for _ in range(options.rounds):
+                for callers, rows in LOADS:
+                    for name, (engine, manifest, _) in made.items():
+                        rate = products_per_second(engine, manifest, callers, rows, options.seconds)
+                        rates[name].setdefault(f"{callers} x {rows}", []).append(rate)
+        found[shape] = {"rates": rates, "memory_mib": memory}
+        show(shape, rates, memory)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(found, indent=1))
+
+
+def show(shape: str, rates: dict[str, dict[str, list[float]]], memory: dict[str, list[float]]) -> None:
+    first = next(iter(rates.values()))
+    table = Table(title=f"{shape} layers: products a second (against one process); callers x rows")
+    for title in ("", *first, "MiB each"):
+        table.add_column(title, justify="right")
+    for name, own in rates.items():
+        cells = [
+            f"{spread(values, 1.0, 0)} ({statistics.median(map(truediv, values, first[load])):.2f})"
+            for load, values in own.items()
+        ]
+        table.add_row(name, *cells, ", ".join(f"{each:.0f}" for each in memory[name]))
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()
