@@ -134,7 +134,7 @@ def test_a_file_has_options_and_the_command_line_wins(served: list[ServeConfig],
         ('port = "1"', "port", "Expected `int`"),
         ("host = 1", "host", "Expected `str`"),
         ("serve_head = 1", "serve_head", "Expected `bool`"),
-        ('[limits]\nport = "1"', "limits", "no such option; the keys are admin_host, admin_port, batch_wait_ms"),
+        ('[limits]\nport = "1"', "limits", "no such option; the keys are admin_host, admin_port"),
         ('config = "other.toml"', "config", "no such option"),
     ],
 )
