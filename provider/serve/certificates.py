@@ -157,6 +157,7 @@ class CertificateInUse:
     Args:
         context: has loaded it, and serves.
         tls_dir: folder of ``server.pem`` and ``server.key``.
+        client_ca: as the context has it; read again as well.
         clock: what time it is, with its zone.
 
     Raises:
@@ -167,9 +168,10 @@ class CertificateInUse:
         self,
         context: ssl.SSLContext,
         tls_dir: str | Path,
+        client_ca: str | Path | None = None,
         clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
     ) -> None:
-        self._context, self._folder, self._clock = context, Path(tls_dir), clock
+        self._context, self._folder, self._client_ca, self._clock = context, Path(tls_dir), client_ca, clock
         self._certificate = certificate_of(tls_dir)
         self._tell()
 
@@ -183,7 +185,7 @@ class CertificateInUse:
         try:
             found = certificate_of(self._folder)
             check_dates(found, self._clock())
-            fresh = own_certificate(self._folder)
+            fresh = own_certificate(self._folder, self._client_ca)
         except ConfigurationError as error:
             log.error(
                 "the certificate in use stays, until %s UTC: %s", f"{self.expires:%Y-%m-%d %H:%M}", error

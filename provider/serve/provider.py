@@ -98,7 +98,7 @@ class Provider:
             torch.set_num_threads(config.threads)
         allow(needed(config.max_connections, local=bool(config.local_dir)))
         context = server_context(config.certificates, config.client_ca)
-        self._certificate = CertificateInUse(context, config.certificates)
+        self._certificate = CertificateInUse(context, config.certificates, config.client_ca)
         tokens = TokenFile(config.tokens)
         self.tenants = tokens.check_readable()
         # Whatever is taken or cannot be written is told now: loading may take minutes.

@@ -320,9 +320,11 @@ def test_hosts_that_are_none(tmp_path: Path, host: str) -> None:
 # -- while it is in use ----------------------------------------------------------------------------
 
 
-def shown(server: ssl.SSLContext, ca: Path, host: str) -> bytes:
-    """The certificate of a handshake in memory."""
+def shown(server: ssl.SSLContext, ca: Path, host: str, own: Path | None = None) -> bytes:
+    """The certificate of a handshake in memory, in which the client may show its own."""
     client = ssl.create_default_context(cafile=str(ca))
+    if own is not None:
+        client.load_cert_chain(own / "client.pem", own / "client.key")
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server, server_hostname=host),
@@ -368,6 +370,22 @@ def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(
     assert "expired at" in caplog.text
 
 
+def test_clients_are_still_asked_for_certificates_after_a_reload(tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    for name in ("own", "other"):
+        write_certificates(tmp_path / name, now=now)
+    own, ca = tmp_path / "own", tmp_path / "own" / "ca.pem"
+    context = server_context(own, ca)
+    used = CertificateInUse(context, own, ca)
+    for reloaded in (False, True):
+        if reloaded:
+            assert used.reload()
+        shown(context, ca, "localhost", own)
+        for stranger in (None, tmp_path / "other"):
+            with pytest.raises(ssl.SSLError, match=r"PEER_DID_NOT_RETURN|CERTIFICATE_VERIFY_FAILED"):
+                shown(context, ca, "localhost", stranger)
+
+
 @pytest.mark.parametrize(
     ("days", "level", "said"), [(15, None, ""), (13, "WARNING", "expires at"), (-1, "ERROR", "expired at")]
 )
@@ -375,7 +393,7 @@ def test_a_warning_some_days_before(
     folder: Path, caplog: pytest.LogCaptureFixture, days: int, level: str | None, said: str
 ) -> None:
     clock = NOW + datetime.timedelta(days=30 - days)
-    used = CertificateInUse(own_certificate(folder), folder, lambda: clock)
+    used = CertificateInUse(own_certificate(folder), folder, clock=lambda: clock)
     used.warn()
     assert [record.levelname for record in caplog.records] == ([level] if level else [])
     assert f"executor.example, 10.1.2.3, ::1 {said}" in caplog.text if level else not caplog.text
