@@ -37,7 +37,7 @@ def check_outputs(config: ServeConfig, now: datetime.datetime) -> None:
         ConfigurationError: which, and why.
     """
     if config.admin_port:
-        bound("127.0.0.1", config.admin_port, "admin_port").close()
+        bound(config.admin_host, config.admin_port, "admin_port").close()
     if config.ready_file is not None:
         _check_folder("ready_file", config.ready_file, config.ready_file.parent)
         withdraw(config.ready_file)
