@@ -63,6 +63,7 @@ class Options:
     rank: int
     new_tokens: int
     privacy: str
+    workers: int
 
 
 @dataclass
@@ -93,6 +94,7 @@ def parse_arguments() -> Options:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--privacy", default="one-time")
+    parser.add_argument("--workers", type=int, default=0, help="processes that share each executor's layers")
     given = vars(parser.parse_args())
     full = given.pop("full")
     return Options(**given | {"steps": given["steps"] or (300 if full else 120)})
@@ -195,19 +197,19 @@ class Operator:
     authority: str  # the first bytes of its SHA-256, for people to compare
 
 
-def start_executor(name: str, model: Path, folder: Path, output: Path) -> subprocess.Popen[bytes]:
+def start_executor(name: str, folder: Path, options: Options) -> subprocess.Popen[bytes]:
     """One operator's certificates, token for the tenant, and executor process."""
     folder.mkdir()
     tls, tokens, token = folder / "tls", folder / "tokens.json", folder / "token"
     command = [sys.executable, "-m", "provider.cli"]
-    with log_of(output, name).open("wb") as log:
+    with log_of(options.output, name).open("wb") as log:
         subprocess.run([*command, "certs", tls], check=True, stdout=log, stderr=log)
         add = [*command, "token", "add", "clinic", "--token-file", tokens]
         token.write_bytes(subprocess.run(add, check=True, stdout=subprocess.PIPE, stderr=log).stdout)
-        serve = [*command, "serve", model, "--numerics", "ring", "--tls-dir", tls, "--token-file", tokens]
-        return subprocess.Popen(
-            [*serve, "--port", "0", "--ready-file", folder / "ready.json"], stdout=log, stderr=log
-        )
+        serve = [*command, "serve", options.base_model, "--numerics", "ring", "--port", "0"]
+        serve += ["--tls-dir", tls, "--token-file", tokens, "--ready-file", folder / "ready.json"]
+        serve += ["--workers", str(options.workers)]
+        return subprocess.Popen(serve, stdout=log, stderr=log)
 
 
 def await_executor(name: str, folder: Path, process: subprocess.Popen[bytes]) -> Operator:
@@ -242,7 +244,7 @@ def executors(names: Sequence[str], options: Options, display: Display) -> Itera
             ):
                 for name in names:
                     folder = Path(temporary) / name
-                    processes.append(start_executor(name, options.base_model, folder, options.output))
+                    processes.append(start_executor(name, folder, options))
                 for name, process in zip(names, processes, strict=True):
                     operators.append(await_executor(name, Path(temporary) / name, process))
             yield operators

@@ -65,3 +65,9 @@ def test_the_demo_and_its_failure(tmp_path: Path) -> None:
     assert traffic["effect_rows"] >= traffic["rows"]
     assert (tmp_path / "well" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "well" / "adapter" / "adapter_model.safetensors").is_file()
+
+    shared = start("--output", tmp_path / "shared", "--workers", "2", *SMALL)
+    out, _ = shared.communicate(timeout=300)
+    assert shared.returncode == 0, out
+    one, other = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("well", "shared"))
+    assert one.read_bytes() == other.read_bytes()
