@@ -1,4 +1,4 @@
-"""What is used of torch and websockets though it is not public, and what takes its place.
+"""What is used of torch, websockets and Python though it is not public, and what takes its place.
 
 Each function here finds one such thing, tries it once on a small example, and gives whatever computes the
 same with public interfaces if it is missing, raises or is wrong: another version of the library makes this
@@ -7,7 +7,9 @@ package slower, not wrong. One line of the log says so.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
@@ -132,3 +134,15 @@ def onednn_products() -> Products | None:
         return True
 
     return _tried("torch.ops.mkldnn._linear_pointwise", lambda: (_linear, _linear_add), right)
+
+
+# -- Python ----------------------------------------------------------------------------------------
+
+
+def before_threads_are_joined(call: Callable[[], None]) -> None:
+    """Have this called at the program's end, before Python waits for threads; who comes last is first.
+
+    Where that cannot be had, after it: the program then ends as late as its threads.
+    """
+    register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
+    register(call)

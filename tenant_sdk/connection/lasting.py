@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+from shared.compat import before_threads_are_joined
 from shared.errors import (
     ConnectError,
     ConnectionLost,
@@ -231,8 +232,7 @@ def _stop_waiting() -> None:
         connection.stop_waiting()
 
 
-# What is registered last is called first, so this comes before the pools' own; ``atexit`` comes after them.
-threading._register_atexit(_stop_waiting)  # type: ignore[attr-defined]
+before_threads_are_joined(_stop_waiting)  # of pools, which have registered theirs already
 
 
 def _hello(channel: Channel) -> Manifest:
