@@ -54,6 +54,7 @@ CODES = (
     "text",
     "too_large",
     "unauthorized",
+    "unavailable",
     "unexpected",
     "width",
     "zero_rows",

@@ -144,7 +144,9 @@ class Link:
 
     def readable(self, seconds: float) -> bool:
         """Whether there is something to ``receive`` within some seconds, or the other end is gone."""
-        return bool(select.select([self._socket], [], [], seconds)[0])
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
     def close(self) -> None:
         """End it, also for who waits."""

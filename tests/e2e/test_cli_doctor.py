@@ -153,7 +153,7 @@ def test_doctor_says_that_one_time_masks_will_not_work(
     assert "! numerics     float32: no one-time masks, nothing to verify" in said
     assert "serve --numerics ring" in said
     assert "✗ weights" in said
-    assert "do not serve the same: another numerics" in said
+    assert "do not serve the same: other numerics" in said
     for folder, message in (("nowhere", "not a checkpoint folder"), (checkpoint("gpt2"), "does not hold")):
         said = doctor_says(1, "--provider", ring.url, *common, f"local:{folder}")
         assert re.search(f"✗ weights .*{message}", said)

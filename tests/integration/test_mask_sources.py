@@ -187,7 +187,7 @@ def test_a_mask_source_that_serves_something_else_is_refused(
     what: str, llama: Executor, serve: Callable[..., Executor], folder: Path, stranger: Path
 ) -> None:
     wrong = serve(stranger) if what == "weights" else serve(folder, numerics="bfloat16")
-    with pytest.raises(ModelMismatch, match=f"do not serve the same: another {what}"):
+    with pytest.raises(ModelMismatch, match=f"do not serve the same: other {what}"):
         llama.connect(privacy="noise-bank", mask_sources=[wrong.url])
 
 

@@ -102,9 +102,9 @@ def test_until_all_is_loaded_it_is_alive_and_not_ready(
     provider, told = make(), []
     load = provider._load
 
-    def look() -> object:
+    def look(opened: object) -> object:
         told.extend([ask(provider, "/healthz"), ask(provider, "/readyz"), ask(provider, "/status.json")[0]])
-        return load()
+        return load(opened)
 
     monkeypatch.setattr(provider, "_load", look)
     with provider:

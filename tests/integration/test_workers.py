@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,10 @@ import torch
 from conftest import RING
 
 from provider.engine.engine import Engine
+from provider.engine.latency import Shape
 from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
+from provider.workers.link import Link
 from provider.workers.pool import WorkerPool, place
 from shared.errors import WireError
 from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
@@ -23,22 +28,25 @@ from shared.wire.protocol import GroupShape
 SECONDS = 60.0
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def folder(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint(request.param)
+DIVIDED = [
+    ("llama", RING, 3, 1),
+    ("gpt2", RING, 4, 2),
+    ("llama", RING, 3, 3),
+    ("gpt2", "float32", 2, 1),
+    ("llama", "float32", 2, 2),
+]
 
 
 def engine_of(pool: WorkerPool) -> Engine:
     return Engine(pool.lanes, Opportunistic(pool.latency), pool.latency, lane_of=pool.lane_of.__getitem__)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(RING, 1, 1), (RING, 3, 1), (RING, 4, 2), (RING, 3, 3), ("float32", 2, 1), ("float32", 2, 2)],
-    ids=str,
-)
-def both(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[BaseExecutor, Engine, WorkerPool]]:
-    numerics, workers, stripes = request.param
+@pytest.fixture(scope="module", params=DIVIDED, ids=str)
+def both(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]
+) -> Iterator[tuple[BaseExecutor, Engine, WorkerPool]]:
+    architecture, numerics, workers, stripes = request.param
+    folder = checkpoint(architecture)
     pool = WorkerPool(folder, workers, stripes, numerics=numerics, threads=1)
     engine = engine_of(pool)
     try:
@@ -94,8 +102,6 @@ def test_answers_are_those_of_one_process_to_the_bit(
 
 
 def test_groups_are_spread_by_their_weights() -> None:
-    from provider.engine.latency import Shape
-
     shapes = [Shape(4, (4,)), Shape(4, (8,)), Shape(4, (4,)), Shape(4, (16,))]
     assert place(shapes, 2) == [1, 1, 1, 0]
 
@@ -136,3 +142,18 @@ def test_a_worker_that_is_lost_is_started_again(
         assert not pool.not_ready()
     finally:
         engine.close()
+
+
+def test_a_link_with_a_high_descriptor() -> None:
+    """As in an executor with a thousand connections."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most <= 1100:
+        pytest.skip("this machine allows too few open files")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link = Link(socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 1100)))
+        assert not link.readable(0.01)
+        Link(theirs).send(7, b"content")
+        assert link.readable(SECONDS)
+        assert link.receive() == (7, b"content", None)
+        link.close()
