@@ -172,8 +172,11 @@ def attack(
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
     with stage("reading"):
-        from security.transcript import check_served, read_transcript
+        from security.transcript import check_served, newest, read_transcript
 
+        if transcript.is_dir() and (older := len(list(transcript.glob("*.transcript"))) - 1) > 0:
+            read = newest(transcript).name
+            console.print(f"only {read}, the newest, is read; {older} older here: give each by its name")
         recorded = read_transcript(transcript, cut=cut)
         source = read_transcript(with_, digest=recorded.manifest.digest, cut=cut) if with_ else None
         check_served(recorded, model)
