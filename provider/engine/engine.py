@@ -105,7 +105,7 @@ class Engine:
         self._afterwards: deque[Callable[[], None]] = deque()
         self._next_group: int | None = None  # to read ahead
         for lane in self._lanes:
-            lane.attach(lambda: self.loop.call(_nothing))  # which decides anew
+            lane.attach(self.loop, lambda: self.loop.call(_nothing))  # which decides anew
 
     @classmethod
     def of(

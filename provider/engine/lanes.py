@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from provider.engine.loop import Loop
 from provider.executor.products import GroupExecutor
 from shared.wire.header import Header
 
@@ -67,8 +68,8 @@ class Lane(Protocol):
         """The same, in this thread."""
         ...
 
-    def attach(self, changed: Callable[[], None]) -> None:
-        """Call this, from any thread, whenever ``depth`` has changed."""
+    def attach(self, loop: Loop, changed: Callable[[], None]) -> None:
+        """The loop in whose thread batches are started; call ``changed`` there when ``depth`` has changed."""
         ...
 
     def close(self) -> None:
@@ -136,7 +137,7 @@ class ProcessLane:
         ends = accumulate((rows.stop - rows.start for rows in batch), initial=0)
         return [[block[start:stop].clone() for block in out] for start, stop in pairwise(ends)]
 
-    def attach(self, changed: Callable[[], None]) -> None:
+    def attach(self, loop: Loop, changed: Callable[[], None]) -> None:
         """See Lane: it never changes."""
 
     def close(self) -> None:

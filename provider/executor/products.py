@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,16 @@ from shared.ring.mask_stream import MaskStream
 from shared.ring.rows import below
 from shared.wire.header import DTYPE_NAMES, Direction, Header, Operation, member_indices
 from shared.wire.protocol import GroupShape, split_blocks
+
+
+def check_finite(blocks: Sequence[torch.Tensor]) -> None:
+    """Refuse rows of floats that are no numbers.
+
+    Raises:
+        WireError: ``non_finite``.
+    """
+    if not all(below(block) for block in blocks if block.is_floating_point()):
+        raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
 
 
 class GroupExecutor:
@@ -62,9 +72,8 @@ class GroupExecutor:
         """
         if header.operation == Operation.SEED_EFFECT:
             blocks = [MaskStream(payload.numpy().tobytes()).draw(header.rows, header.columns)]
-        elif payload.is_floating_point() and not below(payload):
-            raise WireError("non_finite", "the rows hold NaN or infinity; nothing was computed")
         else:
+            check_finite([payload])
             plan = self._shapes[header.group].plan(header.direction, header.members)
             blocks = split_blocks(payload, plan.request_widths)
         return self._own(header.group, header.direction, header.members, blocks)
@@ -75,33 +84,23 @@ class GroupExecutor:
         """Of a request's blocks the columns that belong to this stripe's outputs."""
         if self._stripe is None or direction == Direction.FORWARD:
             return blocks
-        own = iter(self._stripe.columns([self._shapes[group].outputs[i] for i in member_indices(members)]))
         if len(blocks) == 1:
-            return [torch.cat([blocks[0][:, columns] for columns in own], 1)]
+            widths = [self._shapes[group].outputs[i] for i in member_indices(members)]
+            own = [blocks[0][:, columns] for columns in self._stripe.columns(widths)]
+            return [own[0] if len(own) == 1 else torch.cat(own, 1)]
         return [block[:, self._stripe.of(block.shape[1])].contiguous() for block in blocks]
 
-    def put(self, header: Header, answer: list[torch.Tensor], into: list[torch.Tensor]) -> None:
-        """Copy an answer to where the whole answer of all stripes is put together.
-
-        Args:
-            header: of the request.
-            answer: what ``compute`` gave.
-            into: blocks as if there were no stripes; this one's columns of them are written, backward all.
-        """
-        if self._stripe is None or header.direction == Direction.BACKWARD:
-            for block, place in zip(answer, into, strict=True):
-                place.copy_(block)
-            return
-        shape = self._shapes[header.group]
-        widths = [shape.outputs[i] for i in member_indices(header.members)]
-        if shape.planes:
-            places = [into[0][:, columns] for columns in self._stripe.columns(widths, shape.planes)]
-            parts = list(answer[0].split([place.shape[1] for place in places], 1))
-        else:
-            places = [block[:, self._stripe.of(block.shape[1])] for block in into]
-            parts = answer
-        for part, place in zip(parts, places, strict=True):
-            place.copy_(part)
+    def _places(
+        self, group: int, direction: int, members: int, answers: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Of blocks of whole answers the columns that are this stripe's outputs; backward it adds to all."""
+        if self._stripe is None or direction == Direction.BACKWARD:
+            return answers
+        shape = self._shapes[group]
+        if not shape.planes:
+            return [block[:, self._stripe.of(block.shape[1])] for block in answers]
+        widths = [shape.outputs[i] for i in member_indices(members)]
+        return [answers[0][:, columns] for columns in self._stripe.columns(widths, shape.planes)]
 
     def compute(
         self, group: int, direction: int, members: int, blocks: list[torch.Tensor]
@@ -117,9 +116,43 @@ class GroupExecutor:
         Returns:
             Fresh blocks on the CPU.
         """
+        return self._apply(group, direction, members, blocks)
+
+    def write(
+        self,
+        group: int,
+        direction: int,
+        members: int,
+        blocks: list[torch.Tensor],
+        answers: list[torch.Tensor],
+    ) -> None:
+        """The same, to where it shall be.
+
+        Args:
+            blocks: whole ones.
+            answers: whole blocks as ``compute`` returns without a stripe; of these a stripe's columns are
+                written forward, and all of them backward, with what it adds to the sum.
+        """
+        places = self._places(group, direction, members, answers)
+        own = self._own(group, direction, members, blocks)
+        out = self._apply(group, direction, members, own, places[0] if len(places) == 1 else None)
+        if len(out) < len(places):  # of the ring
+            out = list(out[0].split([place.shape[1] for place in places], 1))
+        for block, place in zip(out, places, strict=True):
+            if block is not place:
+                place.copy_(block)
+
+    def _apply(
+        self,
+        group: int,
+        direction: int,
+        members: int,
+        blocks: list[torch.Tensor],
+        into: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         weight = self._weights[group]
         if self._device.type == "cpu":  # no further call into torch: each queues for Python's lock
-            return weight.apply(direction, members, blocks)
+            return weight.apply(direction, members, blocks, into)
         return to_host(weight.apply(direction, members, to_device(blocks, self._device)))
 
     def zeros(self, group: int, direction: int, members: int, rows: int) -> list[torch.Tensor]:

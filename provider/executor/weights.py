@@ -23,7 +23,13 @@ _READ_AHEAD_STEP = 1 << 16  # elements: about 20 microseconds of memory bandwidt
 class GroupWeight(Protocol):
     """Products of one group. Members are a bit mask; all tensors lie on the weight's device."""
 
-    def apply(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+    def apply(
+        self,
+        direction: int,
+        members: int,
+        blocks: list[torch.Tensor],
+        into: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         """Multiply rows, of one request or many.
 
         Args:
@@ -31,9 +37,11 @@ class GroupWeight(Protocol):
             members: which members take part.
             blocks: of one dtype: [T, D] forward, backward one [T, O_m] for each member; on the ring
                 always one.
+            into: where the answer goes, if it is one block and this can write it there; rows may be further
+                apart than they are long.
 
         Returns:
-            Fresh contiguous blocks of that dtype, the other way round.
+            Blocks of that dtype, the other way round: ``into`` itself, or fresh contiguous ones.
         """
         ...
 
@@ -67,7 +75,13 @@ class FloatWeight:
         single = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._onednn = onednn_products() if single else None
 
-    def apply(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+    def apply(
+        self,
+        direction: int,
+        members: int,
+        blocks: list[torch.Tensor],
+        into: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         """See GroupWeight. Rows in another dtype are rounded to the weight's, and answers back."""
         given, served = blocks[0].dtype, self._weight.dtype
         if given != served:
@@ -126,13 +140,19 @@ class RingWeight:
         self._planes, self._widths = planes, widths
         self._products = PlaneProducts(planes, widths)
 
-    def apply(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+    def apply(
+        self,
+        direction: int,
+        members: int,
+        blocks: list[torch.Tensor],
+        into: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         """See GroupWeight: int32 [T, columns], the answers of the planes side by side."""
         (rows,) = blocks
         width = self._planes.shape[2]
         if direction == Direction.FORWARD:
             width = sum(self._widths[i] for i in member_indices(members))
-        out = rows.new_empty((len(rows), len(self._planes) * width))
+        out = rows.new_empty((len(rows), len(self._planes) * width)) if into is None else into
         self._products.matmul(direction, members, rows, out)
         return [out]
 

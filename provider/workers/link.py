@@ -12,25 +12,20 @@ from __future__ import annotations
 import select
 import socket
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import msgspec
-import torch
 
-from provider.engine.lanes import RowRange
+from provider.engine.loop import Loop
 from provider.executor.stripes import Stripe
+from provider.workers.memory import Segment
 from shared.errors import WireError
-from shared.transport.colocated import SharedMemory, aligned
-from shared.wire.header import DTYPES, HEADER_BYTES, Header, Operation, parse_header
 from shared.wire.messages import GroupInfo
-from shared.wire.protocol import Plan
 
 _FRAME = struct.Struct("<IB")
-_BATCH = struct.Struct("<BI")  # slot, pieces
-_PIECE = struct.Struct(f"<{HEADER_BYTES}sIIQQ")  # header, rows from and to, places of payload and answer
-# Kinds: what to hold; that it is held, and its scales; a slot's memory; a batch, and that it is done.
-SHARE, LOADED, SCALES, MEMORY, BATCH, DONE, REFUSED = range(7)
+# Kinds: what to hold; that it is held, and its scales, or why not; memory, and that it is needed no more;
+# a batch, and that it is done.
+SHARE, LOADED, SCALES, REFUSED, MEMORY, FORGET, BATCH, DONE = range(8)
 _LARGEST = 1 << 30  # of a message; scales of a large model are megabytes
 
 
@@ -93,16 +88,59 @@ class Failure(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True):
     """A batch is multiplied; its answers lie where they should, but for those that failed."""
 
-    slot: int
+    memory: int  # the batch's
     processor_seconds: float
     failures: dict[int, Failure]  # by their place in the batch
 
 
 class Link:
-    """One end. One thread at a time may send, and one may receive."""
+    """One end. One thread at a time may send, and one may receive.
 
-    def __init__(self, connected: socket.socket) -> None:
+    Args:
+        patience: seconds for the rest of a message that has begun; None: for ever.
+    """
+
+    def __init__(self, connected: socket.socket, patience: float | None = None) -> None:
         self._socket = connected
+        self._socket.settimeout(patience)
+        self._loop: Loop | None = None
+        self._lent: set[int] = set()
+
+    def listen(
+        self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
+    ) -> None:
+        """From now on call one of these for each message and at the end; in the loop's thread, as this is."""
+
+        def readable(_: int) -> None:
+            try:
+                kind, content, _descriptor = self.receive()
+            except (OSError, EOFError) as error:
+                ended(error)
+                return
+            received(kind, content)
+
+        self._loop = loop
+        loop.watch(self._socket.fileno(), readable)
+
+    def lend(self, segment: Segment) -> None:
+        """Have the other end map this memory, if it has not yet.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        if segment.number not in self._lent:
+            self._lent.add(segment.number)
+            self.send(MEMORY, segment.number.to_bytes(8, "little"), segment.descriptor)
+
+    def take_back(self, number: int) -> None:
+        """Have the other end give memory back to the machine.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        if number in self._lent:
+            self._lent.remove(number)
+            self.send(FORGET, number.to_bytes(8, "little"))
 
     def send(self, kind: int, content: bytes, descriptor: int | None = None) -> None:
         """Send a message, with a descriptor if it is about one.
@@ -149,69 +187,11 @@ class Link:
         return bool(poll.poll(1000 * seconds))
 
     def close(self) -> None:
-        """End it, also for who waits."""
+        """End it, also for who waits; in the loop's thread, if it listens."""
+        if self._loop is not None and not self._loop.closed:
+            self._loop.forget(self._socket.fileno())
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         self._socket.close()
-
-
-class Piece(NamedTuple):
-    """Rows of a request as they cross: where its payload is, and where its answer goes."""
-
-    header: Header
-    start: int
-    stop: int
-    payload_at: int
-    answer_at: int
-
-
-def layout(batch: Sequence[RowRange], plan: Plan, itemsize: int, parts: int) -> tuple[list[Piece], int]:
-    """Where a batch's rows and answers lie in a slot's memory, and how many bytes they take.
-
-    Rows that lie in one block cross alone; seeds, and rows in several blocks, with all of their request.
-
-    Args:
-        parts: how many answers there will be for each piece, one behind the other; see ``answer_blocks``.
-    """
-    pieces, at = [], 0
-    for request, start, stop in batch:
-        header, rows = request.header, stop - start
-        if _alone(header, plan):
-            header, start, stop = header._replace(rows=rows), 0, rows
-        answer_at = at + aligned(header.payload_bytes)
-        pieces.append(Piece(header, start, stop, at, answer_at))
-        at = answer_at + parts * aligned(rows * plan.answer_columns * itemsize)
-    return pieces, at
-
-
-def _alone(header: Header, plan: Plan) -> bool:
-    return header.operation != Operation.SEED_EFFECT and len(plan.request_widths) == 1
-
-
-def crossing(rows: RowRange, plan: Plan) -> torch.Tensor:
-    """What of a request's payload crosses; see ``layout``."""
-    payload = rows.request.payload
-    return payload[rows.start : rows.stop] if _alone(rows.request.header, plan) else payload
-
-
-def answer_blocks(memory: SharedMemory, piece: Piece, plan: Plan, part: int = 0) -> list[torch.Tensor]:
-    """Views of an answer's blocks, which lie one behind the other."""
-    rows, dtype = piece.stop - piece.start, DTYPES[piece.header.dtype]
-    size = rows * plan.answer_columns
-    flat = memory.tensor(piece.answer_at + part * aligned(size * dtype.itemsize), dtype, (1, size)).view(-1)
-    return [block.view(rows, -1) for block in flat.split([rows * width for width in plan.answer_widths])]
-
-
-def encode_batch(slot: int, pieces: Sequence[Piece]) -> bytes:
-    """Content of a message of the kind BATCH."""
-    packed = (_PIECE.pack(piece.header.pack(), *piece[1:]) for piece in pieces)
-    return _BATCH.pack(slot, len(pieces)) + b"".join(packed)
-
-
-def decode_batch(content: bytes) -> tuple[int, list[Piece]]:
-    """The slot and the pieces."""
-    slot, count = _BATCH.unpack_from(content)
-    packed = _PIECE.iter_unpack(memoryview(content)[_BATCH.size : _BATCH.size + count * _PIECE.size])
-    return slot, [Piece(parse_header(header), *places) for header, *places in packed]

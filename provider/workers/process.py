@@ -15,13 +15,14 @@ import msgspec
 import torch
 from safetensors.torch import load
 
+from provider.engine.loop import Loop
 from provider.workers.link import DONE, LOADED, REFUSED, SCALES, SHARE, Done, Failure, Link, Loaded, Share
 from shared.errors import SymbiosisError
 
 log = logging.getLogger(__name__)
 
 LOAD_SECONDS = 600.0  # without a word from a worker that loads
-LOOK_SECONDS = 0.5  # between two looks whether something is late
+PATIENCE_SECONDS = 5.0  # for the rest of a message that has begun
 BACK_OFF = (0.0, 0.5, 2.0, 10.0)  # before a worker is started again; the last again and again
 
 
@@ -33,14 +34,10 @@ class Ready(NamedTuple):
 
 
 class Owner(Protocol):
-    """Who gives a worker its batches; called from the thread that attends the worker."""
+    """Who gives a worker its batches; called in the loop's thread."""
 
     def done(self, worker: WorkerProcess, what: Done) -> None:
         """It has multiplied a batch."""
-        ...
-
-    def late(self, worker: WorkerProcess, now: float) -> bool:
-        """Whether it has had one for too long."""
         ...
 
     def lost(self, worker: WorkerProcess) -> None:
@@ -50,6 +47,32 @@ class Owner(Protocol):
     def back(self, worker: WorkerProcess) -> None:
         """It has been started again, and has its share."""
         ...
+
+
+class Process:
+    """A process of this machine, started now.
+
+    Attributes:
+        link: to it.
+        pid: its number.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.link = Link(ours, PATIENCE_SECONDS)
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - this program
+                [sys.executable, "-m", "provider.workers.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for the executor, which ends its workers
+            )
+        self.pid = self._process.pid
+
+    def end(self) -> str:
+        """End it, if it has not; in words how it did."""
+        self._process.kill()
+        return f"exit status {self._process.wait()}"
 
 
 class WorkerProcess:
@@ -69,9 +92,9 @@ class WorkerProcess:
         self.name, self.share, self._owner = name, share, owner
         self.link: Link | None = None
         self.restarts = 0
-        self._closing = False
-        self._process, self._fresh = _start()
-        self._attendant = threading.Thread(target=self._attend, name=f"worker-{name}", daemon=True)
+        self._loop: Loop | None = None
+        self._closing = threading.Event()
+        self._process = Process()
 
     def ready(self) -> Ready:
         """Wait until the worker has its share; it may be given batches from then on.
@@ -79,9 +102,14 @@ class WorkerProcess:
         Raises:
             SymbiosisError: it cannot load it.
         """
-        ready = self._give_share()
-        self._attendant.start()
+        ready = self._give_share(self._process.link)
+        self.link = self._process.link
         return ready
+
+    def attach(self, loop: Loop) -> None:
+        """Attend it in this loop's thread."""
+        self._loop = loop
+        loop.call(self._listen)
 
     @property
     def pid(self) -> int:
@@ -90,19 +118,14 @@ class WorkerProcess:
 
     def close(self) -> None:
         """End it for good."""
-        self._closing = True
-        for link in (self.link, self._fresh):
-            if link is not None:
-                link.close()
-        if self._attendant.is_alive():
-            self._attendant.join(5)
-        self._process.kill()
-        self._process.wait()
+        self._closing.set()
+        self._process.link.close()
+        self._process.end()
 
-    def _give_share(self) -> Ready:
-        link, scales = self._fresh, dict[str, torch.Tensor]()
+    def _give_share(self, link: Link) -> Ready:
+        scales = dict[str, torch.Tensor]()
         try:
-            link.send(SHARE, msgspec.json.encode(self.share))
+            link.send(SHARE, msgspec.msgpack.encode(self.share))
             while True:
                 if not link.readable(LOAD_SECONDS):
                     raise TimeoutError(f"nothing for {LOAD_SECONDS:.0f} s")
@@ -110,81 +133,59 @@ class WorkerProcess:
                 if kind == SCALES:
                     scales = load(content)
                 elif kind == REFUSED:
-                    failure = msgspec.json.decode(content, type=Failure)
+                    failure = msgspec.msgpack.decode(content, type=Failure)
                     raise SymbiosisError(f"worker {self.name} cannot load its share: {failure.message}")
                 elif kind == LOADED:
-                    break
+                    return Ready(msgspec.msgpack.decode(content, type=Loaded), scales)
         except (OSError, EOFError) as error:
             raise SymbiosisError(
                 f"worker {self.name} ended while it loaded its share ({error}); it may have been for memory"
             ) from error
-        self.link = link
-        return Ready(msgspec.json.decode(content, type=Loaded), scales)
 
-    # -- the thread that attends it ----------------------------------------------------------------
-
-    def _attend(self) -> None:
-        while not self._closing:
-            try:
-                self._listen()
-            except (OSError, EOFError) as error:
-                self._end(error)
-                self._bring_back()
+    # -- the loop's thread ---------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Until the worker ends, or is late.
+        if self._loop is not None and self.link is not None:
+            self.link.listen(self._loop, self._received, self.fail)
 
-        Raises:
-            OSError, EOFError: so to speak.
-        """
-        link = self.link
-        if link is None:
-            raise EOFError("there is no worker")
-        while True:
-            if link.readable(LOOK_SECONDS):
-                kind, content, _ = link.receive()
-                if kind == DONE:
-                    self._owner.done(self, msgspec.json.decode(content, type=Done))
-            elif self._owner.late(self, time.monotonic()):
-                raise TimeoutError("it does not answer")
+    def _received(self, kind: int, content: bytes) -> None:
+        if kind == DONE:
+            self._owner.done(self, msgspec.msgpack.decode(content, type=Done))
 
-    def _end(self, error: Exception) -> None:
-        link, self.link = self.link, None
-        if link is not None:
-            link.close()
-        self._process.kill()
-        status = self._process.wait()
-        if not self._closing:
-            log.error("worker %s is lost (%s, exit status %d); it is started again", self.name, error, status)
+    def fail(self, error: Exception) -> None:
+        """It has ended, or must: it is started again."""
+        if self.link is None or self._closing.is_set():
+            return
+        self.link.close()
+        self.link = None
         self._owner.lost(self)
+        threading.Thread(
+            target=self._bring_back, args=(error,), name=f"worker-{self.name}", daemon=True
+        ).start()
 
-    def _bring_back(self) -> None:
+    def _is_back(self) -> None:
+        self.link = self._process.link
+        self._listen()
+        self._owner.back(self)
+
+    # -- a thread that brings it back ----------------------------------------------------------------
+
+    def _bring_back(self, error: Exception) -> None:
         began, tries = time.monotonic(), 0
-        while not self._closing:
-            time.sleep(BACK_OFF[min(tries, len(BACK_OFF) - 1)])
+        how = self._process.end()
+        log.error("worker %s is lost (%s, %s); it is started again", self.name, error, how)
+        while not self._closing.wait(BACK_OFF[min(tries, len(BACK_OFF) - 1)]):
             tries += 1
             self.restarts += 1
             try:
-                self._process, self._fresh = _start()
-                self._give_share()
-            except (SymbiosisError, OSError) as error:
-                log.error("%s", error)
-                self._fresh.close()
-                self._process.kill()
-                self._process.wait()
+                self._process = Process()
+                self._give_share(self._process.link)
+            except (SymbiosisError, OSError) as failure:
+                log.error("%s", failure)
+                self._process.link.close()
+                self._process.end()
                 continue
-            log.warning("worker %s is back after %.1f s", self.name, time.monotonic() - began)
-            self._owner.back(self)
+            if self._loop is not None:
+                log.warning("worker %s is back after %.1f s", self.name, time.monotonic() - began)
+                self._loop.call(self._is_back)
             return
-
-
-def _start() -> tuple[subprocess.Popen[bytes], Link]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(  # noqa: S603 - this program
-            [sys.executable, "-m", "provider.workers.worker", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            process_group=0,  # Ctrl-C is for the executor, which ends its workers
-        )
-    return process, Link(ours)

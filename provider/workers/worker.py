@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 
 # Before torch loads its runtimes; see provider.cli.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -18,13 +19,15 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from provider.engine.lanes import Answer, BatchResult, ProcessLane, Request, RowRange
 from provider.engine.profiling import profile
 from provider.executor.loading import Numerics, device_of
-from provider.executor.products import GroupExecutor
+from provider.executor.products import GroupExecutor, check_finite
+from provider.executor.stripes import Stripe
+from provider.workers.batch import Batch, Layout
 from provider.workers.link import (
     BATCH,
     DONE,
+    FORGET,
     LOADED,
     MEMORY,
     REFUSED,
@@ -35,13 +38,10 @@ from provider.workers.link import (
     Line,
     Link,
     Loaded,
-    Piece,
     Share,
-    answer_blocks,
-    decode_batch,
 )
 from shared.checkpoint import Checkpoint
-from shared.errors import SymbiosisError
+from shared.errors import SymbiosisError, WireError
 from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
 from shared.wire.protocol import GroupShape
@@ -80,11 +80,10 @@ class Worker:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._memory: dict[int, SharedMemory] = {}  # by slot
+        self._memory: dict[int, SharedMemory] = {}  # by number
         self._executor: GroupExecutor | None = None
-        self._lane: ProcessLane | None = None
         self._shapes: dict[int, GroupShape] = {}
-        self._part = 0  # of an answer that is a sum, which of its terms this worker's is
+        self._stripe = Stripe(0, 1)
 
     def run(self) -> None:
         """Until the other end closes.
@@ -96,50 +95,63 @@ class Worker:
         while True:
             kind, content, descriptor = self._link.receive()
             if kind == SHARE:
-                self._share(msgspec.json.decode(content, type=Share))
+                self._share(msgspec.msgpack.decode(content, type=Share))
             elif kind == MEMORY and descriptor is not None:
-                self._memory[content[0]] = SharedMemory(descriptor, os.fstat(descriptor).st_size)
+                size = os.fstat(descriptor).st_size
+                self._memory[int.from_bytes(content, "little")] = SharedMemory(descriptor, size)
                 os.close(descriptor)
+            elif kind == FORGET:
+                self._memory.pop(int.from_bytes(content, "little"), None)
             elif kind == BATCH:
-                self._batch(*decode_batch(content))
+                done = self._done(msgspec.msgpack.decode(content, type=Batch))
+                self._link.send(DONE, msgspec.msgpack.encode(done))
 
     def _share(self, share: Share) -> None:
         try:
-            executor, loaded, scales = load(share)
+            self._executor, loaded, scales = load(share)
         except (SymbiosisError, MemoryError, RuntimeError) as error:
-            self._link.send(REFUSED, msgspec.json.encode(Failure(str(error), type(error).__name__)))
+            self._link.send(REFUSED, msgspec.msgpack.encode(Failure(str(error), type(error).__name__)))
             return
-        self._executor, self._lane = executor, ProcessLane(executor)
         self._shapes = {number: GroupShape.of(info, share.numerics) for number, info in share.groups.items()}
-        self._part = share.stripe.index if share.stripe else 0
+        self._stripe = share.stripe or self._stripe
         self._link.send(SCALES, save(scales))
-        self._link.send(LOADED, msgspec.json.encode(loaded))
+        self._link.send(LOADED, msgspec.msgpack.encode(loaded))
 
-    def _batch(self, slot: int, pieces: list[Piece]) -> None:
-        memory = self._memory[slot]
-        rows = []
-        for piece in pieces:
-            header = piece.header
-            payload = memory.tensor(piece.payload_at, header.payload_dtype, header.payload_shape)
-            rows.append(RowRange(Request(header, payload), piece.start, piece.stop))
-        result = self._multiply(rows)
+    def _done(self, batch: Batch) -> Done:
+        began = time.thread_time()
+        try:
+            failures = self._multiply(batch)
+        except Exception as error:
+            failures = dict.fromkeys(range(len(batch.parts)), Failure.of(error))
+        return Done(batch.memory, time.thread_time() - began, failures)
+
+    def _multiply(self, batch: Batch) -> dict[int, Failure]:
+        if self._executor is None:
+            raise RuntimeError("a batch before there were weights")
+        memory, key = self._memory[batch.memory], (batch.group, batch.direction, batch.members)
+        terms = self._stripe.count if batch.direction == Direction.BACKWARD else 1
+        plan = self._shapes[batch.group].plan(batch.direction, batch.members)
+        layout = Layout(batch.parts, batch.dtype, plan, terms)
+        blocks = layout.requests(memory)
+        answers = layout.answers(memory, self._stripe.index if terms > 1 else 0)
+        for place, rows in layout.seeded(memory):
+            blocks[0][place] = rows
         failures = {}
-        for number, (piece, answer) in enumerate(zip(pieces, result.answers, strict=True)):
-            if isinstance(answer, Exception):
-                failures[number] = Failure.of(answer)
-            elif self._executor is not None:
-                header = piece.header
-                plan = self._shapes[header.group].plan(header.direction, header.members)
-                part = self._part if header.direction == Direction.BACKWARD else 0
-                self._executor.put(header, answer, answer_blocks(memory, piece, plan, part))
-        done = Done(slot, result.processor_seconds, failures)
-        self._link.send(DONE, msgspec.json.encode(done))
-
-    def _multiply(self, rows: list[RowRange]) -> BatchResult:
-        if self._lane is None:
-            answers: list[Answer] = [RuntimeError("a batch before there were weights")] * len(rows)
-            return BatchResult(answers)
-        return self._lane.multiply(rows)
+        for number, place in enumerate(layout.ranges()):
+            try:
+                check_finite([block[place] for block in blocks])
+            except WireError as error:
+                failures[number] = Failure.of(error)
+        try:
+            self._executor.write(*key, blocks, answers)
+        except Exception:  # who of them asked for too much fails alone
+            for number, place in enumerate(layout.ranges()):
+                try:
+                    own = [block[place] for block in blocks]
+                    self._executor.write(*key, own, [block[place] for block in answers])
+                except Exception as error:
+                    failures.setdefault(number, Failure.of(error))
+        return failures
 
 
 def main() -> None:

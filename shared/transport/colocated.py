@@ -11,6 +11,7 @@ has no name in any file system, and is gone with the last process that holds it,
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import re
@@ -111,17 +112,26 @@ class SharedMemory:
     Args:
         descriptor: of the memory; not needed any more afterwards.
         size: bytes, which the memory is known to have for good.
+
+    Attributes:
+        whole: uint8 [size]; all tensors are views of it.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
         # All pages at once: in the middle of a request each would cost a fault.
         mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._bytes = np.frombuffer(mapping, np.uint8)
+        self.whole = np.frombuffer(mapping, np.uint8)
         self.size = size
+
+    def again(self) -> SharedMemory:
+        """The same memory, whose tensors keep another array alive."""
+        other = copy.copy(self)
+        other.whole = np.frombuffer(self.whole.data, np.uint8)  # not a view: those are views of the first
+        return other
 
     def close(self) -> None:
         """Let go of it; the mapping ends with the last view."""
-        self._bytes, self.size = np.empty(0, np.uint8), 0
+        self.whole, self.size = np.empty(0, np.uint8), 0
 
     def tensor(self, at: int, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
         """A view of a place; it keeps the mapping alive.
@@ -135,7 +145,7 @@ class SharedMemory:
         """
         size = shape[0] * shape[1] * dtype.itemsize
         self._check(at, size)
-        return torch.from_numpy(self._bytes[at : at + size]).view(dtype).view(shape)
+        return torch.from_numpy(self.whole[at : at + size]).view(dtype).view(shape)
 
     def write(self, at: int, blocks: Sequence[torch.Tensor]) -> None:
         """Copy contiguous tensors to a place, one behind the other.
@@ -145,9 +155,13 @@ class SharedMemory:
         """
         self._check(at, sum(block.nbytes for block in blocks))
         for block in blocks:
-            data = tensor_bytes(block)
-            self._bytes[at : at + len(data)] = data  # numpy lets go of Python's lock for long ones
-            at += len(data)
+            self.put(at, block)
+            at += block.nbytes
+
+    def put(self, at: int, block: torch.Tensor) -> None:
+        """Copy a contiguous tensor to somewhere within a place that was checked."""
+        data = tensor_bytes(block)
+        self.whole[at : at + len(data)] = data  # numpy lets go of Python's lock for long ones
 
     def _check(self, at: int, size: int) -> None:
         """In Python's integers, which do not overflow, before there is a view."""

@@ -20,6 +20,7 @@ from provider.engine.latency import Shape
 from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
 from provider.workers.link import Link
+from provider.workers.memory import Segments
 from provider.workers.pool import WorkerPool, place
 from shared.errors import WireError
 from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
@@ -157,3 +158,16 @@ def test_a_link_with_a_high_descriptor() -> None:
         assert link.readable(SECONDS)
         assert link.receive() == (7, b"content", None)
         link.close()
+
+
+def test_memory_is_used_again_when_nobody_reads_it() -> None:
+    segments = Segments()
+    first, view = segments.take(5 << 20)
+    answer = view.tensor(64, torch.int32, (2, 3))
+    del view
+    second, _ = segments.take(1000)
+    assert second.number != first.number  # the answer is still to be read
+    answer.fill_(7)
+    del answer
+    third, _ = segments.take(2 << 20)
+    assert third.number == first.number

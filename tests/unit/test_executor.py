@@ -102,7 +102,13 @@ class Fixed:
     def __init__(self, answer: torch.Tensor) -> None:
         self.answer, self.met = answer, list[torch.Tensor]()
 
-    def apply(self, direction: int, members: int, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+    def apply(
+        self,
+        direction: int,
+        members: int,
+        blocks: list[torch.Tensor],
+        into: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         self.met += blocks
         return [self.answer]
 

@@ -1,0 +1,129 @@
+"""A batch as it crosses to a worker: what is asked, and where its rows and its answers lie in memory.
+
+Rows of all requests lie one behind the other, as they are multiplied: writing them there is the copy that
+puts a batch together, and answers are computed where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+
+from provider.engine.lanes import RowRange
+from shared.ring.mask_stream import MaskStream
+from shared.transport.colocated import SharedMemory, aligned
+from shared.wire.header import DTYPES, SEED_BYTES, Operation
+from shared.wire.protocol import Plan, split_blocks
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one request: so many; of a seed from ``start`` on of the ``of`` rows that it stands for."""
+
+    rows: int
+    start: int = 0
+    of: int = 0
+
+    @classmethod
+    def taken(cls, rows: RowRange) -> Part:
+        """Of a request, these."""
+        count = rows.stop - rows.start
+        return cls(count, rows.start, rows.request.header.rows) if is_seed(rows) else cls(count)
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """Parts of requests of one group, direction, members and dtype; seeds are behind the others.
+
+    Attributes:
+        memory: number of the segment where rows and answers are.
+        group, direction, members, dtype: as in a header.
+    """
+
+    memory: int
+    group: int
+    direction: int
+    members: int
+    dtype: int
+    parts: list[Part]
+
+
+def is_seed(rows: RowRange) -> bool:
+    """Whether a request is a seed, which crosses in place of its rows."""
+    return rows.request.header.operation == Operation.SEED_EFFECT
+
+
+class Layout:
+    """Where a batch's seeds, rows and answers are.
+
+    Args:
+        parts: of the batch.
+        dtype: their code.
+        plan: widths.
+        terms: how many answers are written, which add up; 1: none is added.
+
+    Attributes:
+        sent: bytes that have to be there before the batch is multiplied.
+        size: bytes of all.
+    """
+
+    def __init__(self, parts: Sequence[Part], dtype: int, plan: Plan, terms: int = 1) -> None:
+        self._parts, self._plan, self._dtype = parts, plan, DTYPES[dtype]
+        self._seeds = [number for number, part in enumerate(parts) if part.of]
+        self._rows, item = sum(part.rows for part in parts), self._dtype.itemsize
+        own = self._rows - sum(parts[number].rows for number in self._seeds)
+        at = len(self._seeds) * aligned(SEED_BYTES)
+        self.sent = at
+        self._requests, self._answers = [], []
+        for width in plan.request_widths:
+            self._requests.append((at, width))
+            self.sent = at + own * width * item
+            at += aligned(self._rows * width * item)
+        self.first = at  # of the answers
+        for _ in range(terms):
+            places = []
+            for width in plan.answer_widths:
+                places.append((at, width))
+                at += aligned(self._rows * width * item)
+            self._answers.append(places)
+        self.size = at
+
+    def ranges(self) -> list[slice]:
+        """The rows of each part."""
+        found, at = [], 0
+        for part in self._parts:
+            found.append(slice(at, at + part.rows))
+            at += part.rows
+        return found
+
+    def write(self, memory: SharedMemory, batch: Sequence[RowRange]) -> None:
+        """Copy the rows of requests, or their seeds, to where they shall be."""
+        seeds, item = iter(range(len(self._seeds))), self._dtype.itemsize
+        for rows, place in zip(batch, self.ranges(), strict=True):
+            payload = rows.request.payload
+            if is_seed(rows):
+                memory.write(next(seeds) * aligned(SEED_BYTES), [payload])
+                continue
+            blocks = split_blocks(payload, self._plan.request_widths)
+            for (at, width), block in zip(self._requests, blocks, strict=True):
+                memory.put(at + place.start * width * item, block[rows.start : rows.stop])
+
+    def requests(self, memory: SharedMemory) -> list[torch.Tensor]:
+        """The rows of all parts, [T, width] for each block; those of seeds are not there yet."""
+        return self._views(memory, self._requests)
+
+    def seeded(self, memory: SharedMemory) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The rows that seeds stand for, and where they go."""
+        ranges, width = self.ranges(), self._plan.request_widths[0]
+        for place, number in enumerate(self._seeds):
+            seed = memory.tensor(place * aligned(SEED_BYTES), torch.uint8, (1, SEED_BYTES))
+            part = self._parts[number]
+            rows = MaskStream(seed.numpy().tobytes()).draw(part.start + part.rows, width)
+            yield ranges[number], rows[part.start :]
+
+    def answers(self, memory: SharedMemory, term: int = 0) -> list[torch.Tensor]:
+        """Of all parts, [T, width] for each block."""
+        return self._views(memory, self._answers[term])
+
+    def _views(self, memory: SharedMemory, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        return [memory.tensor(at, self._dtype, (self._rows, width)) for at, width in places]

@@ -1,0 +1,67 @@
+"""Memory that workers map too: taken for a batch, and free again when nobody reads its answers any more."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+
+from shared.transport.colocated import SharedMemory
+
+_LEAST_BYTES = 1 << 20
+_MOST_FREE = 4  # more are given back to the machine
+
+
+class Segment:
+    """A piece of memory, for as long as somebody holds on to it.
+
+    Attributes:
+        number: by which workers know it.
+        size: bytes.
+    """
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.descriptor = os.memfd_create(f"symbiosis-worker-{number}", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, size)
+        self._mapped = SharedMemory(self.descriptor, size)
+
+    def view(self, unused: deque[Segment]) -> SharedMemory:
+        """A view, after whose last tensor the segment is appended to ``unused``; from any thread."""
+        view = self._mapped.again()
+        weakref.finalize(view.whole, unused.append, self)
+        return view
+
+
+class Segments:
+    """All of one lane. Not thread-safe but for the end of views.
+
+    Attributes:
+        dropped: numbers of those that are no more, for whoever tells the workers.
+    """
+
+    def __init__(self) -> None:
+        self.dropped: list[int] = []
+        self._free: list[Segment] = []
+        self._unused: deque[Segment] = deque()
+        self._made = 0
+
+    def take(self, size: int) -> tuple[Segment, SharedMemory]:
+        """One of at least so many bytes, and a view that holds it.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        while self._unused:
+            self._free.append(self._unused.popleft())
+        fitting = [segment for segment in self._free if segment.size >= size]
+        if fitting:
+            segment = min(fitting, key=lambda segment: segment.size)
+            self._free.remove(segment)
+        else:
+            self._made += 1
+            segment = Segment(self._made, max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
+        while len(self._free) > _MOST_FREE:
+            self.dropped.append(self._free.pop(0).number)
+        return segment, segment.view(self._unused)
