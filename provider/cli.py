@@ -34,8 +34,10 @@ from provider.observe.log import log_to_console, logs_json
 from provider.observe.supervisor import notify
 from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
 from provider.serve.listening import bound
-from provider.serve.preflight import check_inputs, check_outputs
+from provider.serve.preflight import check_inputs, check_outputs, check_world
 from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
+from provider.workers.rank import look_after
+from provider.workers.world import World
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
 from shared.options import in_options, option_names, prints_version, takes
@@ -184,6 +186,13 @@ def _declared(hint: Any) -> Any:
 def serve(config: ServeConfig) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
     log_to_console(config.log_format)
+    world = World.from_environment()
+    if world is not None:
+        check_world(config)
+        if world.rank:
+            log.info("rank %d of %d: a worker", world.rank, world.size)
+            look_after(config.drain_seconds)
+            return
     keep_freed_memory()
     # Whatever can be wrong is told before what takes seconds to import, or minutes to load.
     now = datetime.datetime.now(datetime.UTC)
@@ -193,10 +202,12 @@ def serve(config: ServeConfig) -> None:
         check_outputs(config, now)
         development = opened.enter_context(Development(config)) if config.dev else None
         log.info("reading %s", config.model_dir)
-        _serve(config, listener, development)
+        _serve(config, listener, development, world)
 
 
-def _serve(config: ServeConfig, listener: socket.socket, development: Development | None) -> None:
+def _serve(
+    config: ServeConfig, listener: socket.socket, development: Development | None, world: World | None
+) -> None:
     """Until a signal, or until a mask source that this started has ended."""
     stop, renewed = threading.Event(), threading.Event()
     terminal = os.isatty(0)
@@ -215,7 +226,7 @@ def _serve(config: ServeConfig, listener: socket.socket, development: Developmen
         # None: only on a terminal
         return tqdm(items, desc=what, unit="group", file=sys.stderr, disable=True if logs_json() else None)
 
-    provider = Provider(config, listener=listener, progress=progress)
+    provider = Provider(config, listener=listener, world=world, progress=progress)
     provider.start()
     # What is loaded stays: the garbage collector need not walk it again in the middle of requests.
     gc.collect()

@@ -81,3 +81,17 @@ def withdraw(ready_file: Path, pid: int | None = None) -> None:
         pass  # nobody's that this program wrote
     except OSError as error:
         raise ConfigurationError(f"cannot remove the ready file {ready_file}: {error.strerror}") from error
+
+
+def check_world(config: ServeConfig) -> None:
+    """Refuse what does not go together with workers that others start.
+
+    Raises:
+        ConfigurationError: such an option was given.
+    """
+    for name in ("workers", "dev"):
+        if getattr(config, name):
+            raise ConfigurationError(
+                f"{name}={getattr(config, name)} does not go with torchrun, which starts a worker for each "
+                "of its processes; leave it out, or start with python"
+            )

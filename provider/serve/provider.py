@@ -34,6 +34,7 @@ from provider.serve.tokens import TokenFile
 from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
 from provider.workers.pool import WorkerPool
+from provider.workers.world import World
 from shared.errors import ConfigurationError
 from shared.wire.messages import Manifest
 
@@ -55,6 +56,7 @@ class Provider:
     Args:
         config: what to serve, and to whom.
         listener: ``bound`` to the configuration's host and port already; default: ``start`` does it.
+        world: who else multiplies, if others have started workers.
         options: others of ``BaseExecutor``: ``limits``, ``progress``.
 
     Attributes:
@@ -71,8 +73,15 @@ class Provider:
     admin_url: str
     local_url: str
 
-    def __init__(self, config: ServeConfig, *, listener: socket.socket | None = None, **options: Any) -> None:
-        self.config, self._listener, self._options = config, listener, options
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        listener: socket.socket | None = None,
+        world: World | None = None,
+        **options: Any,
+    ) -> None:
+        self.config, self._listener, self._world, self._options = config, listener, world, options
         self._opened = ExitStack()
         self._local: ColocatedServer | None = None
         self._service: Service | None = None
@@ -146,14 +155,16 @@ class Provider:
             "serve_head": config.serve_head,
             "recorded": config.transcript is not None,
         }
-        if not config.workers:
+        workers = self._world.size if self._world else config.workers
+        if not workers:
             return BaseExecutor(config.model_dir, **options)
         options.pop("progress", None)
         pool = WorkerPool(
             config.model_dir,
-            config.workers,
+            workers,
             config.stripes,
             threads=config.threads,
+            world=self._world,
             **options,
         )
         opened.callback(pool.close)

@@ -63,12 +63,14 @@ class Layout:
         terms: how many answers are written, which add up; 1: none is added.
 
     Attributes:
+        terms: of answers.
         sent: bytes that have to be there before the batch is multiplied.
+        first: where answers begin.
         size: bytes of all.
     """
 
     def __init__(self, parts: Sequence[Part], dtype: int, plan: Plan, terms: int = 1) -> None:
-        self._parts, self._plan, self._dtype = parts, plan, DTYPES[dtype]
+        self._parts, self._plan, self._dtype, self.terms = parts, plan, DTYPES[dtype], terms
         self._seeds = [number for number, part in enumerate(parts) if part.of]
         self._rows, item = sum(part.rows for part in parts), self._dtype.itemsize
         own = self._rows - sum(parts[number].rows for number in self._seeds)
@@ -79,7 +81,7 @@ class Layout:
             self._requests.append((at, width))
             self.sent = at + own * width * item
             at += aligned(self._rows * width * item)
-        self.first = at  # of the answers
+        self.first = at
         for _ in range(terms):
             places = []
             for width in plan.answer_widths:

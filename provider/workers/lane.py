@@ -13,9 +13,9 @@ import torch
 from provider.engine.lanes import Answer, BatchResult, RowRange
 from provider.engine.loop import Loop
 from provider.workers.batch import Batch, Layout, Part, is_seed
-from provider.workers.link import BATCH, Done, Failure, Share
+from provider.workers.link import BATCH, Done, Failure, Rows, Share
 from provider.workers.memory import Segments
-from provider.workers.process import WorkerProcess
+from provider.workers.process import Process, Summon, WorkerProcess
 from shared.errors import WireError
 from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
@@ -35,7 +35,6 @@ class _UnderWay:
     layout: Layout
     order: list[int]  # of each part, the place of its answer
     memory: SharedMemory
-    terms: int
     future: Future[BatchResult] | None
     deadline: float
     owing: set[WorkerProcess]
@@ -54,6 +53,7 @@ class WorkerLane:
         name: in the log.
         shares: what each worker holds: the same groups, each another stripe of them.
         expected: seconds that a batch should take.
+        summon: see ``WorkerProcess``.
 
     Attributes:
         workers: one for each share.
@@ -62,7 +62,11 @@ class WorkerLane:
     here = False
 
     def __init__(
-        self, name: str, shares: Sequence[Share], expected: Callable[[Sequence[RowRange]], float]
+        self,
+        name: str,
+        shares: Sequence[Share],
+        expected: Callable[[Sequence[RowRange]], float],
+        summon: Summon = Process,
     ) -> None:
         self._name, self._expected = name, expected
         first = shares[0]
@@ -73,7 +77,9 @@ class WorkerLane:
         self._loop: Loop | None = None
         self._looks = False
         names = [name if len(shares) == 1 else f"{name}.{stripe}" for stripe in range(len(shares))]
-        self.workers = [WorkerProcess(name, share, self) for name, share in zip(names, shares, strict=True)]
+        self.workers: list[WorkerProcess] = []
+        for name, share in zip(names, shares, strict=True):
+            self.workers.append(WorkerProcess(name, share, self, summon))
 
     @property
     def depth(self) -> int:
@@ -110,7 +116,7 @@ class WorkerLane:
             return future
         layout.write(memory, batch)
         deadline = time.monotonic() + max(LEAST_PATIENCE, PATIENCE * self._expected(batch))
-        under_way = _UnderWay(layout, order, memory, terms, future, deadline, set(self.workers))
+        under_way = _UnderWay(layout, order, memory, future, deadline, set(self.workers))
         self._under_way[segment.number] = under_way
         asked = Batch(segment.number, header.group, header.direction, header.members, header.dtype, parts)
         message = msgspec.msgpack.encode(asked)
@@ -120,7 +126,7 @@ class WorkerLane:
                     for number in self._segments.dropped:
                         link.take_back(number)
                     link.lend(segment)
-                    link.send(BATCH, message)
+                    link.send(BATCH, message, Rows(segment.number, memory, 0, layout.sent))
             except OSError as error:
                 worker.fail(error)
         self._segments.dropped.clear()
@@ -186,7 +192,7 @@ class WorkerLane:
 
 
 def _result(batch: _UnderWay) -> BatchResult:
-    terms = [batch.layout.answers(batch.memory, term) for term in range(batch.terms)]
+    terms = [batch.layout.answers(batch.memory, term) for term in range(batch.layout.terms)]
     answers: list[Answer] = [[]] * len(batch.order)
     for part, (number, rows) in enumerate(zip(batch.order, batch.layout.ranges(), strict=True)):
         if part in batch.failures:

@@ -1,18 +1,20 @@
-"""What an executor and its workers say to each other, on one machine.
+"""What an executor and its workers say to each other.
 
-Control goes through a pair of sockets that the worker inherits, rows through memory that both have mapped: no
-copy of a row ever goes through a socket. Nothing is unpickled; both are the same program of the same version,
-which the worker is started with.
+On one machine control goes through a pair of sockets that the worker inherits, rows through memory that both
+have mapped: no copy of a row ever goes through a socket. ``provider.workers.distributed`` is for other
+machines. Nothing is unpickled; both ends are the same program of the same version.
 
-A message is its length, a kind and its content. An end that closes ends the other one.
+An end that closes ends the other one.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -20,13 +22,13 @@ from provider.engine.loop import Loop
 from provider.executor.stripes import Stripe
 from provider.workers.memory import Segment
 from shared.errors import WireError
+from shared.transport.colocated import SharedMemory
 from shared.wire.messages import GroupInfo
 
 _FRAME = struct.Struct("<IB")
 # Kinds: what to hold; that it is held, and its scales, or why not; memory, and that it is needed no more;
-# a batch, and that it is done.
-SHARE, LOADED, SCALES, REFUSED, MEMORY, FORGET, BATCH, DONE = range(8)
-_LARGEST = 1 << 30  # of a message; scales of a large model are megabytes
+# a batch, and that it is done; that an end lives, and that there is nothing more to do.
+SHARE, LOADED, SCALES, REFUSED, MEMORY, FORGET, BATCH, DONE, ALIVE, END = range(10)
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -38,6 +40,7 @@ class Share(msgspec.Struct, frozen=True):
         threads: of one product; 0: one a core.
         groups: by their numbers in the manifest.
         stripe: of these groups' outputs; None: all of them.
+        digest: whether to say what was read: another machine's folder may hold something else.
     """
 
     folder: str
@@ -46,6 +49,7 @@ class Share(msgspec.Struct, frozen=True):
     threads: int
     groups: dict[int, GroupInfo]
     stripe: Stripe | None = None
+    digest: bool = False
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -58,10 +62,17 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A worker has its share: its groups, on the ring with bounds, and how long its products take."""
+    """A worker has its share.
+
+    Attributes:
+        groups: as the manifest names them, on the ring with bounds.
+        lines: how long its products take.
+        weights: digest of what it read, if it was asked for.
+    """
 
     groups: dict[int, GroupInfo]
     lines: list[Line]
+    weights: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -93,8 +104,77 @@ class Done(msgspec.Struct, frozen=True):
     failures: dict[int, Failure]  # by their place in the batch
 
 
-class Link:
+class Rows(NamedTuple):
+    """Bytes of a segment that a message is about: the other end shall have them when it has the message."""
+
+    number: int
+    memory: SharedMemory
+    start: int
+    stop: int
+
+
+class Link(Protocol):
     """One end. One thread at a time may send, and one may receive.
+
+    Attributes:
+        memory: at a worker's end, what it was lent, by number.
+    """
+
+    memory: dict[int, SharedMemory]
+
+    def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        ...
+
+    def receive(self, seconds: float | None = None) -> tuple[int, bytes]:
+        """A message's kind and content.
+
+        Args:
+            seconds: to wait; None: for ever.
+
+        Raises:
+            EOFError: the other end is gone.
+            OSError: the connection broke, or nothing came.
+        """
+        ...
+
+    def listen(
+        self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
+    ) -> None:
+        """From now on call one of these for each message and at the end; in the loop's thread, as this is."""
+        ...
+
+    def lend(self, segment: Segment) -> None:
+        """Have the other end map this memory, if it has not yet; or have as much of its own.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        ...
+
+    def take_back(self, number: int) -> None:
+        """Have the other end give memory back to the machine.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        ...
+
+    def close(self, *, finished: bool = False) -> None:
+        """End it, also for who waits; in the loop's thread, if it listens.
+
+        Args:
+            finished: the other end has nothing more to do; else it may come again.
+        """
+        ...
+
+
+class LocalLink:
+    """See Link: on one machine.
 
     Args:
         patience: seconds for the rest of a message that has begun; None: for ever.
@@ -105,15 +185,41 @@ class Link:
         self._socket.settimeout(patience)
         self._loop: Loop | None = None
         self._lent: set[int] = set()
+        self.memory: dict[int, SharedMemory] = {}
+
+    def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
+        """See Link."""
+        self._socket.sendall(_FRAME.pack(len(content), kind) + content)
+
+    def receive(self, seconds: float | None = None) -> tuple[int, bytes]:
+        """See Link."""
+        while True:
+            if not self._readable(seconds):
+                raise TimeoutError(f"nothing for {seconds:.0f} s")
+            head, descriptors, _flags, _address = socket.recv_fds(self._socket, _FRAME.size, 1)
+            head += self._exactly(_FRAME.size - len(head)) if head else b""
+            if not head:
+                raise EOFError("the other end of the link is gone")
+            length, kind = _FRAME.unpack(head)
+            content = self._exactly(length)
+            number = int.from_bytes(content[:8], "little")
+            if kind == MEMORY:
+                (descriptor,) = descriptors
+                self.memory[number] = SharedMemory(descriptor, os.fstat(descriptor).st_size)
+                os.close(descriptor)
+            elif kind == FORGET:
+                self.memory.pop(number, None)
+            else:
+                return kind, content
 
     def listen(
         self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
     ) -> None:
-        """From now on call one of these for each message and at the end; in the loop's thread, as this is."""
+        """See Link."""
 
         def readable(_: int) -> None:
             try:
-                kind, content, _descriptor = self.receive()
+                kind, content = self.receive()
             except (OSError, EOFError) as error:
                 ended(error)
                 return
@@ -123,52 +229,18 @@ class Link:
         loop.watch(self._socket.fileno(), readable)
 
     def lend(self, segment: Segment) -> None:
-        """Have the other end map this memory, if it has not yet.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """See Link."""
         if segment.number not in self._lent:
             self._lent.add(segment.number)
-            self.send(MEMORY, segment.number.to_bytes(8, "little"), segment.descriptor)
+            content = segment.number.to_bytes(8, "little")
+            message = _FRAME.pack(len(content), MEMORY) + content
+            socket.send_fds(self._socket, [message], [segment.descriptor])
 
     def take_back(self, number: int) -> None:
-        """Have the other end give memory back to the machine.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """See Link."""
         if number in self._lent:
             self._lent.remove(number)
             self.send(FORGET, number.to_bytes(8, "little"))
-
-    def send(self, kind: int, content: bytes, descriptor: int | None = None) -> None:
-        """Send a message, with a descriptor if it is about one.
-
-        Raises:
-            OSError: the other end is gone.
-        """
-        data = _FRAME.pack(len(content), kind) + content
-        if descriptor is None:
-            self._socket.sendall(data)
-        else:
-            socket.send_fds(self._socket, [data], [descriptor])
-
-    def receive(self) -> tuple[int, bytes, int | None]:
-        """A message's kind and content, and its descriptor, which is the caller's.
-
-        Raises:
-            EOFError: the other end is gone.
-            OSError: the connection broke.
-        """
-        head, descriptors, _flags, _address = socket.recv_fds(self._socket, _FRAME.size, 1)
-        head += self._exactly(_FRAME.size - len(head)) if head else b""
-        if not head:
-            raise EOFError("the other end of the link is gone")
-        length, kind = _FRAME.unpack(head)
-        if length > _LARGEST:
-            raise EOFError(f"a message of {length} bytes on the link")
-        return kind, self._exactly(length), descriptors[0] if descriptors else None
 
     def _exactly(self, count: int) -> bytes:
         data = bytearray(count)
@@ -180,14 +252,13 @@ class Link:
             view = view[got:]
         return bytes(data)
 
-    def readable(self, seconds: float) -> bool:
-        """Whether there is something to ``receive`` within some seconds, or the other end is gone."""
+    def _readable(self, seconds: float | None) -> bool:
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(1000 * seconds))
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
-    def close(self) -> None:
-        """End it, also for who waits; in the loop's thread, if it listens."""
+    def close(self, *, finished: bool = False) -> None:
+        """See Link."""
         if self._loop is not None and not self._loop.closed:
             self._loop.forget(self._socket.fileno())
         try:

@@ -17,8 +17,11 @@ from provider.engine.profiling import shapes_of
 from provider.executor.loading import Numerics
 from provider.executor.room import check_room
 from provider.executor.stripes import Stripe
+from provider.workers.distributed import Rank
 from provider.workers.lane import WorkerLane
-from provider.workers.link import Share
+from provider.workers.link import Loaded, Share
+from provider.workers.process import Process, Summon
+from provider.workers.world import World
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo, Limits, Manifest
@@ -45,6 +48,14 @@ def check_stripes(groups: Sequence[GroupInfo], stripes: int) -> None:
         raise ConfigurationError(f"stripes={stripes} is too many: a layer has {least} outputs")
 
 
+def _check_weights(checkpoint: Checkpoint, rank: str, loaded: Loaded) -> None:
+    if loaded.weights != checkpoint.weights_digest(loaded.groups.values()):
+        raise ConfigurationError(
+            f"rank {rank} has read other weights than rank 0 from {checkpoint.folder}; give all machines the "
+            "same checkpoint"
+        )
+
+
 class WorkerPool:
     """Processes that hold a share of the weights each.
 
@@ -54,7 +65,8 @@ class WorkerPool:
         stripes: how many of them share each weight's outputs; 1: each group is with one worker alone, so that
             nothing is gathered.
         numerics, device, limits, serve_head, recorded: see ``BaseExecutor``.
-        threads: of one product; 0: all workers together have one a core.
+        threads: of one product; 0: all workers of a machine together have one a core.
+        world: who else takes part: rank 0 is a process of this machine, others join. ``workers`` of them.
 
     Attributes:
         catalog: the manifest, and what tenants download.
@@ -80,6 +92,7 @@ class WorkerPool:
         limits: Limits | None = None,
         serve_head: bool = False,
         recorded: bool = False,
+        world: World | None = None,
     ) -> None:
         kind, checkpoint = Numerics.named(numerics), Checkpoint(folder)
         found = discover(checkpoint, serve_head=serve_head)
@@ -88,7 +101,11 @@ class WorkerPool:
         check_stripes(groups, stripes)
         check_room(checkpoint.name, groups, kind.weight_bytes if device == "cpu" else 0)
         self.lane_of = place(self.latency.shapes, workers // stripes)
-        threads = threads or max(1, (os.cpu_count() or 1) // workers)
+        threads = threads or (0 if world else max(1, (os.cpu_count() or 1) // workers))
+        summons: list[Summon] = [Process] * (workers // stripes)
+        if world is not None:
+            store = world.store()
+            summons[1:] = [Rank(store, rank) for rank in range(1, world.size)]
         self.lanes: list[WorkerLane] = []
         scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:
@@ -102,15 +119,18 @@ class WorkerPool:
                         threads,
                         own,
                         Stripe(index, stripes) if stripes > 1 else None,
+                        digest=world is not None,
                     )
                     for index in range(stripes)
                 ]
-                lane = WorkerLane(str(number), shares, self._expected)
+                lane = WorkerLane(str(number), shares, self._expected, summons[number])
                 opened.callback(lane.close)
                 self.lanes.append(lane)
             for lane in self.lanes:  # which load at the same time
                 for worker in lane.workers:
                     ready = worker.ready()
+                    if world is not None:
+                        _check_weights(checkpoint, worker.name, ready.loaded)
                     scales |= {int(group): tensor for group, tensor in ready.scales.items()}
                     for group, info in ready.loaded.groups.items():
                         groups[group] = info

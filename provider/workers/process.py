@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -16,7 +16,19 @@ import torch
 from safetensors.torch import load
 
 from provider.engine.loop import Loop
-from provider.workers.link import DONE, LOADED, REFUSED, SCALES, SHARE, Done, Failure, Link, Loaded, Share
+from provider.workers.link import (
+    DONE,
+    LOADED,
+    REFUSED,
+    SCALES,
+    SHARE,
+    Done,
+    Failure,
+    Link,
+    Loaded,
+    LocalLink,
+    Share,
+)
 from shared.errors import SymbiosisError
 
 log = logging.getLogger(__name__)
@@ -49,17 +61,28 @@ class Owner(Protocol):
         ...
 
 
-class Process:
-    """A process of this machine, started now.
+class Summoned(Protocol):
+    """What multiplies for a worker's name, until it ends.
 
     Attributes:
         link: to it.
-        pid: its number.
+        pid: of its process, if that is on this machine; 0: it is not.
     """
 
-    def __init__(self) -> None:
+    link: Link
+    pid: int
+
+    def end(self) -> str:
+        """End it, if it has not and if that can be; in words how it did."""
+        ...
+
+
+class Process:
+    """See Summoned: a process of this machine, started now."""
+
+    def __init__(self, stop: threading.Event) -> None:
         ours, theirs = socket.socketpair()
-        self.link = Link(ours, PATIENCE_SECONDS)
+        self.link: Link = LocalLink(ours, PATIENCE_SECONDS)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this program
                 [sys.executable, "-m", "provider.workers.worker", str(theirs.fileno())],
@@ -75,6 +98,9 @@ class Process:
         return f"exit status {self._process.wait()}"
 
 
+Summon = Callable[[threading.Event], Summoned]
+
+
 class WorkerProcess:
     """One worker, from now until ``close``.
 
@@ -82,19 +108,23 @@ class WorkerProcess:
         name: in the log.
         share: what it shall hold.
         owner: see there.
+        summon: starts it, or waits until it joins; until the event is set.
 
     Attributes:
         link: to it; None while it is away.
         restarts: how often it was started again.
+
+    Raises:
+        SymbiosisError: it does not join.
     """
 
-    def __init__(self, name: str, share: Share, owner: Owner) -> None:
-        self.name, self.share, self._owner = name, share, owner
+    def __init__(self, name: str, share: Share, owner: Owner, summon: Summon = Process) -> None:
+        self.name, self.share, self._owner, self._summon = name, share, owner, summon
         self.link: Link | None = None
         self.restarts = 0
         self._loop: Loop | None = None
         self._closing = threading.Event()
-        self._process = Process()
+        self._process = self._summoned()
 
     def ready(self) -> Ready:
         """Wait until the worker has its share; it may be given batches from then on.
@@ -102,7 +132,7 @@ class WorkerProcess:
         Raises:
             SymbiosisError: it cannot load it.
         """
-        ready = self._give_share(self._process.link)
+        ready = self._ready()
         self.link = self._process.link
         return ready
 
@@ -119,17 +149,23 @@ class WorkerProcess:
     def close(self) -> None:
         """End it for good."""
         self._closing.set()
-        self._process.link.close()
+        self._process.link.close(finished=True)
         self._process.end()
 
-    def _give_share(self, link: Link) -> Ready:
+    def _summoned(self) -> Summoned:
+        """A fresh one, which loads its share."""
+        summoned = self._summon(self._closing)
+        try:
+            summoned.link.send(SHARE, msgspec.msgpack.encode(self.share))
+        except OSError:
+            pass  # which whoever waits for its answer is told
+        return summoned
+
+    def _ready(self) -> Ready:
         scales = dict[str, torch.Tensor]()
         try:
-            link.send(SHARE, msgspec.msgpack.encode(self.share))
             while True:
-                if not link.readable(LOAD_SECONDS):
-                    raise TimeoutError(f"nothing for {LOAD_SECONDS:.0f} s")
-                kind, content, _ = link.receive()
+                kind, content = self._process.link.receive(LOAD_SECONDS)
                 if kind == SCALES:
                     scales = load(content)
                 elif kind == REFUSED:
@@ -178,10 +214,11 @@ class WorkerProcess:
             tries += 1
             self.restarts += 1
             try:
-                self._process = Process()
-                self._give_share(self._process.link)
+                self._process = self._summoned()
+                self._ready()
             except (SymbiosisError, OSError) as failure:
-                log.error("%s", failure)
+                if not self._closing.is_set():
+                    log.error("%s", failure)
                 self._process.link.close()
                 self._process.end()
                 continue

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 # Before torch loads its runtimes; see provider.cli.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -27,9 +28,7 @@ from provider.workers.batch import Batch, Layout
 from provider.workers.link import (
     BATCH,
     DONE,
-    FORGET,
     LOADED,
-    MEMORY,
     REFUSED,
     SCALES,
     SHARE,
@@ -38,6 +37,8 @@ from provider.workers.link import (
     Line,
     Link,
     Loaded,
+    LocalLink,
+    Rows,
     Share,
 )
 from shared.checkpoint import Checkpoint
@@ -68,7 +69,8 @@ def load(share: Share) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
         for (group, direction), line in profile(executor, infos).items()
     ]
     scales = {str(number): group.scales for number, group in loaded.items() if group.scales is not None}
-    return executor, Loaded(infos, lines), scales
+    weights = checkpoint.weights_digest(infos.values()) if share.digest else ""
+    return executor, Loaded(infos, lines, weights), scales
 
 
 class Worker:
@@ -76,11 +78,11 @@ class Worker:
 
     Args:
         link: to the executor.
+        adapted: a share that it sends, as it is for this machine.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._memory: dict[int, SharedMemory] = {}  # by number
+    def __init__(self, link: Link, adapted: Callable[[Share], Share] = lambda share: share) -> None:
+        self._link, self._adapted = link, adapted
         self._executor: GroupExecutor | None = None
         self._shapes: dict[int, GroupShape] = {}
         self._stripe = Stripe(0, 1)
@@ -93,18 +95,11 @@ class Worker:
             OSError: so to speak.
         """
         while True:
-            kind, content, descriptor = self._link.receive()
+            kind, content = self._link.receive()
             if kind == SHARE:
-                self._share(msgspec.msgpack.decode(content, type=Share))
-            elif kind == MEMORY and descriptor is not None:
-                size = os.fstat(descriptor).st_size
-                self._memory[int.from_bytes(content, "little")] = SharedMemory(descriptor, size)
-                os.close(descriptor)
-            elif kind == FORGET:
-                self._memory.pop(int.from_bytes(content, "little"), None)
+                self._share(self._adapted(msgspec.msgpack.decode(content, type=Share)))
             elif kind == BATCH:
-                done = self._done(msgspec.msgpack.decode(content, type=Batch))
-                self._link.send(DONE, msgspec.msgpack.encode(done))
+                self._answer(msgspec.msgpack.decode(content, type=Batch))
 
     def _share(self, share: Share) -> None:
         try:
@@ -117,23 +112,29 @@ class Worker:
         self._link.send(SCALES, save(scales))
         self._link.send(LOADED, msgspec.msgpack.encode(loaded))
 
-    def _done(self, batch: Batch) -> Done:
-        began = time.thread_time()
+    def _answer(self, batch: Batch) -> None:
+        began, memory = time.thread_time(), self._link.memory[batch.memory]
+        rows = Rows(batch.memory, memory, 0, 0)
         try:
-            failures = self._multiply(batch)
+            layout = self._layout(batch)
+            failures = self._multiply(batch, layout, memory)
+            rows = Rows(batch.memory, memory, layout.first, layout.size)
         except Exception as error:
             failures = dict.fromkeys(range(len(batch.parts)), Failure.of(error))
-        return Done(batch.memory, time.thread_time() - began, failures)
+        done = Done(batch.memory, time.thread_time() - began, failures)
+        self._link.send(DONE, msgspec.msgpack.encode(done), rows)
 
-    def _multiply(self, batch: Batch) -> dict[int, Failure]:
+    def _layout(self, batch: Batch) -> Layout:
+        plan = self._shapes[batch.group].plan(batch.direction, batch.members)
+        terms = self._stripe.count if batch.direction == Direction.BACKWARD else 1
+        return Layout(batch.parts, batch.dtype, plan, terms)
+
+    def _multiply(self, batch: Batch, layout: Layout, memory: SharedMemory) -> dict[int, Failure]:
         if self._executor is None:
             raise RuntimeError("a batch before there were weights")
-        memory, key = self._memory[batch.memory], (batch.group, batch.direction, batch.members)
-        terms = self._stripe.count if batch.direction == Direction.BACKWARD else 1
-        plan = self._shapes[batch.group].plan(batch.direction, batch.members)
-        layout = Layout(batch.parts, batch.dtype, plan, terms)
+        key = batch.group, batch.direction, batch.members
         blocks = layout.requests(memory)
-        answers = layout.answers(memory, self._stripe.index if terms > 1 else 0)
+        answers = layout.answers(memory, self._stripe.index if layout.terms > 1 else 0)
         for place, rows in layout.seeded(memory):
             blocks[0][place] = rows
         failures = {}
@@ -156,7 +157,7 @@ class Worker:
 
 def main() -> None:
     """Entry point."""
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    link = LocalLink(socket.socket(fileno=int(sys.argv[1])))
     try:
         Worker(link).run()
     except (EOFError, ConnectionError):

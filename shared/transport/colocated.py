@@ -123,6 +123,13 @@ class SharedMemory:
         self.whole = np.frombuffer(mapping, np.uint8)
         self.size = size
 
+    @classmethod
+    def private(cls, size: int) -> SharedMemory:
+        """Memory of this process alone that is used alike."""
+        memory = cls.__new__(cls)
+        memory.whole, memory.size = np.empty(size, np.uint8), size
+        return memory
+
     def again(self) -> SharedMemory:
         """The same memory, whose tensors keep another array alive."""
         other = copy.copy(self)

@@ -1,0 +1,235 @@
+"""Workers on other machines, or started by others: links over ``torch.distributed``, and who joins.
+
+Each worker and the executor are a process group of two, which has its own prefix in the store for every time
+that the worker joins: one that is lost takes nothing with it, and one that comes again meets nothing of the
+last. Only bytes are sent, as tensors of a length that was said before; nothing is unpickled.
+
+Both ends say every second that they live. Whoever hears nothing for ``SILENCE_SECONDS`` gives the other up.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
+from provider.engine.loop import Loop
+from provider.workers.link import ALIVE, END, FORGET, MEMORY, Link, Rows
+from provider.workers.memory import Segment
+from provider.workers.world import CONNECT_SECONDS
+from shared.errors import SymbiosisError
+from shared.transport.colocated import SharedMemory
+
+ALIVE_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+JOIN_SECONDS = 600.0  # for a worker that has not come yet
+_LOOK_SECONDS = 0.1
+_PIECE_BYTES = 8 << 20  # on the way at once: each has its own SILENCE_SECONDS
+_TAG = 0
+
+
+def join(store: Store, rank: int) -> DistributedLink:
+    """As a worker: say that it is there, and wait for the executor.
+
+    Raises:
+        OSError: it does not come.
+    """
+    times = store.add(_word(rank), 1)
+    return DistributedLink(_pair(store, rank, times, 1), 0)
+
+
+class Joined:
+    """A worker that has joined; see ``provider.workers.process.Summoned``."""
+
+    pid = 0
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def end(self) -> str:
+        """See Summoned: whoever started it does that."""
+        return "on another machine, or started by others"
+
+
+class Rank:
+    """Waits for the worker of a rank, again and again.
+
+    Args:
+        store: where it leaves word.
+        rank: its number.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._times = 0  # that it joined, as far as is known
+
+    def __call__(self, stop: threading.Event) -> Joined:
+        """The next time that it joins.
+
+        Raises:
+            SymbiosisError: it does not.
+        """
+        deadline = time.monotonic() + JOIN_SECONDS
+        while (times := self._store.add(_word(self._rank), 0)) <= self._times:
+            if stop.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
+                raise SymbiosisError(
+                    f"nobody has joined as rank {self._rank} for {JOIN_SECONDS:.0f} s; is it started, with "
+                    "the same MASTER_ADDR and MASTER_PORT?"
+                )
+        self._times = times
+        try:
+            return Joined(DistributedLink(_pair(self._store, self._rank, times, 0), 1))
+        except OSError as error:
+            raise SymbiosisError(f"rank {self._rank} said that it is there, and is not: {error}") from error
+
+
+def _word(rank: int) -> str:
+    return f"worker/{rank}"
+
+
+def _pair(store: Store, rank: int, times: int, own: int) -> ProcessGroupGloo:
+    prefix = PrefixStore(f"{_word(rank)}/{times}", store)
+    try:
+        return ProcessGroupGloo(prefix, own, 2, timedelta(seconds=CONNECT_SECONDS))
+    except RuntimeError as error:
+        raise ConnectionError(str(error).splitlines()[0]) from error
+
+
+class DistributedLink:
+    """See ``provider.workers.link.Link``: between two ranks of a process group.
+
+    A thread sends, so that who has something to say need not wait, and one receives.
+
+    Args:
+        group: of two.
+        peer: the other rank.
+    """
+
+    def __init__(self, group: ProcessGroupGloo, peer: int) -> None:
+        self._group, self._peer = group, peer
+        self.memory: dict[int, SharedMemory] = {}
+        self._answers: dict[int, SharedMemory] = {}  # where rows of an answer go
+        self._lent: set[int] = set()
+        self._outbox: queue.SimpleQueue[tuple[int, bytes, Rows | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, bytes] | Exception] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
+        self._closed = False
+        self._sender = threading.Thread(target=self._send_all, name="link-sends", daemon=True)
+        self._sender.start()
+        threading.Thread(target=self._receive_all, name="link-receives", daemon=True).start()
+
+    def send(self, kind: int, content: bytes = b"", rows: Rows | None = None) -> None:
+        """See Link; what breaks it is told to who receives."""
+        if self._closed:
+            raise ConnectionError("the link is closed")
+        if rows is not None and rows.number not in self.memory:
+            self._answers[rows.number] = rows.memory
+        self._outbox.put((kind, content, rows))
+
+    def receive(self, seconds: float | None = None) -> tuple[int, bytes]:
+        """See Link."""
+        try:
+            message = self._inbox.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"nothing for {seconds:.0f} s") from None
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def listen(
+        self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
+    ) -> None:
+        """See Link."""
+
+        def take() -> None:
+            while not self._inbox.empty():
+                message = self._inbox.get()
+                if isinstance(message, Exception):
+                    ended(message)
+                else:
+                    received(*message)
+
+        self._wake = lambda: loop.call(take)
+        loop.call(take)  # what came before
+
+    def lend(self, segment: Segment) -> None:
+        """See Link: the other end has memory of its own."""
+        if segment.number not in self._lent:
+            self._lent.add(segment.number)
+            self.send(MEMORY, segment.number.to_bytes(8, "little") + segment.size.to_bytes(8, "little"))
+
+    def take_back(self, number: int) -> None:
+        """See Link."""
+        if number in self._lent:
+            self._lent.remove(number)
+            self.send(FORGET, number.to_bytes(8, "little"))
+
+    def close(self, *, finished: bool = False) -> None:
+        """See Link."""
+        if finished and not self._closed:
+            self.send(END)
+            self._closed = True
+            self._sender.join(ALIVE_SECONDS)
+        elif not self._closed:
+            self._closed = True
+            self._group.abort()
+
+    # -- two threads ---------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        try:
+            while not self._closed or not self._outbox.empty():
+                try:
+                    kind, content, rows = self._outbox.get(timeout=ALIVE_SECONDS)
+                except queue.Empty:
+                    kind, content, rows = ALIVE, b"", None
+                number, start, stop = (rows.number, rows.start, rows.stop) if rows else (0, 0, 0)
+                self._put(torch.tensor([kind, len(content), number, start, stop]))
+                if content:
+                    self._put(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+                if stop > start and rows:
+                    self._put(torch.from_numpy(rows.memory.whole[start:stop]))
+        except RuntimeError as error:
+            self._inbox.put(ConnectionError(str(error).splitlines()[0]))
+            self._wake()
+
+    def _receive_all(self) -> None:
+        try:
+            while not self._closed:
+                kind, length, number, start, stop = self._get(torch.empty(5, dtype=torch.int64)).tolist()
+                content = self._get(torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
+                memory = self.memory.get(number) or self._answers.pop(number, None)
+                if memory is not None and stop > start:
+                    self._get(torch.from_numpy(memory.whole[start:stop]))
+                if kind == MEMORY:
+                    number, size = (int.from_bytes(content[at : at + 8], "little") for at in (0, 8))
+                    self.memory[number] = SharedMemory.private(size)
+                elif kind == FORGET:
+                    self.memory.pop(int.from_bytes(content, "little"), None)
+                elif kind == END:
+                    raise EOFError("there is nothing more to do")
+                elif kind != ALIVE:
+                    self._inbox.put((kind, content))
+                    self._wake()
+        except RuntimeError as error:
+            self._inbox.put(ConnectionError(str(error).splitlines()[0]))
+            self._wake()
+        except EOFError as error:
+            self._inbox.put(error)
+            self._wake()
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        patience = timedelta(seconds=SILENCE_SECONDS)
+        for piece in tensor.split(_PIECE_BYTES):
+            self._group.send([piece], self._peer, _TAG).wait(patience)  # type: ignore[attr-defined]
+
+    def _get(self, tensor: torch.Tensor) -> torch.Tensor:
+        patience = timedelta(seconds=SILENCE_SECONDS)
+        for piece in tensor.split(_PIECE_BYTES) if tensor.numel() else ():
+            self._group.recv([piece], self._peer, _TAG).wait(patience)  # type: ignore[attr-defined]
+        return tensor

@@ -1,0 +1,88 @@
+"""A worker that others have started: joins the executor, and again when it was lost.
+
+``torchrun`` starts everything again when one of its processes ends. So what it starts only looks after the
+worker, which is a process of its own: ``python -m provider.workers.rank``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from provider.workers.world import World
+from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from provider.workers.link import Share
+
+log = logging.getLogger(__name__)
+
+LOST = 75  # exit status of a worker that shall join again; EX_TEMPFAIL of sysexits.h
+AGAIN_SECONDS = 1.0  # before it does
+
+
+def look_after(seconds: float) -> None:
+    """Until the executor has ended; or this process is told to, and then ``seconds`` longer at most."""
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told.set())
+    while True:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "provider.workers.rank"], stdin=subprocess.DEVNULL, process_group=0
+        )
+        status = _wait(worker, told, seconds)
+        if status == 0 or told.is_set():
+            return
+        log.error("the worker is lost (exit status %d); it is started again", status)
+        told.wait(AGAIN_SECONDS)
+
+
+def _wait(worker: subprocess.Popen[bytes], told: threading.Event, seconds: float) -> int:
+    while not told.is_set():
+        try:
+            return worker.wait(0.5)
+        except subprocess.TimeoutExpired:
+            pass
+    try:
+        return worker.wait(seconds)  # the executor may have requests under way
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        return worker.wait()
+
+
+def _adapted(share: Share, world: World) -> Share:
+    """A share as the executor describes it, with what it cannot know of this machine."""
+    threads = share.threads or max(1, (os.cpu_count() or 1) // world.local_size)
+    device = f"cuda:{world.local_rank}" if share.device == "cuda" else share.device
+    return msgspec.structs.replace(share, threads=threads, device=device)
+
+
+def main() -> None:
+    """Entry point of the worker itself."""
+    from provider.workers.worker import Worker  # isort: skip - first: it says how threads spin
+    from provider.workers.distributed import join
+
+    world = World.from_environment()
+    if world is None:
+        sys.exit("started by hand? torchrun starts workers")
+    try:
+        Worker(join(world.store(), world.rank), partial(_adapted, world=world)).run()
+    except EOFError:
+        status = 0
+    except (OSError, ConfigurationError) as error:
+        print(f"rank {world.rank}: {error}", file=sys.stderr)
+        status = LOST
+    sys.stderr.flush()
+    os._exit(status)  # without waiting for threads that wait for the other end
+
+
+if __name__ == "__main__":
+    main()
