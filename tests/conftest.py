@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,13 +106,20 @@ def executor_processes(
     """Start executors as processes, which end with the block; logs go to ``tmp_path``."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start(folder: Path, *options: str) -> Executor:
+    def start(
+        folder: Path,
+        *options: str,
+        launcher: Sequence[str] = (sys.executable,),
+        environment: Mapping[str, str] | None = None,
+    ) -> Executor:
         ready, log = tmp_path / f"ready-{len(processes)}", tmp_path / f"log-{len(processes)}"
-        command = [sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls_dir)]
+        command = [*launcher, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls_dir)]
         command += ["--token-file", str(token_file[0]), "--port", "0", "--ready-file", str(ready)]
         command += ["--numerics", "float32", *options]
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **(environment or {})}
+            )
         processes.append(process)
         deadline = time.monotonic() + 120
         while not ready.exists():
