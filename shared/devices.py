@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,3 +30,63 @@ def to_host(blocks: Sequence[torch.Tensor], dtype: torch.dtype | None = None) ->
         each.copy_(block, non_blocking=True)
     torch.cuda.current_stream(blocks[0].device).synchronize()
     return out
+
+
+def pinned(memory: torch.Tensor) -> None:
+    """Have a GPU copy from and to this memory directly, for as long as it is there; without a GPU, nothing.
+
+    Args:
+        memory: uint8, of which all that is copied is a view.
+    """
+    if not torch.cuda.is_available() or not memory.numel():
+        return
+    at, runtime = memory.data_ptr(), torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(at, memory.numel(), 0)) == 0:  # else it is copied in two steps
+        weakref.finalize(memory.numpy(), runtime.cudaHostUnregister, at)
+
+
+class Pipeline:
+    """One GPU: copies to it, products and copies from it, each in order on a stream of its own.
+
+    So rows of the next batch travel while the last is multiplied, and nothing waits but who reads answers.
+    Not measured: no such device was at hand.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._there, self._products, self._back = (torch.cuda.Stream(device) for _ in range(3))
+
+    def begin(
+        self,
+        blocks: Sequence[torch.Tensor],
+        product: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+        places: Sequence[torch.Tensor],
+    ) -> Callable[[], None]:
+        """Queue a product of blocks of the CPU, the answers to go to places there.
+
+        Args:
+            blocks: unchanged until the answers are there.
+            product: of the same blocks on the device; queues, and does not wait.
+            places: for each block of the answer.
+
+        Returns:
+            Waits until the answers are there.
+        """
+        with torch.cuda.stream(self._there):
+            there = [block.to(self._device, non_blocking=True) for block in blocks]
+        self._products.wait_stream(self._there)
+        with torch.cuda.stream(self._products):
+            answers = product(there)
+        self._back.wait_stream(self._products)
+        with torch.cuda.stream(self._back):
+            for place, answer in zip(places, answers, strict=True):
+                place.copy_(answer, non_blocking=True)
+            done: torch.cuda.Event = self._back.record_event()
+        for block in there:
+            block.record_stream(self._products)
+        for answer in answers:
+            answer.record_stream(self._back)
+        return lambda: done.synchronize()

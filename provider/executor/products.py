@@ -9,7 +9,7 @@ import torch
 
 from provider.executor.loading import LoadedGroup, Numerics
 from provider.executor.stripes import Stripe
-from shared.devices import to_device, to_host
+from shared.devices import Pipeline, to_device, to_host
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
 from shared.ring.rows import below
@@ -51,6 +51,7 @@ class GroupExecutor:
         self._wire_dtype = DTYPE_NAMES[Numerics.named(numerics).wire_dtypes[0]]
         self._device = device
         self._stripe = stripe
+        self._pipeline = Pipeline(device) if device.type == "cuda" else None
         self._weights = {
             group: loaded.weight.striped(stripe) if stripe else loaded.weight
             for group, loaded in groups.items()
@@ -116,44 +117,46 @@ class GroupExecutor:
         Returns:
             Fresh blocks on the CPU.
         """
-        return self._apply(group, direction, members, blocks)
+        weight = self._weights[group]
+        if self._device.type == "cpu":  # no further call into torch: each queues for Python's lock
+            return weight.apply(direction, members, blocks)
+        return to_host(weight.apply(direction, members, to_device(blocks, self._device)))
 
-    def write(
+    def begin(
         self,
         group: int,
         direction: int,
         members: int,
         blocks: list[torch.Tensor],
         answers: list[torch.Tensor],
-    ) -> None:
-        """The same, to where it shall be.
+    ) -> Callable[[], None] | None:
+        """The same to where it shall be; a GPU is only told to.
 
         Args:
-            blocks: whole ones.
+            blocks: whole ones; unchanged until the answers are there.
             answers: whole blocks as ``compute`` returns without a stripe; of these a stripe's columns are
                 written forward, and all of them backward, with what it adds to the sum.
+
+        Returns:
+            Waits until the answers are there; None: they are.
         """
         places = self._places(group, direction, members, answers)
-        own = self._own(group, direction, members, blocks)
-        out = self._apply(group, direction, members, own, places[0] if len(places) == 1 else None)
-        if len(out) < len(places):  # of the ring
-            out = list(out[0].split([place.shape[1] for place in places], 1))
-        for block, place in zip(out, places, strict=True):
+
+        def product(blocks: list[torch.Tensor], into: torch.Tensor | None = None) -> list[torch.Tensor]:
+            own = self._own(group, direction, members, blocks)
+            out = self._weights[group].apply(direction, members, own, into)
+            if len(out) < len(places):  # of the ring
+                return list(out[0].split([place.shape[1] for place in places], 1))
+            return out
+
+        if self._pipeline is not None:
+            return self._pipeline.begin(blocks, product, places)
+        for block, place in zip(
+            product(blocks, places[0] if len(places) == 1 else None), places, strict=True
+        ):
             if block is not place:
                 place.copy_(block)
-
-    def _apply(
-        self,
-        group: int,
-        direction: int,
-        members: int,
-        blocks: list[torch.Tensor],
-        into: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        weight = self._weights[group]
-        if self._device.type == "cpu":  # no further call into torch: each queues for Python's lock
-            return weight.apply(direction, members, blocks, into)
-        return to_host(weight.apply(direction, members, to_device(blocks, self._device)))
+        return None
 
     def zeros(self, group: int, direction: int, members: int, rows: int) -> list[torch.Tensor]:
         """Blocks of a request, to measure with."""

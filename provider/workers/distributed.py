@@ -22,6 +22,7 @@ from provider.engine.loop import Loop
 from provider.workers.link import ALIVE, END, FORGET, MEMORY, Link, Rows
 from provider.workers.memory import Segment
 from provider.workers.world import CONNECT_SECONDS
+from shared.devices import pinned
 from shared.errors import SymbiosisError
 from shared.transport.colocated import SharedMemory
 
@@ -141,6 +142,10 @@ class DistributedLink:
             raise message
         return message
 
+    def ready(self) -> bool:
+        """See Link."""
+        return not self._inbox.empty()
+
     def listen(
         self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
     ) -> None:
@@ -209,6 +214,7 @@ class DistributedLink:
                 if kind == MEMORY:
                     number, size = (int.from_bytes(content[at : at + 8], "little") for at in (0, 8))
                     self.memory[number] = SharedMemory.private(size)
+                    pinned(torch.from_numpy(self.memory[number].whole))
                 elif kind == FORGET:
                     self.memory.pop(int.from_bytes(content, "little"), None)
                 elif kind == END:

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import msgspec
+import torch
 
 from provider.engine.loop import Loop
 from provider.executor.stripes import Stripe
 from provider.workers.memory import Segment
+from shared.devices import pinned
 from shared.errors import WireError
 from shared.transport.colocated import SharedMemory
 from shared.wire.messages import GroupInfo
@@ -142,6 +144,10 @@ class Link(Protocol):
         """
         ...
 
+    def ready(self) -> bool:
+        """Whether ``receive`` would not wait."""
+        ...
+
     def listen(
         self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]
     ) -> None:
@@ -205,12 +211,17 @@ class LocalLink:
             number = int.from_bytes(content[:8], "little")
             if kind == MEMORY:
                 (descriptor,) = descriptors
-                self.memory[number] = SharedMemory(descriptor, os.fstat(descriptor).st_size)
+                memory = self.memory[number] = SharedMemory(descriptor, os.fstat(descriptor).st_size)
                 os.close(descriptor)
+                pinned(torch.from_numpy(memory.whole))
             elif kind == FORGET:
                 self.memory.pop(number, None)
             else:
                 return kind, content
+
+    def ready(self) -> bool:
+        """See Link."""
+        return self._readable(0.0)
 
     def listen(
         self, loop: Loop, received: Callable[[int, bytes], None], ended: Callable[[Exception], None]

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 
 # Before torch loads its runtimes; see provider.cli.
@@ -84,6 +85,7 @@ class Worker:
     def __init__(self, link: Link, adapted: Callable[[Share], Share] = lambda share: share) -> None:
         self._link, self._adapted = link, adapted
         self._executor: GroupExecutor | None = None
+        self._begun: deque[tuple[Done, Rows, Callable[[], None]]] = deque()
         self._shapes: dict[int, GroupShape] = {}
         self._stripe = Stripe(0, 1)
 
@@ -95,11 +97,16 @@ class Worker:
             OSError: so to speak.
         """
         while True:
+            if self._begun and not self._link.ready():
+                self._finish(*self._begun.popleft())
+                continue
             kind, content = self._link.receive()
             if kind == SHARE:
                 self._share(self._adapted(msgspec.msgpack.decode(content, type=Share)))
             elif kind == BATCH:
-                self._answer(msgspec.msgpack.decode(content, type=Batch))
+                self._begin(msgspec.msgpack.decode(content, type=Batch))
+            if len(self._begun) > 1:
+                self._finish(*self._begun.popleft())
 
     def _share(self, share: Share) -> None:
         try:
@@ -112,16 +119,24 @@ class Worker:
         self._link.send(SCALES, save(scales))
         self._link.send(LOADED, msgspec.msgpack.encode(loaded))
 
-    def _answer(self, batch: Batch) -> None:
+    def _begin(self, batch: Batch) -> None:
+        """Multiply, or have a GPU do it; what is begun is finished when there is nothing else to begin."""
         began, memory = time.thread_time(), self._link.memory[batch.memory]
-        rows = Rows(batch.memory, memory, 0, 0)
+        rows, wait = Rows(batch.memory, memory, 0, 0), None
         try:
             layout = self._layout(batch)
-            failures = self._multiply(batch, layout, memory)
+            failures, wait = self._multiply(batch, layout, memory)
             rows = Rows(batch.memory, memory, layout.first, layout.size)
         except Exception as error:
             failures = dict.fromkeys(range(len(batch.parts)), Failure.of(error))
         done = Done(batch.memory, time.thread_time() - began, failures)
+        if wait is None:
+            self._link.send(DONE, msgspec.msgpack.encode(done), rows)
+        else:
+            self._begun.append((done, rows, wait))
+
+    def _finish(self, done: Done, rows: Rows, wait: Callable[[], None]) -> None:
+        wait()
         self._link.send(DONE, msgspec.msgpack.encode(done), rows)
 
     def _layout(self, batch: Batch) -> Layout:
@@ -129,7 +144,9 @@ class Worker:
         terms = self._stripe.count if batch.direction == Direction.BACKWARD else 1
         return Layout(batch.parts, batch.dtype, plan, terms)
 
-    def _multiply(self, batch: Batch, layout: Layout, memory: SharedMemory) -> dict[int, Failure]:
+    def _multiply(
+        self, batch: Batch, layout: Layout, memory: SharedMemory
+    ) -> tuple[dict[int, Failure], Callable[[], None] | None]:
         if self._executor is None:
             raise RuntimeError("a batch before there were weights")
         key = batch.group, batch.direction, batch.members
@@ -144,15 +161,17 @@ class Worker:
             except WireError as error:
                 failures[number] = Failure.of(error)
         try:
-            self._executor.write(*key, blocks, answers)
+            return failures, self._executor.begin(*key, blocks, answers)
         except Exception:  # who of them asked for too much fails alone
             for number, place in enumerate(layout.ranges()):
                 try:
                     own = [block[place] for block in blocks]
-                    self._executor.write(*key, own, [block[place] for block in answers])
+                    wait = self._executor.begin(*key, own, [block[place] for block in answers])
+                    if wait is not None:
+                        wait()
                 except Exception as error:
                     failures.setdefault(number, Failure.of(error))
-        return failures
+        return failures, None
 
 
 def main() -> None:

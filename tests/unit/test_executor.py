@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from provider.engine.lanes import ProcessLane, Request, RowRange
 from provider.executor.base import BaseExecutor
 from provider.executor.loading import NUMERICS, LoadedGroup
 from provider.executor.products import GroupExecutor
+from provider.executor.stripes import Stripe
 from shared.checkpoint import Checkpoint
+from shared.devices import pinned
 from shared.errors import ConfigurationError
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import DTYPE_CODES, RINGS, Direction, Header, Operation
@@ -24,12 +27,15 @@ SHARE = (1, 4, 6)
 CPU = torch.device("cpu")
 
 
-def share_of(folder: Path, numerics: str, device: torch.device = CPU) -> GroupExecutor:
+def share_of(
+    folder: Path, numerics: str, device: torch.device = CPU, stripe: Stripe | None = None
+) -> GroupExecutor:
     """An executor of some groups of a checkpoint."""
     checkpoint = Checkpoint(folder)
     groups = discover(checkpoint).groups
     load = NUMERICS[numerics].load
-    return GroupExecutor({i: load(checkpoint, groups[i], device) for i in SHARE}, numerics, device)
+    loaded = {i: load(checkpoint, groups[i], device) for i in SHARE}
+    return GroupExecutor(loaded, numerics, device, stripe)
 
 
 @pytest.fixture(params=list(NUMERICS))
@@ -61,6 +67,31 @@ def test_a_share_of_the_groups_gives_the_answers_of_the_whole(
         torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=0)
     for lane in lanes:
         lane.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stripes_together_give_the_answers_of_the_whole(
+    checkpoint: Callable[[str], Path], numerics: str, count: int
+) -> None:
+    """On the ring to the bit: forward each writes its columns, backward what they give adds up."""
+    folder, generator = checkpoint("llama"), torch.Generator().manual_seed(count)
+    whole = share_of(folder, numerics)
+    stripes = [share_of(folder, numerics, stripe=Stripe(index, count)) for index in range(count)]
+    groups = discover(Checkpoint(folder)).groups
+    tolerance = {"float32": 1e-5, "bfloat16": 0.05}.get(numerics, 0.0)  # sums in another order
+    for group, direction, rows in product(SHARE, (Direction.FORWARD, Direction.BACKWARD), (1, 3, 17)):
+        for members in {1, (1 << len(groups[group].members)) - 1}:
+            blocks = whole.zeros(group, direction, members, rows)
+            for block in blocks:
+                block.copy_(torch.randint(-(2**31), 2**31, block.shape, generator=generator) >> 28)
+            wanted = whole.compute(group, direction, members, blocks)
+            answers = [torch.zeros_like(block) for block in wanted]
+            for stripe in stripes:
+                own = [torch.zeros_like(block) for block in wanted]
+                stripe.begin(group, direction, members, blocks, own)
+                for block, more in zip(answers, own, strict=True):
+                    block += more
+            torch.testing.assert_close(answers, wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_a_group_that_is_elsewhere_has_no_product(checkpoint: Callable[[str], Path], numerics: str) -> None:
@@ -155,3 +186,24 @@ def test_a_gpu_answers_into_pinned_memory(checkpoint: Callable[[str], Path], num
                 assert all(block.is_pinned() for block in got)
                 tolerance = {"float32": 1e-5, "bfloat16": 0.05}.get(numerics, 0.0)
                 torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("stripe", [None, Stripe(1, 2)])
+def test_a_gpu_is_only_told_to(checkpoint: Callable[[str], Path], stripe: Stripe | None) -> None:
+    """Several products are begun before the first is waited for."""
+    here = share_of(checkpoint("llama"), "ring")
+    there = share_of(checkpoint("llama"), "ring", torch.device("cuda"), stripe)
+    begun = []
+    for group in SHARE:
+        (block,) = here.zeros(group, Direction.FORWARD, 1, 17)
+        block.copy_(torch.arange(block.numel()).view_as(block) % 7 - 3)
+        (wanted,) = here.compute(group, Direction.FORWARD, 1, [block])
+        answer = torch.zeros_like(wanted)
+        pinned(answer.view(-1).view(torch.uint8))
+        begun.append((there.begin(group, Direction.FORWARD, 1, [block], [answer]), wanted, answer))
+    for wait, wanted, answer in begun:
+        assert wait is not None
+        wait()
+        columns = slice(None) if stripe is None else stripe.of(wanted.shape[1])
+        assert torch.equal(answer[:, columns], wanted[:, columns])
