@@ -80,7 +80,7 @@ def products_per_second(engine: Engine, manifest: Manifest, callers: int, rows: 
 def one_process(folder: Path, numerics: str, threads: int) -> tuple[Engine, Manifest, list[int]]:
     torch.set_num_threads(threads)
     executor = BaseExecutor(folder, numerics=numerics)
-    latency = profiled(executor, executor.manifest.groups)
+    latency = profiled(executor, executor.manifest)
     return Engine.of(executor, Opportunistic, latency), executor.manifest, [os.getpid()]
 
 

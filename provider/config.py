@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_type_hints
@@ -95,6 +96,14 @@ class ServeConfig:
             least=1,
         ),
     ] = 1
+    part: Annotated[
+        str,
+        Option(
+            _SERVED,
+            "Serve only the k-th of n parts of the layers, written k/n: for hosts that need not talk to each "
+            "other. Tenants name all of them. Empty: all layers.",
+        ),
+    ] = ""
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
     ] = None
@@ -257,8 +266,18 @@ class ServeConfig:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)} means nothing without {wanted}; add it, or leave that out"
                 )
+        if self.part and not re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", self.part):
+            raise ConfigurationError(f"part={self.part} is not written k/n, such as 1/2 for the first of two")
         if self.workers % self.stripes:
             raise ConfigurationError(f"workers={self.workers} cannot be divided into stripes={self.stripes}")
+
+    @property
+    def part_of_groups(self) -> tuple[int, int] | None:
+        """Which part of how many, from 1; None: all."""
+        if not self.part:
+            return None
+        index, count = self.part.split("/")
+        return int(index), int(count)
 
     @property
     def certificates(self) -> Path:

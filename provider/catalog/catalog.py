@@ -40,6 +40,7 @@ class Catalog:
         scales: float32 [O] by number of group, on the ring.
         limits: what one message may hold.
         recorded: tell tenants that what they send is kept.
+        part: the groups [first, stop) that are served; None: all.
 
     Attributes:
         checkpoint, manifest: the files are those that the manifest lists.
@@ -56,6 +57,7 @@ class Catalog:
         scales: Mapping[int, torch.Tensor],
         limits: Limits | None = None,
         recorded: bool = False,
+        part: tuple[int, int] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         manifest = Manifest(
@@ -73,6 +75,7 @@ class Catalog:
             unavailable=found.unavailable,
             files=checkpoint.tenant_files(),
             recorded=recorded,
+            part=part,
         )
         self.manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
         if not any(file.name == "tokenizer.json" for file in manifest.files):

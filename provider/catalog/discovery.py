@@ -7,7 +7,10 @@ values, shows which layers are called with the same tensor object.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint, below
-from shared.errors import CheckpointError
+from shared.errors import CheckpointError, ConfigurationError
 from shared.wire.header import MAX_MEMBERS
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
 
@@ -227,3 +230,22 @@ def _tenant_parameters(
             )
             tensors[name] = tensor
     return tuple(infos), tensors, tuple(missing)
+
+
+def part_of(groups: Sequence[GroupInfo], index: int, count: int) -> tuple[int, int]:
+    """The groups [first, stop) of the ``index``-th of ``count`` parts, from 1, about equally large.
+
+    Raises:
+        ConfigurationError: there are fewer groups than parts.
+    """
+    if not 0 < index <= count <= len(groups):
+        raise ConfigurationError(f"part={index}/{count} cannot be: {len(groups)} groups are to be divided")
+    sizes = [group.inputs * sum(member.outputs for member in group.members) for group in groups]
+    ends, total = list(accumulate(sizes)), sum(sizes)
+    # Each has one at least, whatever the others weigh.
+    cuts = [0]
+    for part in range(1, count):
+        at = bisect_left(ends, total * part / count) + 1
+        cuts.append(min(max(at, cuts[-1] + 1), len(groups) - (count - part)))
+    cuts.append(len(groups))
+    return cuts[index - 1], cuts[index]

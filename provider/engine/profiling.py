@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from provider.engine.latency import LatencyModel, Line, Shape
 from provider.executor.products import GroupExecutor
 from shared.wire.header import Direction
-from shared.wire.messages import GroupInfo
+from shared.wire.messages import GroupInfo, Manifest
 
 PROFILE_ROWS = 128
 
@@ -52,10 +52,10 @@ def profile(
     return lines
 
 
-def profiled(executor: GroupExecutor, groups: Iterable[GroupInfo], rounds: int = 3) -> LatencyModel:
-    """A latency model of what an executor of all groups takes."""
-    groups = list(groups)
-    model = LatencyModel(shapes_of(groups))
-    for (group, direction), line in profile(executor, dict(enumerate(groups)), rounds).items():
+def profiled(executor: GroupExecutor, manifest: Manifest, rounds: int = 3) -> LatencyModel:
+    """A latency model of what an executor of all groups that are served takes."""
+    model = LatencyModel(shapes_of(manifest.groups))
+    served = {number: info for number, info in enumerate(manifest.groups) if manifest.serves(number)}
+    for (group, direction), line in profile(executor, served, rounds).items():
         model.set(group, direction, line)
     return model

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from provider.catalog.catalog import Catalog
-from provider.catalog.discovery import discover
-from provider.executor.loading import Numerics, device_of
+from provider.catalog.discovery import discover, part_of
+from provider.executor.loading import LoadedGroup, Numerics, device_of
 from provider.executor.products import GroupExecutor
 from provider.executor.room import check_room, memory_errors
 from shared.checkpoint import Checkpoint
@@ -32,6 +32,7 @@ class BaseExecutor(GroupExecutor):
         limits: what one message may hold.
         serve_head: also serve the output head.
         recorded: tell tenants that what they send is kept.
+        part: serve only the k-th of n parts of the groups, (k, n) from 1; tenants find the others elsewhere.
         progress: wraps an iterable to show how far loading is, as ``tqdm`` does.
 
     Attributes:
@@ -52,6 +53,7 @@ class BaseExecutor(GroupExecutor):
         limits: Limits | None = None,
         serve_head: bool = False,
         recorded: bool = False,
+        part: tuple[int, int] | None = None,
         progress: Progress = _silent,  # type: ignore[type-arg]
     ) -> None:
         kind, where = Numerics.named(numerics), device_of(device)
@@ -59,18 +61,24 @@ class BaseExecutor(GroupExecutor):
             checkpoint = Checkpoint(folder)
             found = discover(checkpoint, serve_head=serve_head)
             here = where.type == "cpu"
-            check_room(checkpoint.name, found.groups, kind.weight_bytes if here else 0)
-            loaded = [kind.load(checkpoint, info, where) for info in progress(found.groups, "loading layers")]
-            super().__init__(dict(enumerate(loaded)), numerics, where)
+            groups = list(found.groups)
+            first, stop = served = part_of(groups, *part) if part else (0, len(groups))
+            check_room(checkpoint.name, groups[first:stop], kind.weight_bytes if here else 0)
+            loaded: dict[int, LoadedGroup] = {}
+            for number in progress(range(first, stop), "loading layers"):
+                loaded[number] = kind.load(checkpoint, groups[number], where)
+                groups[number] = loaded[number].info
+            super().__init__(loaded, numerics, where)
             self.catalog = Catalog(
                 checkpoint,
                 found,
                 numerics=numerics,
                 wire_dtypes=kind.wire_dtypes,
-                groups=[group.info for group in loaded],
-                scales={i: group.scales for i, group in enumerate(loaded) if group.scales is not None},
+                groups=groups,
+                scales={i: group.scales for i, group in loaded.items() if group.scales is not None},
                 limits=limits,
                 recorded=recorded,
+                part=served if part else None,
             )
 
     @property

@@ -154,6 +154,7 @@ class Provider:
             "device": config.device,
             "serve_head": config.serve_head,
             "recorded": config.transcript is not None,
+            "part": config.part_of_groups,
         }
         workers = self._world.size if self._world else config.workers
         if not workers:
@@ -179,7 +180,7 @@ class Provider:
         if isinstance(executor, WorkerPool):
             latency = executor.latency
         else:
-            latency = profiled(executor, executor.manifest.groups)
+            latency = profiled(executor, executor.manifest)
         policy = make_policy(config.batching, latency, objective)
         quotas = Quotas(
             Quota(

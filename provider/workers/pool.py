@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from provider.catalog.catalog import Catalog
-from provider.catalog.discovery import discover
+from provider.catalog.discovery import discover, part_of
 from provider.engine.lanes import RowRange
 from provider.engine.latency import LatencyModel, Line, Shape
 from provider.engine.profiling import shapes_of
@@ -64,7 +64,7 @@ class WorkerPool:
         workers: how many, a multiple of ``stripes``.
         stripes: how many of them share each weight's outputs; 1: each group is with one worker alone, so that
             nothing is gathered.
-        numerics, device, limits, serve_head, recorded: see ``BaseExecutor``.
+        numerics, device, limits, serve_head, recorded, part: see ``BaseExecutor``.
         threads: of one product; 0: all workers of a machine together have one a core.
         world: who else takes part: rank 0 is a process of this machine, others join. ``workers`` of them.
 
@@ -92,6 +92,7 @@ class WorkerPool:
         limits: Limits | None = None,
         serve_head: bool = False,
         recorded: bool = False,
+        part: tuple[int, int] | None = None,
         world: World | None = None,
     ) -> None:
         kind, checkpoint = Numerics.named(numerics), Checkpoint(folder)
@@ -99,7 +100,8 @@ class WorkerPool:
         groups: list[GroupInfo] = list(found.groups)
         self.latency = LatencyModel(shapes_of(groups))
         check_stripes(groups, stripes)
-        check_room(checkpoint.name, groups, kind.weight_bytes if device == "cpu" else 0)
+        served = part_of(groups, *part) if part else (0, len(groups))
+        check_room(checkpoint.name, groups[slice(*served)], kind.weight_bytes if device == "cpu" else 0)
         self.lane_of = place(self.latency.shapes, workers // stripes)
         threads = threads or (0 if world else max(1, (os.cpu_count() or 1) // workers))
         summons: list[Summon] = [Process] * (workers // stripes)
@@ -110,7 +112,7 @@ class WorkerPool:
         scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:
             for number in range(workers // stripes):
-                own = {group: info for group, info in enumerate(groups) if self.lane_of[group] == number}
+                own = {group: groups[group] for group in range(*served) if self.lane_of[group] == number}
                 shares = [
                     Share(
                         str(checkpoint.folder),
@@ -145,6 +147,7 @@ class WorkerPool:
                 scales=scales,
                 limits=limits,
                 recorded=recorded,
+                part=served if part else None,
             )
             opened.pop_all()
 

@@ -47,7 +47,7 @@ class GroupInfo(Message, frozen=True):
     inputs: int
     members: tuple[Member, ...]
     head: bool = False  # the output head, which a tenant uses only with offload_head=True
-    # Ring numerics: ``Bounds`` of all members together, so that rows fit their products.
+    # Ring numerics: ``Bounds`` of all members together, so that rows fit their products. None: elsewhere.
     bounds: tuple[int, int] | None = None
 
 
@@ -76,7 +76,7 @@ class Limits(Message, frozen=True):
     max_in_flight: int = 16  # requests of one session under way; further ones wait to be read
 
 
-class Manifest(Message, frozen=True):
+class Manifest(Message, frozen=True, omit_defaults=True):
     """Everything a tenant needs to know about an executor; the payload of WELCOME."""
 
     server: str
@@ -93,13 +93,18 @@ class Manifest(Message, frozen=True):
     unavailable: tuple[str, ...]  # tenant-side parameters that this executor cannot supply
     files: tuple[FileInfo, ...]
     recorded: bool = False  # what tenants send is written to a transcript, for an audit
+    part: tuple[int, int] | None = None  # only groups [first, stop) are served here, the others elsewhere
+
+    def serves(self, group: int) -> bool:
+        """Whether a group's products are computed here."""
+        return self.part is None or self.part[0] <= group < self.part[1]
 
 
 def digest_of(manifest: Manifest) -> str:
     """SHA-256 over what makes two models the same: weights, layers, parameters, files and architecture.
 
     Whoever pins it pins every byte that a tenant downloads. It is the same whatever numerics and limits an
-    executor has, and whether it serves the head.
+    executor has, whether it serves the head, and which part of the groups.
     """
     what = (
         manifest.weights,

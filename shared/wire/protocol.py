@@ -93,7 +93,7 @@ class ExecutorProtocol:
 
     def __init__(self, manifest: Manifest) -> None:
         self._shapes = [GroupShape.of(g, manifest.numerics) for g in manifest.groups]
-        self._ring = manifest.numerics in RINGS
+        self._ring, self._serves = manifest.numerics in RINGS, manifest.serves
         self._limits = manifest.limits
         self._dtypes = {DTYPE_CODES[DTYPE_NAMES[name]]: name for name in manifest.wire_dtypes}
         self.greeted = False
@@ -127,6 +127,10 @@ class ExecutorProtocol:
         if header.group >= len(self._shapes):
             raise WireError(
                 "group", f"unknown group {header.group}; this executor serves {len(self._shapes)}"
+            )
+        if not self._serves(header.group):
+            raise WireError(
+                "group", f"group {header.group} is served elsewhere; the manifest says which are here"
             )
         if header.direction not in (Direction.FORWARD, Direction.BACKWARD):
             raise WireError("direction", "a product is forward (1) or backward (2)")
@@ -170,7 +174,9 @@ def validate_manifest(manifest: Manifest) -> None:
     """
     if len(manifest.groups) > MAX_GROUPS or len(manifest.parameters) > MAX_PARAMETERS:
         raise WireError("manifest", "the executor announces more layers than any model has")
-    for group in manifest.groups:
+    if manifest.part and not 0 <= manifest.part[0] < manifest.part[1] <= len(manifest.groups):
+        raise WireError("manifest", "the executor announces a part of its groups that cannot be")
+    for number, group in enumerate(manifest.groups):
         widths = [group.inputs, *(m.outputs for m in group.members)]
         if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
             raise WireError("manifest", "the executor's manifest has a group of impossible shape")
@@ -180,8 +186,10 @@ def validate_manifest(manifest: Manifest) -> None:
         fine = (group.inputs << 14, outputs << 14)
         coarse = ((32_640 + math.isqrt(group.inputs) // 2) ** 2, outputs << 30)
         most = fine if RINGS.get(manifest.numerics, 0) > 1 else coarse
-        if manifest.numerics in RINGS and not (
-            group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True))
+        if (
+            manifest.numerics in RINGS
+            and manifest.serves(number)
+            and not (group.bounds and all(0 <= b <= m for b, m in zip(group.bounds, most, strict=True)))
         ):
             raise WireError("manifest", "the executor's manifest has a group without possible bounds")
     for parameter in manifest.parameters:

@@ -371,7 +371,7 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
 
 
 def test_a_profile_forecasts_products(ring: BaseExecutor) -> None:
-    made = profiled(ring, ring.manifest.groups, rounds=1)
+    made = profiled(ring, ring.manifest, rounds=1)
     for group in range(len(ring.manifest.groups)):
         for direction in (Direction.FORWARD, Direction.BACKWARD):
             line = made.line(group, direction)

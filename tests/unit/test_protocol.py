@@ -445,6 +445,9 @@ def _group(inputs: int, *outputs: int) -> GroupInfo:
         ({"unavailable": ("a\nb",)}, "no name"),
         ({"groups": (GroupInfo(8, (Member("\x00", 1, "t"),)),)}, "no name"),
         ({"files": 2 * (FileInfo("config.json", 2, ""),)}, "a file twice"),
+        ({"part": (0, 0)}, "part"),
+        ({"part": (-1, 1)}, "part"),
+        ({"part": (0, 1 + len(GROUPS))}, "part"),
         ({"parameters": 2 * (ParameterInfo("a", (8,), "float32", ""),)}, "a parameter twice"),
     ],
 )
@@ -453,6 +456,29 @@ def test_a_manifest_that_could_do_harm_is_refused(change: dict[str, Any], messag
     with pytest.raises(WireError, match=message) as caught:
         validate_manifest(msgspec.structs.replace(changed, digest=digest_of(changed)))
     assert caught.value.code == "manifest"
+
+
+def test_products_of_groups_that_are_elsewhere_are_refused() -> None:
+    manifest = msgspec.structs.replace(MANIFEST, part=(0, 1))
+    validate_manifest(manifest)  # whose digest is that of the whole
+    executor = ExecutorProtocol(manifest)
+    executor.greeted = True
+    for group, info in enumerate(GROUPS):
+        header = TenantProtocol().product(
+            Operation.PRODUCT,
+            group,
+            GroupShape.of(info, manifest.numerics),
+            Direction.FORWARD,
+            1,
+            1,
+            torch.float32,
+        )
+        if group == 0:
+            executor.accept(header)
+            continue
+        with pytest.raises(WireError, match="elsewhere") as caught:
+            executor.accept(header)
+        assert caught.value.code == "group"
 
 
 def test_a_digest_is_of_what_the_manifest_lists() -> None:
