@@ -85,6 +85,7 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
         ({"usage_seconds": 60}, "usage_seconds=60 means nothing without usage_file=FILE"),
         ({"local_mib": 60}, "local_mib=60 means nothing without local_dir=FOLDER"),
         ({"dev_dir": Path("d")}, "dev_dir=d means nothing without dev=True"),
+        ({"part": "0/2"}, "part=0/2 is not written k/n"),
         ({"port": 0, "admin_port": 0}, ""),
         ({"tenant_mib": 600, "total_mib": 0}, ""),
         ({"total_mib": 100}, ""),  # the default of one tenant is no wish
@@ -107,6 +108,7 @@ def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None
         field.name: {bool: True, int: 3, float: 4.5, str: "x"}.get(type(field.default), Path(field.name))
         for field in dataclasses.fields(ServeConfig)
     } | {"numerics": "ring", "batching": "none", "log_format": "json", "dev": False, "admin_port": 4}
+    given["part"] = "2/3"
     given["dev_dir"] = ServeConfig.dev_dir  # which goes with dev alone
     words = ["model_dir"]
     for name, value in given.items():
