@@ -1,6 +1,7 @@
 """Products a second of one executor and of workers that share its weights, on the same processors.
 
     python benchmarks/sharding.py --rounds 5
+    python benchmarks/sharding.py --rounds 5 --numerics float32   # also shards that are gathered: --fsdp
 
 Callers submit to the engine itself, each its next request when it has the answer of the last, through all
 groups forward and then backward, as tenants that tune do. No TLS: what is compared is where products run.
@@ -28,6 +29,7 @@ from common import pss_mib, spread, write_model
 from rich.console import Console
 from rich.table import Table
 
+from provider.config import FLOATS
 from provider.engine.engine import Engine
 from provider.engine.profiling import profiled
 from provider.engine.scheduler import Opportunistic
@@ -38,6 +40,7 @@ from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 
 SHAPES = {"small": (768, 2048, 4), "large": (4096, 11008, 1)}  # hidden, intermediate, layers
+BY_GROUP, GATHERED = "workers, by group", "workers, FSDP"
 LOADS = ((8, 64), (8, 512), (1, 512), (1, 1))  # callers, rows
 
 
@@ -84,8 +87,10 @@ def one_process(folder: Path, numerics: str, threads: int) -> tuple[Engine, Mani
     return Engine.of(executor, Opportunistic, latency), executor.manifest, [os.getpid()]
 
 
-def workers(folder: Path, numerics: str, count: int, stripes: int) -> tuple[Engine, Manifest, list[int]]:
-    pool = WorkerPool(folder, count, stripes, numerics=numerics)
+def workers(
+    folder: Path, numerics: str, count: int, stripes: int = 1, *, fsdp: bool = False
+) -> tuple[Engine, Manifest, list[int]]:
+    pool = WorkerPool(folder, count, stripes, numerics=numerics, fsdp=fsdp)
     policy = Opportunistic(pool.latency)
     engine = Engine(pool.lanes, policy, pool.latency, lane_of=pool.lane_of.__getitem__)
     return engine, pool.manifest, [worker.pid for lane in pool.lanes for worker in lane.workers]
@@ -104,9 +109,11 @@ def main() -> None:
     count = os.cpu_count() or 1
     ways: dict[str, Callable[[Path], tuple[Engine, Manifest, list[int]]]] = {
         f"one process, {count} threads": lambda folder: one_process(folder, options.numerics, count),
-        f"{count} workers, by group": lambda folder: workers(folder, options.numerics, count, 1),
+        f"{count} {BY_GROUP}": lambda folder: workers(folder, options.numerics, count),
         f"{count} workers, striped": lambda folder: workers(folder, options.numerics, count, count),
     }
+    if options.numerics in FLOATS:
+        ways[f"{count} {GATHERED}"] = lambda folder: workers(folder, options.numerics, count, fsdp=True)
     found: dict[str, Any] = {}
     for shape in options.shapes.split(","):
         hidden, intermediate, layers = SHAPES[shape]
@@ -140,7 +147,13 @@ def show(shape: str, rates: dict[str, dict[str, list[float]]], memory: dict[str,
             for load, values in own.items()
         ]
         table.add_row(name, *cells, ", ".join(f"{each:.0f}" for each in memory[name]))
-    Console(width=160).print(table)
+    console = Console(width=160)
+    console.print(table)
+    by_group, gathered = (
+        next((own for name, own in rates.items() if name.endswith(way)), {}) for way in (BY_GROUP, GATHERED)
+    )
+    for load, values in gathered.items():
+        console.print(f"{load}: by group {spread([*map(truediv, by_group[load], values)])} times FSDP")
 
 
 if __name__ == "__main__":

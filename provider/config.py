@@ -43,6 +43,7 @@ class Option:
             raise ConfigurationError(f"{name}={value!r} cannot be: it is at least {self.least:g}{most}")
 
 
+FLOATS = ("float32", "bfloat16")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRIED = "To try it out"
 _SERVED = "What is served"
@@ -71,7 +72,7 @@ class ServeConfig:
             _SERVED,
             "ring, ring-fine (more exact, answers of twice the size), or float32 and bfloat16, which allow "
             "neither one-time masks nor verification.",
-            choices=("float32", "bfloat16", "ring", "ring-fine"),
+            choices=(*FLOATS, "ring", "ring-fine"),
         ),
     ] = "ring"
     serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.")] = False
@@ -104,6 +105,14 @@ class ServeConfig:
             "other. Tenants name all of them. Empty: all layers.",
         ),
     ] = ""
+    fsdp: Annotated[
+        bool,
+        Option(
+            _SERVED,
+            "The workers hold a shard of each layer and gather it for each product, as PyTorch's FSDP does: "
+            "a slow baseline to compare with, for float32 and bfloat16.",
+        ),
+    ] = False
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
     ] = None
@@ -261,6 +270,7 @@ class ServeConfig:
             ("local_mib", "local_dir", "local_dir=FOLDER"),
             ("dev_dir", "dev", "dev=True"),
             ("stripes", "workers", "workers=N"),
+            ("fsdp", "workers", "workers=N"),
         ):
             if name in given and not getattr(self, other):
                 raise ConfigurationError(
@@ -270,6 +280,23 @@ class ServeConfig:
             raise ConfigurationError(f"part={self.part} is not written k/n, such as 1/2 for the first of two")
         if self.workers % self.stripes:
             raise ConfigurationError(f"workers={self.workers} cannot be divided into stripes={self.stripes}")
+        self._check_fsdp()
+
+    def _check_fsdp(self) -> None:
+        """Refuse what cannot be sharded so."""
+        if self.fsdp and self.numerics not in FLOATS:
+            raise ConfigurationError(
+                f"fsdp=True shards floats: numerics={self.numerics!r} cannot be served so; choose "
+                f"{' or '.join(FLOATS)}, or leave out fsdp"
+            )
+        if self.fsdp and self.stripes > 1:
+            raise ConfigurationError(
+                f"fsdp=True shards each layer among all workers: leave out stripes={self.stripes}"
+            )
+        if self.fsdp and self.device.startswith("cuda:"):
+            raise ConfigurationError(
+                f"fsdp=True gives each worker a GPU of its own: device={self.device!r} cannot be, 'cuda' can"
+            )
 
     @property
     def part_of_groups(self) -> tuple[int, int] | None:

@@ -104,9 +104,13 @@ class Checkpoint:
         """Whether two tensors hold the same values."""
         return one == other or torch.equal(self.read(one), self.read(other))
 
-    def member_weight(self, member: Member) -> torch.Tensor:
-        """The frozen weight W [outputs, inputs] of a layer, in its stored dtype."""
-        weight = self.read(member.tensor)
+    def member_weight(self, member: Member, outputs: slice | None = None) -> torch.Tensor:
+        """The frozen weight W [outputs, inputs] of a layer, or some of its rows, in its stored dtype."""
+        if outputs is None or not member.transposed:
+            weight = self.read(member.tensor, outputs)
+        else:
+            with safe_open(self._file_of[member.tensor], framework="pt") as file:
+                weight = file.get_slice(member.tensor)[:, outputs]
         return weight.T if member.transposed else weight
 
     def sha256(self, name: str) -> str:

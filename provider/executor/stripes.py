@@ -1,7 +1,10 @@
 """A weight's outputs shared among several executors: who has which.
 
-Forward each computes its columns of the answer. Backward each multiplies its columns of the rows, and the
-answers add up, on the ring modulo 2^32 to the same bits for any number of them.
+With stripes, forward each computes its columns of the answer. Backward each multiplies its columns of the
+rows, and the answers add up, on the ring modulo 2^32 to the same bits for any number of them.
+
+With shards that are gathered, each has the whole weight for the time of a product, and multiplies its part of
+the rows.
 """
 
 from __future__ import annotations
@@ -34,3 +37,28 @@ class Stripe(msgspec.Struct, frozen=True):
             found.append(slice(at + part.start, at + part.stop))
             at += width
         return found
+
+
+class Gathering(msgspec.Struct, frozen=True):
+    """The ``index``-th of ``count`` processes that hold a shard of each weight, as PyTorch's FSDP does.
+
+    Attributes:
+        store: a file through which they find each other; each time they are started another one.
+    """
+
+    index: int
+    count: int
+    store: str
+
+    def shard(self, outputs: int) -> slice:
+        """Its part of a weight's outputs: FSDP's, the last ones may have fewer or none."""
+        step = -(-outputs // self.count)
+        start = min(self.index * step, outputs)
+        return slice(start, min(start + step, outputs))
+
+    def rows(self, total: int) -> slice:
+        """Its rows of a batch: as many as the others, but for one."""
+        return slice(total * self.index // self.count, total * (self.index + 1) // self.count)
+
+
+ALONE = Gathering(0, 1, "")  # with whom nothing is gathered: all rows are its own

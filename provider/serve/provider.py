@@ -166,6 +166,7 @@ class Provider:
             config.stripes,
             threads=config.threads,
             world=self._world,
+            fsdp=config.fsdp,
             **options,
         )
         opened.callback(pool.close)

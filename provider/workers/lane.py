@@ -15,7 +15,7 @@ from provider.engine.loop import Loop
 from provider.workers.batch import Batch, Layout, Part, is_seed
 from provider.workers.link import BATCH, Done, Failure, Rows, Share
 from provider.workers.memory import Segments
-from provider.workers.process import Process, Summon, WorkerProcess
+from provider.workers.process import Process, Ready, Summon, WorkerProcess
 from shared.errors import WireError
 from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
@@ -90,6 +90,14 @@ class WorkerLane:
         """Names of workers that are being started again."""
         return [worker.name for worker in self.workers if worker.link is None]
 
+    def ready(self) -> list[Ready]:
+        """Wait until all workers have their shares; batches may be started from then on.
+
+        Raises:
+            SymbiosisError: one cannot load its share.
+        """
+        return [worker.ready() for worker in self.workers]
+
     def attach(self, loop: Loop, changed: Callable[[], None]) -> None:
         """See Lane."""
         self._loop, self._changed = loop, changed
@@ -107,8 +115,7 @@ class WorkerLane:
         batch = [batch[number] for number in order]
         parts = [Part.taken(rows) for rows in batch]
         plan = self._shapes[header.group].plan(header.direction, header.members)
-        terms = len(self.workers) if header.direction == Direction.BACKWARD else 1
-        layout = Layout(parts, header.dtype, plan, terms)
+        layout = Layout(parts, header.dtype, plan, self._terms(header.direction))
         try:
             segment, memory = self._segments.take(layout.size)
         except (OSError, MemoryError) as error:
@@ -141,6 +148,10 @@ class WorkerLane:
         """See Lane."""
         for worker in self.workers:
             worker.close()
+
+    def _terms(self, direction: int) -> int:
+        """How many answers are written: backward they add up."""
+        return len(self.workers) if direction == Direction.BACKWARD else 1
 
     def _look_again(self) -> None:
         if self._loop is not None and not self._looks:
@@ -179,6 +190,10 @@ class WorkerLane:
             if future is not None:
                 future.set_result(self._unavailable(len(batch.order)))
         self._changed()
+
+    def again(self, worker: WorkerProcess) -> Share:
+        """See ``provider.workers.process.Owner``."""
+        return worker.share
 
     def back(self, worker: WorkerProcess) -> None:
         """See ``provider.workers.process.Owner``."""

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from provider.engine.loop import Loop
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import Gathering, Stripe
 from provider.workers.memory import Segment
 from shared.devices import pinned
 from shared.errors import WireError
@@ -43,6 +43,7 @@ class Share(msgspec.Struct, frozen=True):
         groups: by their numbers in the manifest.
         stripe: of these groups' outputs; None: all of them.
         digest: whether to say what was read: another machine's folder may hold something else.
+        gathering: a shard of each of these groups, which is gathered for each product; None: the whole.
     """
 
     folder: str
@@ -52,6 +53,7 @@ class Share(msgspec.Struct, frozen=True):
     groups: dict[int, GroupInfo]
     stripe: Stripe | None = None
     digest: bool = False
+    gathering: Gathering | None = None
 
 
 class Line(msgspec.Struct, frozen=True):

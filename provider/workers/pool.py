@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from provider.catalog.catalog import Catalog
 from provider.catalog.discovery import discover, part_of
@@ -18,6 +19,7 @@ from provider.executor.loading import Numerics
 from provider.executor.room import check_room
 from provider.executor.stripes import Stripe
 from provider.workers.distributed import Rank
+from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.lane import WorkerLane
 from provider.workers.link import Loaded, Share
 from provider.workers.process import Process, Summon
@@ -67,6 +69,8 @@ class WorkerPool:
         numerics, device, limits, serve_head, recorded, part: see ``BaseExecutor``.
         threads: of one product; 0: all workers of a machine together have one a core.
         world: who else takes part: rank 0 is a process of this machine, others join. ``workers`` of them.
+        fsdp: each worker holds a shard of each weight, and all gather it for each product. Floats only, no
+            ``world``.
 
     Attributes:
         catalog: the manifest, and what tenants download.
@@ -94,43 +98,41 @@ class WorkerPool:
         recorded: bool = False,
         part: tuple[int, int] | None = None,
         world: World | None = None,
+        fsdp: bool = False,
     ) -> None:
         kind, checkpoint = Numerics.named(numerics), Checkpoint(folder)
         found = discover(checkpoint, serve_head=serve_head)
         groups: list[GroupInfo] = list(found.groups)
-        self.latency = LatencyModel(shapes_of(groups))
+        self.latency = (GatheredLatency if fsdp else LatencyModel)(shapes_of(groups))
         check_stripes(groups, stripes)
         served = part_of(groups, *part) if part else (0, len(groups))
         check_room(checkpoint.name, groups[slice(*served)], kind.weight_bytes if device == "cpu" else 0)
-        self.lane_of = place(self.latency.shapes, workers // stripes)
+        together = workers if fsdp else stripes
+        self.lane_of = place(self.latency.shapes, workers // together)
         threads = threads or (0 if world else max(1, (os.cpu_count() or 1) // workers))
-        summons: list[Summon] = [Process] * (workers // stripes)
+        summons: list[Summon] = [Process] * (workers // together)
         if world is not None:
             store = world.store()
             summons[1:] = [Rank(store, rank) for rank in range(1, world.size)]
         self.lanes: list[WorkerLane] = []
         scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:
-            for number in range(workers // stripes):
+            for number in range(workers // together):
                 own = {group: groups[group] for group in range(*served) if self.lane_of[group] == number}
-                shares = [
-                    Share(
-                        str(checkpoint.folder),
-                        numerics,
-                        device,
-                        threads,
-                        own,
-                        Stripe(index, stripes) if stripes > 1 else None,
-                        digest=world is not None,
-                    )
-                    for index in range(stripes)
-                ]
-                lane = WorkerLane(str(number), shares, self._expected, summons[number])
+                whole = Share(
+                    str(checkpoint.folder), numerics, device, threads, own, digest=world is not None
+                )
+                lane: WorkerLane
+                if fsdp:
+                    lane = GatheredLane(str(number), whole, workers, self._expected)
+                else:
+                    cut = [Stripe(index, stripes) if stripes > 1 else None for index in range(stripes)]
+                    shares = [replace(whole, stripe=stripe) for stripe in cut]
+                    lane = WorkerLane(str(number), shares, self._expected, summons[number])
                 opened.callback(lane.close)
                 self.lanes.append(lane)
             for lane in self.lanes:  # which load at the same time
-                for worker in lane.workers:
-                    ready = worker.ready()
+                for worker, ready in zip(lane.workers, lane.ready(), strict=True):
                     if world is not None:
                         _check_weights(checkpoint, worker.name, ready.loaded)
                     scales |= {int(group): tensor for group, tensor in ready.scales.items()}

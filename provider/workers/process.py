@@ -56,6 +56,10 @@ class Owner(Protocol):
         """It has ended, or stopped, and will not answer what it had."""
         ...
 
+    def again(self, worker: WorkerProcess) -> Share:
+        """It is about to be started again, in a thread of its own: what it shall hold then."""
+        ...
+
     def back(self, worker: WorkerProcess) -> None:
         """It has been started again, and has its share."""
         ...
@@ -146,6 +150,10 @@ class WorkerProcess:
         """Of the process; another one after each restart."""
         return self._process.pid
 
+    def kill(self) -> None:
+        """End its process; it is then started again."""
+        self._process.end()
+
     def close(self) -> None:
         """End it for good."""
         self._closing.set()
@@ -214,6 +222,7 @@ class WorkerProcess:
             tries += 1
             self.restarts += 1
             try:
+                self.share = self._owner.again(self)
                 self._process = self._summoned()
                 self._ready()
             except (SymbiosisError, OSError) as failure:

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from provider.engine.profiling import profile
 from provider.executor.loading import Numerics, device_of
 from provider.executor.products import GroupExecutor, check_finite
-from provider.executor.stripes import Stripe
+from provider.executor.stripes import ALONE, Stripe
 from provider.workers.batch import Batch, Layout
 from provider.workers.link import (
     BATCH,
@@ -62,13 +62,24 @@ def load(share: Share) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
         Numerics.named(share.numerics),
         device_of(share.device),
     )
-    loaded = {number: kind.load(checkpoint, info, device) for number, info in share.groups.items()}
+    load_group, shards = kind.load, None
+    if share.gathering is not None:
+        from provider.executor.gathered import Shards  # imports that others need not wait for
+
+        shards = Shards(share.gathering, share.numerics, device)
+        load_group = shards.load
+    loaded = {number: load_group(checkpoint, info, device) for number, info in share.groups.items()}
+    if shards is not None:
+        shards.all_loaded()
     executor = GroupExecutor(loaded, share.numerics, device, share.stripe)
     infos = {number: group.info for number, group in loaded.items()}
+    sharing = (share.gathering or ALONE).count  # what was measured is one's part of the rows
     lines = [
-        Line(group, int(direction), line.fixed, line.per_row)
+        Line(group, int(direction), line.fixed, line.per_row / sharing)
         for (group, direction), line in profile(executor, infos).items()
     ]
+    if shards is not None:
+        shards.give_back()
     scales = {str(number): group.scales for number, group in loaded.items() if group.scales is not None}
     weights = checkpoint.weights_digest(infos.values()) if share.digest else ""
     return executor, Loaded(infos, lines, weights), scales
@@ -87,7 +98,7 @@ class Worker:
         self._executor: GroupExecutor | None = None
         self._begun: deque[tuple[Done, Rows, Callable[[], None]]] = deque()
         self._shapes: dict[int, GroupShape] = {}
-        self._stripe = Stripe(0, 1)
+        self._stripe, self._gathering = Stripe(0, 1), ALONE
 
     def run(self) -> None:
         """Until the other end closes.
@@ -115,7 +126,7 @@ class Worker:
             self._link.send(REFUSED, msgspec.msgpack.encode(Failure(str(error), type(error).__name__)))
             return
         self._shapes = {number: GroupShape.of(info, share.numerics) for number, info in share.groups.items()}
-        self._stripe = share.stripe or self._stripe
+        self._stripe, self._gathering = share.stripe or self._stripe, share.gathering or ALONE
         self._link.send(SCALES, save(scales))
         self._link.send(LOADED, msgspec.msgpack.encode(loaded))
 
@@ -128,6 +139,8 @@ class Worker:
             failures, wait = self._multiply(batch, layout, memory)
             rows = Rows(batch.memory, memory, layout.first, layout.size)
         except Exception as error:
+            if self._gathering is not ALONE:
+                raise  # to end: what the others gather next, this one would not
             failures = dict.fromkeys(range(len(batch.parts)), Failure.of(error))
         done = Done(batch.memory, time.thread_time() - began, failures)
         if wait is None:
@@ -160,9 +173,13 @@ class Worker:
                 check_finite([block[place] for block in blocks])
             except WireError as error:
                 failures[number] = Failure.of(error)
+        mine = self._gathering.rows(len(blocks[0]))
         try:
-            return failures, self._executor.begin(*key, blocks, answers)
+            own = [block[mine] for block in blocks]
+            return failures, self._executor.begin(*key, own, [block[mine] for block in answers])
         except Exception:  # who of them asked for too much fails alone
+            if self._gathering is not ALONE:
+                raise
             for number, place in enumerate(layout.ranges()):
                 try:
                     own = [block[place] for block in blocks]

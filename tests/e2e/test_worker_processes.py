@@ -1,4 +1,4 @@
-"""`serve --workers`: a tenant gets the bits of one process, also when a worker is killed meanwhile."""
+"""`serve --workers`: a tenant gets the answers of one process, also when a worker is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from commands import BASE_MODEL
 from conftest import RING, Executor
+from transformers import AutoModelForCausalLM
 
 import tenant_sdk
 
@@ -64,3 +65,14 @@ def test_a_tenant_notices_nothing_but_a_moment(serve_process: Callable[..., Exec
     assert second in workers(shared)
     assert first not in workers(shared)
     assert len(workers(shared)) == 2
+
+
+def test_shards_that_are_gathered(serve_process: Callable[..., Executor]) -> None:
+    """`--fsdp`: logits of up to ten or so; each layer's sums are float32's, in another order than torch's."""
+    executor = serve_process(BASE_MODEL, "--workers", "2", "--fsdp")
+    assert len(workers(executor)) == 2
+    with executor.connect() as session:
+        (got,) = logits(session, 1)
+    local = AutoModelForCausalLM.from_pretrained(BASE_MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(got, local(torch.arange(40).view(1, -1)).logits, atol=1e-3, rtol=1e-3)

@@ -86,6 +86,12 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
         ({"local_mib": 60}, "local_mib=60 means nothing without local_dir=FOLDER"),
         ({"dev_dir": Path("d")}, "dev_dir=d means nothing without dev=True"),
         ({"part": "0/2"}, "part=0/2 is not written k/n"),
+        ({"fsdp": True}, "fsdp=True means nothing without workers=N"),
+        ({"fsdp": True, "workers": 2}, "numerics='ring' cannot be served so; choose float32 or bfloat16, or"),
+        ({"fsdp": True, "workers": 2, "numerics": "ring-fine"}, "numerics='ring-fine' cannot be served so"),
+        ({"fsdp": True, "workers": 2, "stripes": 2, "numerics": "float32"}, "leave out stripes=2"),
+        ({"fsdp": True, "workers": 2, "device": "cuda:1", "numerics": "float32"}, "device='cuda:1' cannot"),
+        ({"fsdp": True, "workers": 2, "numerics": "bfloat16"}, ""),
         ({"port": 0, "admin_port": 0}, ""),
         ({"tenant_mib": 600, "total_mib": 0}, ""),
         ({"total_mib": 100}, ""),  # the default of one tenant is no wish
@@ -107,9 +113,11 @@ def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None
     given: dict[str, Any] = {
         field.name: {bool: True, int: 3, float: 4.5, str: "x"}.get(type(field.default), Path(field.name))
         for field in dataclasses.fields(ServeConfig)
-    } | {"numerics": "ring", "batching": "none", "log_format": "json", "dev": False, "admin_port": 4}
+    } | {"batching": "none", "log_format": "json", "dev": False, "admin_port": 4}
     given["part"] = "2/3"
     given["dev_dir"] = ServeConfig.dev_dir  # which goes with dev alone
+    given["stripes"] = 1  # which does not go with fsdp
+    given["numerics"] = "float32"
     words = ["model_dir"]
     for name, value in given.items():
         if name not in ("model_dir", "dev", "dev_dir"):
