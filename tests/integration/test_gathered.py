@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from provider.engine.engine import Engine
 from provider.engine.latency import Line, Shape
 from provider.executor.base import BaseExecutor
-from provider.workers.gathered import GatheredLatency
+from provider.workers.gathered import GatheredLane, GatheredLatency
+from provider.workers.link import Share
 from provider.workers.pool import WorkerPool
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import Direction
+from shared.wire.messages import GroupInfo, Member
+
+GROUP = GroupInfo(64, (Member("layers.0.mlp.gate_proj", 96, "model.layers.0.mlp.gate_proj.weight"),))
 
 
 class Sharded(NamedTuple):
@@ -111,13 +116,9 @@ def test_windows_are_worth_a_gather() -> None:
     assert latency.rows(0, Direction.FORWARD, 1, 2.5) == 2000
 
 
-@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
-def test_when_one_is_lost_all_start_again(llama: Sharded, kill: signal.Signals) -> None:
-    """A group of processes that gather cannot be mended. Who asked is told to ask again."""
-    executor, engine, pool, tolerance = llama
-    workers = pool.lanes[0].workers
-    pids = [worker.pid for worker in workers]
-    os.kill(pids[1], kill)
+def answers_again(both: Sharded) -> int:
+    """Everything is asked for, and right; how often it had to be asked for again."""
+    executor, engine, pool, tolerance = both
     repeated = 0
     for header, payload in requests(executor, 3):
         answer, lost = answered(engine, header, payload)
@@ -125,15 +126,46 @@ def test_when_one_is_lost_all_start_again(llama: Sharded, kill: signal.Signals) 
         blocks = executor.blocks(header, payload)
         expected = executor.compute(header.group, header.direction, header.members, blocks)[0]
         torch.testing.assert_close(answer, expected, atol=tolerance, rtol=tolerance)
-    assert repeated <= 1
-    assert not set(pids) & {worker.pid for worker in workers}
     assert not pool.not_ready()
+    return repeated
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
+def test_when_one_is_lost_all_start_again(llama: Sharded, kill: signal.Signals) -> None:
+    """A group of processes that gather cannot be mended. Who asked is told to ask again."""
+    workers = llama.pool.lanes[0].workers
+    pids = {worker.pid for worker in workers}
+    os.kill(workers[1].pid, kill)
+    assert answers_again(llama) <= 1
+    assert not pids & {worker.pid for worker in workers}
+
+
+def test_one_that_is_lost_while_it_loads(llama: Sharded) -> None:
+    """Who waits for it starts again too, and meets it elsewhere."""
+    workers = llama.pool.lanes[0].workers
+    pids, restarts = [worker.pid for worker in workers], [worker.restarts for worker in workers]
+    os.kill(pids[1], signal.SIGKILL)
+    deadline = time.monotonic() + SECONDS
+    while any(worker.pid in pids for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(workers[1].pid, signal.SIGKILL)
+    assert answers_again(llama) <= 1
+    assert [worker.restarts for worker in workers] == [before + 2 for before in restarts]
 
 
 def test_a_worker_that_cannot_load_ends_all(checkpoint: Callable[[str], Path]) -> None:
-    """At once, with its sentence, although the others wait for it."""
+    """With its sentence, and before those who wait for it give up."""
     with pytest.raises(SymbiosisError, match="no device 'xpu'"):
         WorkerPool(checkpoint("llama"), 2, numerics="float32", device="xpu", threads=1, fsdp=True)
+    lane = GatheredLane(
+        "0", Share(str(checkpoint("llama")), "float32", "cpu", 1, {0: GROUP}), 2, lambda _: 1.0
+    )
+    try:
+        os.kill(lane.workers[1].pid, signal.SIGKILL)
+        with pytest.raises(SymbiosisError, match=r"worker 0\.1 ended"):
+            lane.ready()
+    finally:
+        lane.close()
 
 
 def anonymous_mib(pid: int) -> float:
