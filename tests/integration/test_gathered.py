@@ -178,8 +178,8 @@ def test_each_worker_holds_its_shard_alone(llama: Sharded, tmp_path: Path) -> No
     """Against workers of a model of nearly no weights."""
     config = LlamaConfig(
         hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=3,
+        intermediate_size=2048,
+        num_hidden_layers=6,
         num_attention_heads=8,
         num_key_value_heads=8,
         vocab_size=128,
@@ -192,5 +192,5 @@ def test_each_worker_holds_its_shard_alone(llama: Sharded, tmp_path: Path) -> No
     finally:
         pool.close()
     whole = 4 * sum(shape.size for shape in pool.latency.shapes) / 2**20
-    assert whole > 150
-    assert max(held) - without < 0.7 * whole
+    assert whole > 200  # of which what is kept after a product, of one layer, is little
+    assert max(held) - without < 0.75 * whole
