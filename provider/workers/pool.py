@@ -48,11 +48,11 @@ def check_stripes(groups: Sequence[GroupInfo], stripes: int) -> None:
         raise ConfigurationError(f"stripes={stripes} is too many: a layer has {least} outputs")
 
 
-def _check_weights(checkpoint: Checkpoint, rank: str, loaded: Loaded) -> None:
+def _check_weights(checkpoint: Checkpoint, name: str, loaded: Loaded) -> None:
     if loaded.weights != checkpoint.weights_digest(loaded.groups.values()):
         raise ConfigurationError(
-            f"rank {rank} has read other weights than rank 0 from {checkpoint.folder}; give all machines the "
-            "same checkpoint"
+            f"worker {name} has read other weights than the executor from {checkpoint.folder}; give all "
+            "machines the same checkpoint"
         )
 
 
@@ -66,7 +66,8 @@ class WorkerPool:
             nothing is gathered.
         numerics, device, limits, serve_head, recorded: see ``BaseExecutor``.
         threads: of one product; 0: all workers of a machine together have one a core.
-        world: who else takes part: rank 0 is a process of this machine, others join. ``workers`` of them.
+        world: who else takes part. Workers are its last ranks, ``workers`` of them; rank 0, if it is one, is
+            a process of this machine, others join.
 
     Attributes:
         catalog: the manifest, and what tenants download.
@@ -99,13 +100,14 @@ class WorkerPool:
         groups: list[GroupInfo] = list(found.groups)
         self.latency = LatencyModel(shapes_of(groups))
         check_stripes(groups, stripes)
-        check_room(checkpoint.name, groups, kind.weight_bytes if device == "cpu" else 0)
         self.lane_of = place(self.latency.shapes, workers // stripes)
         threads = threads or (0 if world else max(1, (os.cpu_count() or 1) // workers))
         summons: list[Summon] = [Process] * (workers // stripes)
         if world is not None:
             store = world.store()
-            summons[1:] = [Rank(store, rank) for rank in range(1, world.size)]
+            summons[workers - world.size + 1 :] = [Rank(store, rank) for rank in range(1, world.size)]
+        here = [info for info, lane in zip(groups, self.lane_of, strict=True) if summons[lane] is Process]
+        check_room(checkpoint.name, here, kind.weight_bytes if device == "cpu" else 0)
         self.lanes: list[WorkerLane] = []
         scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:
