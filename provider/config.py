@@ -113,6 +113,15 @@ class ServeConfig:
             "a slow baseline to compare with, for float32 and bfloat16.",
         ),
     ] = False
+    launcher: Annotated[
+        str,
+        Option(
+            _SERVED,
+            "Who starts the workers: process: this one, on this machine; ray: Ray, in the cluster at "
+            "RAY_ADDRESS, if that is set.",
+            choices=("process", "ray"),
+        ),
+    ] = "process"
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
     ] = None
@@ -271,6 +280,7 @@ class ServeConfig:
             ("dev_dir", "dev", "dev=True"),
             ("stripes", "workers", "workers=N"),
             ("fsdp", "workers", "workers=N"),
+            ("launcher", "workers", "workers=N"),
         ):
             if name in given and not getattr(self, other):
                 raise ConfigurationError(
@@ -281,6 +291,7 @@ class ServeConfig:
         if self.workers % self.stripes:
             raise ConfigurationError(f"workers={self.workers} cannot be divided into stripes={self.stripes}")
         self._check_fsdp()
+        self._check_ray()
 
     def _check_fsdp(self) -> None:
         """Refuse what cannot be sharded so."""
@@ -305,6 +316,22 @@ class ServeConfig:
             return None
         index, count = self.part.split("/")
         return int(index), int(count)
+
+    def _check_ray(self) -> None:
+        """Refuse what Ray's workers cannot do."""
+        if self.launcher != "ray":
+            return
+        if self.fsdp:
+            raise ConfigurationError("launcher='ray' has each layer with one worker: leave out fsdp")
+        if self.stripes > 1:
+            raise ConfigurationError(
+                f"launcher='ray' has each layer with one worker: leave out stripes={self.stripes}"
+            )
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigurationError(
+                f"launcher='ray' gives each worker a GPU that Ray chooses: device={self.device!r} cannot "
+                "be, 'cuda' can"
+            )
 
     @property
     def certificates(self) -> Path:
