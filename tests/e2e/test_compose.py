@@ -1,0 +1,217 @@
+"""deploy/compose.yaml: its services as processes, with a tenant who is served while a replica is stopped."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from composed import Composed, interpolated, seconds
+from raw_peers import eventually
+from transformers import StoppingCriteriaList
+
+import tenant_sdk
+from provider.serve.certificates import write_certificates
+from provider.serve.tokens import TokenFile
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILE = DEPLOY / "compose.yaml"
+HAPROXY = shutil.which("haproxy")
+REPLICAS = ("provider-1", "provider-2")
+EXECUTORS = (*REPLICAS, "mask-source")
+
+
+@pytest.fixture
+def composed(tmp_path: Path, checkpoint: Callable[[str], Path]) -> Iterator[Composed]:
+    """With a checkpoint, and secrets of two operators: certificates for their addresses, and tokens."""
+    names = {"MODEL": str(checkpoint("llama"))}
+    for variable in ("PROVIDER_SECRETS", "MASK_SECRETS"):
+        names[variable] = str(tmp_path / variable)
+    with Composed(FILE, names, tmp_path) as it:
+        for variable, reached in (("PROVIDER_SECRETS", "proxy"), ("MASK_SECRETS", "mask-source")):
+            folder = tmp_path / variable
+            write_certificates(folder / "tls", [it.address[reached]], now=datetime.datetime.now(datetime.UTC))
+            (folder / "token").write_text(TokenFile(folder / "tokens.json").add("alice"))
+        yield it
+
+
+def asked(url: str) -> str:
+    """A page; nothing of who does not answer, or answers with an error."""
+    with suppress(OSError):
+        return urllib.request.urlopen(url, timeout=20).read().decode()
+    return ""
+
+
+def ready(composed: Composed, service: str) -> bool:
+    """What its health check asks, without a process; a service that has ended is an error."""
+    assert composed.processes[service].poll() is None, composed.log(service)
+    return asked(f"http://{composed.address[service]}:9190/readyz") == "ready\n"
+
+
+def sessions(composed: Composed, service: str) -> int:
+    """How many sessions an executor has; 0 if it is gone."""
+    page = asked(f"http://{composed.address[service]}:9190/metrics")
+    return int(float((re.findall(r"(?m)^symbiosis_connections (\S+)", page) or "0")[0]))
+
+
+@contextmanager
+def forwarding(composed: Composed) -> Iterator[None]:
+    """What the proxy does, where there is no HAProxy: bytes to the first replica that is ready."""
+    listener = socket.create_server((composed.address["proxy"], 8765))
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def forward(tenant: socket.socket) -> None:
+        running = [name for name in REPLICAS if composed.processes[name].poll() is None]
+        there = [composed.address[name] for name in running if ready(composed, name)]
+        with tenant, socket.create_connection((there[0], 8765)) as replica:
+            back = threading.Thread(target=pump, args=(replica, tenant))
+            back.start()
+            pump(tenant, replica)
+            back.join()
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                threads.append(threading.Thread(target=forward, args=listener.accept()[:1]))
+                threads[-1].start()
+
+    threads = [threading.Thread(target=serve)]
+    threads[0].start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for thread in threads:
+            thread.join(10)
+
+
+@contextmanager
+def proxy(composed: Composed) -> Iterator[None]:
+    """HAProxy with the file's configuration, or what stands in for it."""
+    if HAPROXY is None:
+        with forwarding(composed):
+            yield
+        return
+    composed.start("proxy")
+    where = composed.placed("proxy", composed.services["proxy"]["healthcheck"]["test"][-1])
+
+    def passes() -> bool:
+        assert composed.processes["proxy"].poll() is None, composed.log("proxy")
+        return asked(where) != ""  # 503: no replica is ready
+
+    assert not passes()
+    eventually(passes, 60)
+    yield
+
+
+def test_a_tenant_goes_on_when_a_replica_is_stopped(composed: Composed, tmp_path: Path) -> None:
+    """In the middle of a generation under one-time masks, whose text is the same as without."""
+    for service in EXECUTORS:
+        # Alone in its container, the mask source has the loopback for itself.
+        composed.start(service, f"--admin-host={composed.address[service]}")
+    assert not composed.healthy("provider-1")
+    eventually(lambda: all(ready(composed, service) for service in EXECUTORS), 120)
+    assert all(composed.healthy(service) for service in EXECUTORS)
+    secrets = {name: tmp_path / f"{name}_SECRETS" for name in ("PROVIDER", "MASK")}
+    stopped: list[str] = []
+
+    def stop(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """At the fourth token, once."""
+        if ids.shape[1] == 4 + len(PROMPT) and not stopped:
+            (victim,) = (name for name in REPLICAS if sessions(composed, name))
+            stopped.append(victim)
+            assert composed.stop(victim) == 0, composed.log(victim)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    PROMPT = [1, 5, 9]
+    options: dict[str, Any] = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    with (
+        proxy(composed),
+        tenant_sdk.connect(
+            f"wss://{composed.address['proxy']}:8765",
+            token=(secrets["PROVIDER"] / "token").read_text(),
+            ca=secrets["PROVIDER"] / "tls" / "ca.pem",
+            mask_sources=[f"wss://{composed.address['mask-source']}:8765"],
+            mask_source_token=(secrets["MASK"] / "token").read_text(),
+            mask_source_ca=secrets["MASK"] / "tls" / "ca.pem",
+            allow_same={"machine"},  # and nothing else
+            patience=60.0,
+        ) as session,
+    ):
+        model = session.load_model(progress=False)
+        prompt = torch.tensor([PROMPT])
+        whole = model.generate(prompt, **options)
+        assert session.stats.reconnections == 0
+        disturbed = model.generate(prompt, **options, stopping_criteria=StoppingCriteriaList([stop]))
+        assert torch.equal(whole, disturbed)
+        assert session.stats.reconnections == 1
+        (left,) = set(REPLICAS) - set(stopped)
+        assert sessions(composed, left) == 1
+        assert sessions(composed, "mask-source") == 1
+    for service in (left, "mask-source"):
+        assert composed.stop(service) == 0, composed.log(service)
+    for service in EXECUTORS:
+        assert '"message": "draining"' in composed.log(service)  # and as JSON
+
+
+@pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed (Debian package haproxy)")
+def test_haproxy_understands_its_configuration() -> None:
+    assert HAPROXY is not None
+    done = subprocess.run(
+        [HAPROXY, "-c", "-f", DEPLOY / "haproxy.cfg"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "WARNING" in line]
+    assert all("could not resolve address 'provider-" in line for line in warnings), warnings
+
+
+def test_services_may_do_no_more_than_they_need() -> None:
+    document = yaml.safe_load(interpolated(FILE.read_text(), {"MODEL": "/checkpoint"}))
+    services = document["services"]
+    for name, service in services.items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not service["user"].startswith("0"), name
+        assert service["healthcheck"]["start_period"], name
+        assert all(volume.endswith(":ro") for volume in service["volumes"]), name
+    for name in EXECUTORS:
+        (drained,) = (
+            w.partition("=")[2] for w in services[name]["command"] if w.startswith("--drain-seconds")
+        )
+        assert seconds(services[name]["stop_grace_period"]) >= float(drained) + 10, name
+        assert not re.search(r"(?i)token=|password|secret", str(services[name].get("environment"))), name
+    # Replicas, whose admin port has no password, are reached through the proxy alone.
+    assert document["networks"]["executors"] == {"internal": True}
+    for name in REPLICAS:
+        assert services[name]["networks"] == ["executors"], name
+        assert "ports" not in services[name], name
+    # The mask source has nothing in common with the provider but the checkpoint.
+    masks = services["mask-source"]
+    assert not set(masks["networks"]) & set(services["proxy"]["networks"])
+    assert not any(word.startswith("--admin-host") for word in masks["command"])
+    assert set(masks["volumes"]) & set(services["provider-1"]["volumes"]) == {"/checkpoint:/model:ro"}
+
+
+def test_what_the_file_needs_is_said() -> None:
+    with pytest.raises(KeyError, match="MODEL: the folder with the checkpoint"):
+        interpolated(FILE.read_text(), {})
