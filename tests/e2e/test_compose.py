@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 import shutil
 import socket
@@ -17,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import ok, start
 from composed import Composed, interpolated, seconds
 from raw_peers import eventually
 from transformers import StoppingCriteriaList
 
 import tenant_sdk
-from provider.serve.certificates import write_certificates
-from provider.serve.tokens import TokenFile
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILE = DEPLOY / "compose.yaml"
+DOCUMENT = DEPLOY.parent / "docs" / "operations.md"
 HAPROXY = shutil.which("haproxy")
 REPLICAS = ("provider-1", "provider-2")
 EXECUTORS = (*REPLICAS, "mask-source")
@@ -34,15 +33,19 @@ EXECUTORS = (*REPLICAS, "mask-source")
 
 @pytest.fixture
 def composed(tmp_path: Path, checkpoint: Callable[[str], Path]) -> Iterator[Composed]:
-    """With a checkpoint, and secrets of two operators: certificates for their addresses, and tokens."""
+    """With secrets of two operators in ``tmp_path/deploy/secrets``, made by the steps of the document."""
+    (steps,) = re.findall(r"(?s)```\n(symbiosis-provider certs deploy/.*?)```", DOCUMENT.read_text())
+    made = tmp_path / "deploy" / "secrets"
     names = {"MODEL": str(checkpoint("llama"))}
-    for variable in ("PROVIDER_SECRETS", "MASK_SECRETS"):
-        names[variable] = str(tmp_path / variable)
+    names |= {"PROVIDER_SECRETS": f"{made}/provider", "MASK_SECRETS": f"{made}/mask-source"}
     with Composed(FILE, names, tmp_path) as it:
-        for variable, reached in (("PROVIDER_SECRETS", "proxy"), ("MASK_SECRETS", "mask-source")):
-            folder = tmp_path / variable
-            write_certificates(folder / "tls", [it.address[reached]], now=datetime.datetime.now(datetime.UTC))
-            (folder / "token").write_text(TokenFile(folder / "tokens.json").add("alice"))
+        for line in steps.splitlines():
+            line = line.replace("executor.example", it.address["proxy"])
+            program, *words = line.replace("masks.other.example", it.address["mask-source"]).split()
+            if program == "symbiosis-provider":
+                told, _ = ok(start("provider.cli", *words, cwd=tmp_path))
+                if words[0] == "token":
+                    (tmp_path / words[words.index("--token-file") + 1]).with_name("token").write_text(told)
         yield it
 
 
@@ -131,7 +134,7 @@ def test_a_tenant_goes_on_when_a_replica_is_stopped(composed: Composed, tmp_path
     assert not composed.healthy("provider-1")
     eventually(lambda: all(ready(composed, service) for service in EXECUTORS), 120)
     assert all(composed.healthy(service) for service in EXECUTORS)
-    secrets = {name: tmp_path / f"{name}_SECRETS" for name in ("PROVIDER", "MASK")}
+    ours, theirs = (tmp_path / "deploy" / "secrets" / name for name in ("provider", "mask-source"))
     stopped: list[str] = []
 
     def stop(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -148,11 +151,11 @@ def test_a_tenant_goes_on_when_a_replica_is_stopped(composed: Composed, tmp_path
         proxy(composed),
         tenant_sdk.connect(
             f"wss://{composed.address['proxy']}:8765",
-            token=(secrets["PROVIDER"] / "token").read_text(),
-            ca=secrets["PROVIDER"] / "tls" / "ca.pem",
+            token=(ours / "token").read_text().strip(),
+            ca=ours / "tls" / "ca.pem",
             mask_sources=[f"wss://{composed.address['mask-source']}:8765"],
-            mask_source_token=(secrets["MASK"] / "token").read_text(),
-            mask_source_ca=secrets["MASK"] / "tls" / "ca.pem",
+            mask_source_token=(theirs / "token").read_text().strip(),
+            mask_source_ca=theirs / "tls" / "ca.pem",
             allow_same={"machine"},  # and nothing else
             patience=60.0,
         ) as session,
