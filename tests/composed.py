@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-_VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^${}]*))?\}")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 _PROGRAM = {
     "serve": (sys.executable, "-m", "provider.cli", "serve"),
     "python": (sys.executable,),
@@ -26,7 +26,7 @@ _PROGRAM = {
 
 
 def interpolated(text: str, variables: Mapping[str, str]) -> str:
-    """With ``${NAME}``, ``${NAME:-other}`` and ``${NAME:?why}`` replaced, from the inside out.
+    """With ``${NAME}``, ``${NAME:-other}`` and ``${NAME:?why}`` replaced.
 
     Raises:
         KeyError: a variable that is needed.
@@ -40,9 +40,7 @@ def interpolated(text: str, variables: Mapping[str, str]) -> str:
             raise KeyError(f"{name}: {other or 'not set'}")
         return str(other)
 
-    while _VARIABLE.search(text):
-        text = _VARIABLE.sub(value, text)
-    return text
+    return _VARIABLE.sub(value, text)
 
 
 def seconds(duration: str) -> float:

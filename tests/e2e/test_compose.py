@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -26,7 +27,7 @@ import tenant_sdk
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILE = DEPLOY / "compose.yaml"
 DOCUMENT = DEPLOY.parent / "docs" / "operations.md"
-HAPROXY = shutil.which("haproxy")
+HAPROXY, COMPOSE = shutil.which("haproxy"), shutil.which("docker-compose")
 REPLICAS = ("provider-1", "provider-2")
 EXECUTORS = (*REPLICAS, "mask-source")
 
@@ -36,7 +37,7 @@ def composed(tmp_path: Path, checkpoint: Callable[[str], Path]) -> Iterator[Comp
     """With secrets of two operators in ``tmp_path/deploy/secrets``, made by the steps of the document."""
     (steps,) = re.findall(r"(?s)```\n(symbiosis-provider certs deploy/.*?)```", DOCUMENT.read_text())
     made = tmp_path / "deploy" / "secrets"
-    names = {"MODEL": str(checkpoint("llama"))}
+    names = {"MODEL": str(checkpoint("llama")), "THREADS": "1"}
     names |= {"PROVIDER_SECRETS": f"{made}/provider", "MASK_SECRETS": f"{made}/mask-source"}
     with Composed(FILE, names, tmp_path) as it:
         for line in steps.splitlines():
@@ -185,6 +186,26 @@ def test_haproxy_understands_its_configuration() -> None:
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if "WARNING" in line]
     assert all("could not resolve address 'provider-" in line for line in warnings), warnings
+
+
+@pytest.mark.skipif(COMPOSE is None, reason="Compose is not installed (Debian package docker-compose)")
+def test_compose_understands_its_file_as_the_tests_do(tmp_path: Path) -> None:
+    assert COMPOSE is not None
+    variables, text = {"MODEL": "/checkpoint"}, FILE.read_text()
+    file = tmp_path / "deploy" / FILE.name
+    file.parent.mkdir()
+    file.write_text(re.sub(r"(?m)^name: .*$", "", text))  # the first version of Compose does not know it
+    command = [COMPOSE, "--file", file, "config"]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    theirs, ours = yaml.safe_load(done.stdout), yaml.safe_load(interpolated(text, variables))
+    assert theirs["services"].keys() == ours["services"].keys()
+    for name, service in ours["services"].items():
+        for part in ("command", "environment", "user", "read_only", "stop_grace_period"):
+            assert theirs["services"][name].get(part) == service.get(part), (name, part)
+        assert theirs["services"][name]["healthcheck"]["test"] == service["healthcheck"]["test"]
 
 
 def test_services_may_do_no_more_than_they_need() -> None:
