@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, get_type_hints
@@ -249,6 +250,12 @@ def test_the_schema_knows_the_values_and_the_options() -> None:
     for name in ("numerics", "workers", "stripes"):
         assert VALUES[name] == usual[name]
     assert int(VALUES["resources"]["requests"]["cpu"]) == VALUES["threads"] * max(1, VALUES["workers"])
+
+
+def test_the_chart_has_the_version_of_the_project() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = tomllib.loads((CHART.parents[2] / "pyproject.toml").read_text())["project"]
+    assert chart["version"] == chart["appVersion"] == project["version"]
 
 
 def test_the_document_names_values_that_there_are() -> None:
