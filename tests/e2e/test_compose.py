@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -50,29 +51,33 @@ def composed(tmp_path: Path, checkpoint: Callable[[str], Path]) -> Iterator[Comp
         yield it
 
 
-def asked(url: str) -> str:
-    """A page; nothing of who does not answer, or answers with an error."""
-    with suppress(OSError):
-        return urllib.request.urlopen(url, timeout=20).read().decode()
-    return ""
+def asked(composed: Composed, service: str, port: int, path: str) -> tuple[int, str]:
+    """Status and text of a page; 0 if nobody answers. A service that has ended is an error."""
+    assert composed.processes[service].poll() is None, composed.log(service)
+    try:
+        with urllib.request.urlopen(f"http://{composed.address[service]}:{port}{path}", timeout=20) as page:
+            return page.status, page.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, ""
+    except OSError:
+        return 0, ""
 
 
 def ready(composed: Composed, service: str) -> bool:
-    """What its health check asks, without a process; a service that has ended is an error."""
-    assert composed.processes[service].poll() is None, composed.log(service)
-    return asked(f"http://{composed.address[service]}:9190/readyz") == "ready\n"
+    """What its health check asks, without a process."""
+    return asked(composed, service, 9190, "/readyz")[0] == 200
 
 
 def sessions(composed: Composed, service: str) -> int:
-    """How many sessions an executor has; 0 if it is gone."""
-    page = asked(f"http://{composed.address[service]}:9190/metrics")
-    return int(float((re.findall(r"(?m)^symbiosis_connections (\S+)", page) or "0")[0]))
+    """How many sessions an executor has."""
+    (count,) = re.findall(r"(?m)^symbiosis_connections (\S+)", asked(composed, service, 9190, "/metrics")[1])
+    return int(float(count))
 
 
 @contextmanager
 def forwarding(composed: Composed) -> Iterator[None]:
-    """What the proxy does, where there is no HAProxy: bytes to the first replica that is ready."""
-    listener = socket.create_server((composed.address["proxy"], 8765))
+    """What the proxy does, where there is no HAProxy: bytes to the first replica that listens."""
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
@@ -83,13 +88,14 @@ def forwarding(composed: Composed) -> Iterator[None]:
                 each.shutdown(socket.SHUT_RDWR)
 
     def forward(tenant: socket.socket) -> None:
-        running = [name for name in REPLICAS if composed.processes[name].poll() is None]
-        there = [composed.address[name] for name in running if ready(composed, name)]
-        with tenant, socket.create_connection((there[0], 8765)) as replica:
-            back = threading.Thread(target=pump, args=(replica, tenant))
-            back.start()
-            pump(tenant, replica)
-            back.join()
+        with tenant:
+            for name in REPLICAS:
+                with suppress(OSError), socket.create_connection((composed.address[name], 8765)) as replica:
+                    back = threading.Thread(target=pump, args=(replica, tenant))
+                    back.start()
+                    pump(tenant, replica)
+                    back.join()
+                    return
 
     def serve() -> None:
         with suppress(OSError):
@@ -97,84 +103,84 @@ def forwarding(composed: Composed) -> Iterator[None]:
                 threads.append(threading.Thread(target=forward, args=listener.accept()[:1]))
                 threads[-1].start()
 
-    threads = [threading.Thread(target=serve)]
-    threads[0].start()
-    try:
-        yield
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        for thread in threads:
-            thread.join(10)
+    with socket.create_server((composed.address["proxy"], 8765)) as listener:
+        threads = [threading.Thread(target=serve)]
+        threads[0].start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(10)
 
 
 @contextmanager
-def proxy(composed: Composed) -> Iterator[None]:
-    """HAProxy with the file's configuration, or what stands in for it."""
+def proxy(composed: Composed) -> Iterator[Callable[[], bool]]:
+    """HAProxy with the file's configuration, or what stands in for it; yields whether a replica is ready."""
     if HAPROXY is None:
         with forwarding(composed):
-            yield
+            yield lambda: True
         return
+    port, path = re.findall(
+        r"127\.0\.0\.1:(\d+)(/.*)", composed.services["proxy"]["healthcheck"]["test"][-1]
+    )[0]
+
+    def status() -> int:
+        return asked(composed, "proxy", int(port), path)[0]
+
     composed.start("proxy")
-    where = composed.placed("proxy", composed.services["proxy"]["healthcheck"]["test"][-1])
-
-    def passes() -> bool:
-        assert composed.processes["proxy"].poll() is None, composed.log("proxy")
-        return asked(where) != ""  # 503: no replica is ready
-
-    assert not passes()
-    eventually(passes, 60)
-    yield
+    eventually(lambda: status() == 503, 60)
+    yield lambda: status() == 200
 
 
 def test_a_tenant_goes_on_when_a_replica_is_stopped(composed: Composed, tmp_path: Path) -> None:
-    """In the middle of a generation under one-time masks, whose text is the same as without."""
+    """In the middle of a generation under one-time masks, which ends with the same text."""
+    with proxy(composed) as has_replicas:
+        for service in EXECUTORS:
+            # The mask source listens on the loopback, which in its container is its own.
+            composed.start(service, f"--admin-host={composed.address[service]}")
+        assert not composed.healthy("provider-1")
+        eventually(lambda: all(ready(composed, service) for service in EXECUTORS), 120)
+        assert all(composed.healthy(service) for service in EXECUTORS)
+        eventually(has_replicas, 60)
+        generate_while_one_stops(composed, tmp_path / "deploy" / "secrets")
+        for service, process in composed.processes.items():
+            if service in EXECUTORS and process.returncode is None:
+                assert composed.stop(service) == 0, composed.log(service)
     for service in EXECUTORS:
-        # Alone in its container, the mask source has the loopback for itself.
-        composed.start(service, f"--admin-host={composed.address[service]}")
-    assert not composed.healthy("provider-1")
-    eventually(lambda: all(ready(composed, service) for service in EXECUTORS), 120)
-    assert all(composed.healthy(service) for service in EXECUTORS)
-    ours, theirs = (tmp_path / "deploy" / "secrets" / name for name in ("provider", "mask-source"))
-    stopped: list[str] = []
+        assert '"message": "draining"' in composed.log(service)  # and as JSON
+
+
+def generate_while_one_stops(composed: Composed, secrets: Path) -> None:
+    """A tenant generates twice; the second time, its replica is stopped at the fourth token."""
+    prompt, stopped = torch.tensor([[1, 5, 9]]), list[str]()
 
     def stop(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """At the fourth token, once."""
-        if ids.shape[1] == 4 + len(PROMPT) and not stopped:
+        if ids.shape[1] == prompt.shape[1] + 4:
             (victim,) = (name for name in REPLICAS if sessions(composed, name))
             stopped.append(victim)
             assert composed.stop(victim) == 0, composed.log(victim)
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    PROMPT = [1, 5, 9]
     options: dict[str, Any] = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
-    with (
-        proxy(composed),
-        tenant_sdk.connect(
-            f"wss://{composed.address['proxy']}:8765",
-            token=(ours / "token").read_text().strip(),
-            ca=ours / "tls" / "ca.pem",
-            mask_sources=[f"wss://{composed.address['mask-source']}:8765"],
-            mask_source_token=(theirs / "token").read_text().strip(),
-            mask_source_ca=theirs / "tls" / "ca.pem",
-            allow_same={"machine"},  # and nothing else
-            patience=60.0,
-        ) as session,
-    ):
+    with tenant_sdk.connect(
+        f"wss://{composed.address['proxy']}:8765",
+        token=(secrets / "provider" / "token").read_text().strip(),
+        ca=secrets / "provider" / "tls" / "ca.pem",
+        mask_sources=[f"wss://{composed.address['mask-source']}:8765"],
+        mask_source_token=(secrets / "mask-source" / "token").read_text().strip(),
+        mask_source_ca=secrets / "mask-source" / "tls" / "ca.pem",
+        allow_same={"machine"},  # and nothing else
+        patience=60.0,
+    ) as session:
         model = session.load_model(progress=False)
-        prompt = torch.tensor([PROMPT])
         whole = model.generate(prompt, **options)
         assert session.stats.reconnections == 0
         disturbed = model.generate(prompt, **options, stopping_criteria=StoppingCriteriaList([stop]))
         assert torch.equal(whole, disturbed)
         assert session.stats.reconnections == 1
         (left,) = set(REPLICAS) - set(stopped)
-        assert sessions(composed, left) == 1
-        assert sessions(composed, "mask-source") == 1
-    for service in (left, "mask-source"):
-        assert composed.stop(service) == 0, composed.log(service)
-    for service in EXECUTORS:
-        assert '"message": "draining"' in composed.log(service)  # and as JSON
+        assert sessions(composed, left) == sessions(composed, "mask-source") == 1
 
 
 @pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed (Debian package haproxy)")
