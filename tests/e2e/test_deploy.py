@@ -22,9 +22,7 @@ from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 from provider.cli import CONFIGURATION, app
-from provider.config import ServeConfig
 from provider.observe.metrics import Metrics
-from provider.serve.provider import ALIVE_SECONDS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "symbiosis-provider.service"
@@ -124,47 +122,6 @@ def test_systemd_understands_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
     command = [ANALYZE, "security", "--offline=true", "--threshold=20", unit]  # of 100, least is best
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
-
-
-def manifests() -> dict[str, Any]:
-    return {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text())}
-
-
-@pytest.fixture
-def understood(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServeConfig]:
-    """What options come to; nothing is served."""
-    monkeypatch.setattr("provider.cli.log_to_console", lambda *_: None)
-    monkeypatch.setattr("provider.cli.keep_freed_memory", lambda: None)
-    given: list[ServeConfig] = []
-
-    def options(*words: str) -> ServeConfig:
-        made = ServeConfig.__post_init__
-        monkeypatch.setattr(ServeConfig, "__post_init__", lambda self: (given.append(self), made(self))[1])
-        result = CliRunner().invoke(app, [*words])
-        assert "is not a checkpoint folder" in str(result.exception), result.output
-        return given[-1]
-
-    return options
-
-
-def test_the_pod_starts_what_there_is_and_is_probed_where_it_listens(
-    understood: Callable[..., ServeConfig],
-) -> None:
-    pod = manifests()["Deployment"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    config = understood(*container["args"])
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"tenants": config.port, "admin": config.admin_port}
-    assert config.host == config.admin_host == "0.0.0.0"
-    for name, path in (("startup", "/readyz"), ("readiness", "/readyz"), ("liveness", "/healthz")):
-        assert container[f"{name}Probe"]["httpGet"] == {"path": path, "port": "admin"}
-    assert container["livenessProbe"]["timeoutSeconds"] > ALIVE_SECONDS
-    stopping = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] >= stopping + config.drain_seconds + 10
-    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {str(config.model_dir), str(config.certificates), str(config.tokens.parent)} <= mounted
-    assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
-    assert [port["targetPort"] for port in manifests()["Service"]["spec"]["ports"]] == ["tenants"]
 
 
 def test_the_steps_of_the_document_place_what_the_unit_needs(tmp_path: Path) -> None:
