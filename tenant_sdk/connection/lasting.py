@@ -57,6 +57,10 @@ def went_away(error: SymbiosisError) -> bool:
     return isinstance(error, ConnectionLost | RequestTimeout) or type(error) in (ConnectError, NobodyListens)
 
 
+class _OtherPart(ModelMismatch):
+    """An executor that serves a part, which is not the one that is looked for."""
+
+
 class Lost:
     """How often one request was lost, and since when."""
 
@@ -75,6 +79,7 @@ class LastingConnection:
         patience: seconds to wait for an executor that went away; 0: not at all, and nothing is sent again.
         party: under which ``Stats.replicas`` has the replica in use.
         digest: refuse replicas whose manifest has another one; empty: any.
+        group: pass over those that serve a part without this one.
 
     Attributes:
         manifest: what the executor serves, and every replica of it.
@@ -83,8 +88,17 @@ class LastingConnection:
         SymbiosisError: there is no first channel; of several replicas, none can be used.
     """
 
-    def __init__(self, find: Find, stats: Stats, patience: float, party: str = "", digest: str = "") -> None:
+    def __init__(
+        self,
+        find: Find,
+        stats: Stats,
+        patience: float,
+        party: str = "",
+        digest: str = "",
+        group: int = 0,
+    ) -> None:
         self.patience, self._stats, self._party, self._digest = patience, stats, party, digest
+        self._group = group
         self._home = Home()
         self._chance = random.SystemRandom().random
         self._find, self._replicas = find, Replicas(lambda: self._chance())
@@ -259,7 +273,7 @@ class LastingConnection:
         if away:
             log.info("%s cannot be used: %s", name, error.message)
             self._cause = error
-        elif len(self._replicas.names) > 1 and name not in self._warned_of:
+        elif len(self._replicas.names) > 1 and name not in self._warned_of and type(error) is not _OtherPart:
             self._warned_of.add(name)
             log.warning("%s is not used: %s", name, error.message)
         self._replicas.failed(name, time.monotonic(), error, refused=not away)
@@ -271,6 +285,11 @@ class LastingConnection:
             if self._digest and manifest.digest != self._digest:
                 raise ModelMismatch(
                     f"{name} serves weights with digest {manifest.digest}, not {self._digest}"
+                )
+            if not manifest.serves(self._group):
+                raise _OtherPart(
+                    f"{name} serves other layers than those that are wanted here, groups "
+                    f"{_part(manifest)} of {len(manifest.groups)}; name all executors of the provider"
                 )
             if served is not None and manifest != served:
                 if name == self._replica:
@@ -327,6 +346,11 @@ def _hello(channel: Channel) -> Manifest:
     manifest = decode(control_payload(answer), Manifest)
     validate_manifest(manifest)
     return manifest
+
+
+def _part(manifest: Manifest) -> str:
+    first, stop = manifest.part or (0, len(manifest.groups))
+    return f"{first} to {stop - 1}"
 
 
 def _difference(name: str, manifest: Manifest, other: str, served: Manifest) -> str:

@@ -36,6 +36,7 @@ from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, Pending, again
 from tenant_sdk.connection.lasting import TELL_SECONDS, Find, LastingConnection, Lost, went_away
+from tenant_sdk.connection.parts import Parts
 from tenant_sdk.connection.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class PendingProduct:
 class RemoteExecutor:
     """Products over one connection, opened again when it breaks, perhaps to another replica.
 
+    Executors that serve a part of the layers each are one of these together, with a connection to each.
+
     A request that is lost because the executor went away is sent again when it is back, or to another replica
     of the same party: the same bytes, so the same rows under the same masks, or the same seed. So is what an
     executor refuses because it is overloaded. Nothing else is repeated.
@@ -101,7 +104,7 @@ class RemoteExecutor:
         stats: the session's, to count in; a session with two executors has one.
         patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
             fails, and the next one tries once to connect again.
-        party, digest: see ``LastingConnection``.
+        party, digest: see ``Parts``.
 
     Raises:
         ConfigurationError: the executor does not take this dtype.
@@ -120,13 +123,13 @@ class RemoteExecutor:
         self.stats = stats or Stats()
         self._told = -TELL_SECONDS
         self._chance = random.SystemRandom().random
-        self.connection = LastingConnection(find, self.stats, patience, party, digest)
-        self.manifest = self.connection.manifest
+        self._parts = Parts(find, self.stats, patience, party, digest)
+        self.connection, self.manifest = self._parts.all[0], self._parts.manifest
         self.ring = self.manifest.numerics in RINGS
         if self.ring and wire_dtype == torch.float32:
             wire_dtype = torch.int32
         if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
-            self.connection.close()
+            self._parts.close()
             raise ConfigurationError(
                 f"the executor computes in {self.manifest.numerics!r} and takes "
                 f"{', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}; give another "
@@ -137,13 +140,17 @@ class RemoteExecutor:
 
     @property
     def url(self) -> str:
-        """Of the executor."""
+        """Of the executor; of several the one that serves the first group."""
         return self.connection.url
 
     @property
     def channel(self) -> Channel:
-        """The open channel; see ``LastingConnection.channel``."""
+        """The open channel, of several the first; see ``LastingConnection.channel``."""
         return self.connection.channel
+
+    def channel_of(self, group: int) -> Channel:
+        """The one to who serves a group; see ``LastingConnection.channel``."""
+        return self._parts.of(group).channel
 
     def submit(
         self,
@@ -180,7 +187,7 @@ class RemoteExecutor:
         started = time.perf_counter()
         plan = self.shapes[group].plan(direction, members)
         check_shapes(blocks, plan.request_widths)
-        rows, dtype, channel = blocks[0].shape[0], blocks[0].dtype, channel or self.channel
+        rows, dtype, channel = blocks[0].shape[0], blocks[0].dtype, channel or self.channel_of(group)
         cut = self.pieces(group, direction, members, rows)
         if len(cut) == 1:
             answers = [self._submit(channel, operation, group, direction, members, blocks, request_class)]
@@ -235,7 +242,7 @@ class RemoteExecutor:
         plan = self.shapes[group].plan(direction, members)
         row_bytes = max(plan.request_columns, plan.answer_columns) * self.wire_dtype.itemsize
         most = self.max_rows(group, direction, members)
-        if piece_bytes := self.connection.latest.piece_bytes:
+        if piece_bytes := self._parts.of(group).latest.piece_bytes:
             most = min(most, max(PIECE_ROWS, piece_bytes // row_bytes))
         if rows <= most:
             return [slice(0, rows)]
@@ -270,7 +277,9 @@ class RemoteExecutor:
                 Operation.SEED_EFFECT, group, shape, direction, members, rows, self.wire_dtype, request_class
             )
 
-        answer = _payload(self._answer(self.channel, lambda channel: channel.submit(header, seed)))
+        connection = self._parts.of(group)
+        channel = connection.channel
+        answer = _payload(self._answer(connection, channel, lambda channel: channel.submit(header, seed)))
         self.stats.add(
             effect_requests=1,
             effect_rows=rows,
@@ -282,7 +291,8 @@ class RemoteExecutor:
     def scales(self, group: int) -> torch.Tensor:
         """Ring numerics: float32 scales of a group's outputs [O], all members one behind the other."""
         length = sum(self.shapes[group].outputs)
-        pieces = self._fetch("scales", str(group), length, FETCH_BYTES // 4, DTYPE_CODES[torch.float32], 1)
+        connection, dtype = self._parts.of(group), DTYPE_CODES[torch.float32]
+        pieces = self._fetch(connection, "scales", str(group), length, FETCH_BYTES // 4, dtype, 1)
         return torch.cat([piece.view(-1) for piece in pieces])
 
     def _submit(
@@ -304,19 +314,21 @@ class RemoteExecutor:
                 operation, group, shape, direction, members, rows, self.wire_dtype, request_class
             )
 
-        return self._ask(channel, lambda channel: channel.submit(header, wire))
+        return self._ask(self._parts.of(group), channel, lambda channel: channel.submit(header, wire))
 
-    def _ask(self, channel: Channel, ask: Ask) -> Callable[[], Incoming]:
+    def _ask(self, connection: LastingConnection, channel: Channel, ask: Ask) -> Callable[[], Incoming]:
         """Send a request; the call that waits for its answer."""
         first: Pending | None = None
         try:
             first = ask(channel)
         except SymbiosisError as error:
-            if not (self.connection.patience and went_away(error)):
+            if not (connection.patience and went_away(error)):
                 raise
-        return lambda: self._answer(channel, ask, first)
+        return lambda: self._answer(connection, channel, ask, first)
 
-    def _answer(self, channel: Channel, ask: Ask, first: Pending | None = None) -> Incoming:
+    def _answer(
+        self, connection: LastingConnection, channel: Channel, ask: Ask, first: Pending | None = None
+    ) -> Incoming:
         """An answer; asked for again when the executor says that it is overloaded, or went away.
 
         Raises:
@@ -327,7 +339,7 @@ class RemoteExecutor:
         while True:
             try:
                 answer = channel.wait(pending or ask(channel))
-                self.connection.answered(channel)
+                connection.answered(channel)
                 return answer
             except RequestRefused as error:
                 if error.code not in _REASONS or error.retry_after is None:
@@ -338,9 +350,9 @@ class RemoteExecutor:
                 self._put_off(seconds, error.code)
                 attempt += 1
             except SymbiosisError as error:
-                if not self.connection.waits_after(error):
+                if not connection.waits_after(error):
                     raise  # from here: a frame that held the error would keep rows in a cycle with it
-                channel = self.connection.after(error, lost)
+                channel = connection.after(error, lost)
                 began, attempt = time.monotonic(), 0
             pending = None
 
@@ -364,7 +376,9 @@ class RemoteExecutor:
         length = info.shape[0] if info.shape else 1
         width = torch.Size(info.shape[1:]).numel()
         step = max(1, FETCH_BYTES // (width * dtype.itemsize))
-        for piece in self._fetch("parameter", info.name, length, step, DTYPE_CODES[dtype], width):
+        for piece in self._fetch(
+            self.connection, "parameter", info.name, length, step, DTYPE_CODES[dtype], width
+        ):
             digest.update(tensor_bytes(piece))
             yield piece.reshape(-1, *info.shape[1:])
         if digest.hexdigest() != info.sha256:
@@ -378,14 +392,21 @@ class RemoteExecutor:
         """
         data = b"".join(
             bytes(tensor_bytes(piece))
-            for piece in self._fetch("file", info.name, info.size, FETCH_BYTES, BYTES, None)
+            for piece in self._fetch(self.connection, "file", info.name, info.size, FETCH_BYTES, BYTES, None)
         )
         if hashlib.sha256(data).hexdigest() != info.sha256:
             raise WireError("file", f"{info.name} is not the file that the executor announced")
         return data
 
     def _fetch(
-        self, kind: str, name: str, length: int, step: int, dtype: int, width: int | None
+        self,
+        connection: LastingConnection,
+        kind: str,
+        name: str,
+        length: int,
+        step: int,
+        dtype: int,
+        width: int | None,
     ) -> Iterator[torch.Tensor]:
         """Pieces in order, a few of them in flight. ``width`` None: one row of so many bytes."""
 
@@ -397,15 +418,17 @@ class RemoteExecutor:
 
         ahead: deque[Callable[[], Incoming]] = deque()
         for start in range(0, length, step):
-            ahead.append(self._ask(self.channel, partial(submit, start, min(start + step, length))))
+            ahead.append(
+                self._ask(connection, connection.channel, partial(submit, start, min(start + step, length)))
+            )
             if len(ahead) == 4:
                 yield _payload(ahead.popleft()())
         while ahead:
             yield _payload(ahead.popleft()())
 
     def close(self) -> None:
-        """End the connection; it is not opened again."""
-        self.connection.close()
+        """End all connections; none is opened again."""
+        self._parts.close()
 
 
 def check_shapes(blocks: Sequence[torch.Tensor], widths: Sequence[int]) -> None:

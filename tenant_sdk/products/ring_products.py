@@ -110,7 +110,7 @@ class RingProducts:
             raise again(self._failed)
         kind = Kind(group, direction, members)
         check_shapes(rows, self._widths(transposed(kind)))
-        print_, channel = self._fingerprint(kind), self._remote.channel
+        print_, channel = self._fingerprint(kind), self._remote.channel_of(group)
         count, spent = rows[0].shape[0], 0.0
         cut = self._remote.pieces(*kind, count)
         if len(cut) > 1 and not all(below(block, self._group(group).ordinary) for block in rows):

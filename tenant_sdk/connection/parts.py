@@ -1,0 +1,88 @@
+"""Connections to the executors that together serve all groups: one, unless each serves a part of them.
+
+So hosts of one provider need not talk to each other: a request goes to the one that has its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shared.errors import ModelMismatch
+from shared.wire.messages import Limits, Manifest
+from tenant_sdk.connection.lasting import Find, LastingConnection
+from tenant_sdk.connection.stats import Stats
+
+
+class Parts:
+    """One connection for each part.
+
+    Args:
+        find, stats, patience, party, digest: see ``LastingConnection``; of each part there may be replicas.
+
+    Attributes:
+        all: the connections.
+        manifest: what they serve together.
+
+    Raises:
+        SymbiosisError: nobody can be used who serves some group; see ``LastingConnection``.
+    """
+
+    def __init__(self, find: Find, stats: Stats, patience: float, party: str = "", digest: str = "") -> None:
+        self.all = [LastingConnection(find, stats, patience, party, digest)]
+        first = self.all[0].manifest
+        try:
+            while (group := self._missing(len(first.groups))) is not None:
+                name = f"{party}, groups from {group}"
+                self.all.append(LastingConnection(find, stats, patience, name, first.digest, group))
+            self.manifest = together([connection.manifest for connection in self.all])
+        except BaseException:
+            self.close()
+            raise
+        self._of = [
+            next(each for each in self.all if each.manifest.serves(group))
+            for group in range(len(first.groups))
+        ]
+
+    def of(self, group: int) -> LastingConnection:
+        """The one to who serves a group."""
+        return self._of[group] if self._of else self.all[0]
+
+    def _missing(self, groups: int) -> int | None:
+        served = [connection.manifest for connection in self.all]
+        return next((g for g in range(groups) if not any(each.serves(g) for each in served)), None)
+
+    def close(self) -> None:
+        """End all; none is opened again."""
+        for connection in self.all:
+            connection.close()
+
+
+def together(manifests: Sequence[Manifest]) -> Manifest:
+    """What executors serve that have a part each: every group as who serves it says, the least limits.
+
+    Raises:
+        ModelMismatch: they compute in different numerics.
+    """
+    first = manifests[0]
+    if len(manifests) == 1:
+        return first
+    numerics = sorted({manifest.numerics for manifest in manifests})
+    if len(numerics) > 1:
+        raise ModelMismatch(
+            f"executors that serve a part of the layers each compute in {' and '.join(numerics)}; ask their "
+            "operator for one of them"
+        )
+    return msgspec.structs.replace(
+        first,
+        part=None,
+        groups=tuple(
+            next(each.groups[group] for each in manifests if each.serves(group))
+            for group in range(len(first.groups))
+        ),
+        limits=Limits(
+            *(min(getattr(each.limits, name) for each in manifests) for name in Limits.__struct_fields__)
+        ),
+        recorded=any(each.recorded for each in manifests),
+    )
