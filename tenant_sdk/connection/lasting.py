@@ -79,7 +79,7 @@ class LastingConnection:
         patience: seconds to wait for an executor that went away; 0: not at all, and nothing is sent again.
         party: under which ``Stats.replicas`` has the replica in use.
         digest: refuse replicas whose manifest has another one; empty: any.
-        group: pass over those that serve a part without this one.
+        group: pass over those that serve a part without this one; None: any part.
 
     Attributes:
         manifest: what the executor serves, and every replica of it.
@@ -95,7 +95,7 @@ class LastingConnection:
         patience: float,
         party: str = "",
         digest: str = "",
-        group: int = 0,
+        group: int | None = None,
     ) -> None:
         self.patience, self._stats, self._party, self._digest = patience, stats, party, digest
         self._group = group
@@ -286,7 +286,7 @@ class LastingConnection:
                 raise ModelMismatch(
                     f"{name} serves weights with digest {manifest.digest}, not {self._digest}"
                 )
-            if not manifest.serves(self._group):
+            if self._group is not None and not manifest.serves(self._group):
                 raise _OtherPart(
                     f"{name} serves other layers than those that are wanted here, groups "
                     f"{_part(manifest)} of {len(manifest.groups)}; name all executors of the provider"

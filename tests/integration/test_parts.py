@@ -51,7 +51,7 @@ def test_parts_together_are_the_whole(
     if privacy == "one-time":
         options |= {"mask_sources": [[each.url for each in sources]], "verify": "always"}
         options |= {"mask_source_token": sources[0].token, "mask_source_ca": sources[0].ca}
-        options["allow_same"] = {"authority", "token", "certificate", "machine"}
+        options["allow_same"] = {"host", "address", "key", "machine", "authority", "token"}
     with connect([whole]) as alone, connect(parts, **options) as session:
         assert session.manifest == alone.manifest
         assert torch.equal(logits(session), logits(alone)) or privacy == "one-time"
