@@ -104,6 +104,15 @@ class ServeConfig:
             "other. Tenants name all of them. Empty: all layers.",
         ),
     ] = ""
+    launcher: Annotated[
+        str,
+        Option(
+            _SERVED,
+            "Who starts the workers: process: this one, on this machine; ray: Ray, in the cluster at "
+            "RAY_ADDRESS, if that is set.",
+            choices=("process", "ray"),
+        ),
+    ] = "process"
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
     ] = None
@@ -261,6 +270,7 @@ class ServeConfig:
             ("local_mib", "local_dir", "local_dir=FOLDER"),
             ("dev_dir", "dev", "dev=True"),
             ("stripes", "workers", "workers=N"),
+            ("launcher", "workers", "workers=N"),
         ):
             if name in given and not getattr(self, other):
                 raise ConfigurationError(
@@ -270,6 +280,16 @@ class ServeConfig:
             raise ConfigurationError(f"part={self.part} is not written k/n, such as 1/2 for the first of two")
         if self.workers % self.stripes:
             raise ConfigurationError(f"workers={self.workers} cannot be divided into stripes={self.stripes}")
+        if self.launcher == "ray":
+            if self.stripes > 1:
+                raise ConfigurationError(
+                    f"launcher='ray' has each layer with one worker: leave out stripes={self.stripes}"
+                )
+            if self.device not in ("cpu", "cuda"):
+                raise ConfigurationError(
+                    f"launcher='ray' gives each worker a GPU that Ray chooses: device={self.device!r} cannot "
+                    "be, 'cuda' can"
+                )
 
     @property
     def part_of_groups(self) -> tuple[int, int] | None:

@@ -224,6 +224,7 @@ def source_command(config: ServeConfig, ready: Path, port: int = 0) -> list[str]
         local_dir=None,
         local_mib=ServeConfig.local_mib,
         transcript=None,
+        launcher=ServeConfig.launcher,
         dev_dir=ServeConfig.dev_dir,
     )
     words = [sys.executable, "-m", "provider.tethered", "serve"]

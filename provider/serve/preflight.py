@@ -11,17 +11,20 @@ from provider.config import ServeConfig
 from provider.serve.certificates import certificate_of, check_dates, own_certificate
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
+from provider.workers.actors import check_ray
 from shared.errors import ConfigurationError
 from shared.hub import hub_id
 from shared.options import check_model_folder
 
 
 def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
-    """Refuse a checkpoint, certificate or token file that cannot be used.
+    """Refuse a checkpoint, certificate or token file that cannot be used, and a launcher that is not here.
 
     Raises:
-        ConfigurationError: which file, and what to do.
+        ConfigurationError: which, and what to do.
     """
+    if config.launcher == "ray":
+        check_ray()
     if config.model_dir.exists() or hub_id(config.model_dir) is None:
         check_model_folder(config.model_dir)
     if not config.dev:

@@ -33,6 +33,7 @@ from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
+from provider.workers.actors import placed
 from provider.workers.pool import WorkerPool
 from provider.workers.world import World
 from shared.errors import ConfigurationError
@@ -156,7 +157,12 @@ class Provider:
             "recorded": config.transcript is not None,
             "part": config.part_of_groups,
         }
-        workers = self._world.size if self._world else config.workers
+        workers, threads, world = config.workers, config.threads, self._world
+        if world is not None:
+            workers = world.size
+        elif config.launcher == "ray":
+            threads = threads or 1
+            world = opened.enter_context(placed(workers, threads, config.device))
         if not workers:
             return BaseExecutor(config.model_dir, **options)
         options.pop("progress", None)
@@ -164,8 +170,8 @@ class Provider:
             config.model_dir,
             workers,
             config.stripes,
-            threads=config.threads,
-            world=self._world,
+            threads=threads,
+            world=world,
             **options,
         )
         opened.callback(pool.close)

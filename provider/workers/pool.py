@@ -48,11 +48,11 @@ def check_stripes(groups: Sequence[GroupInfo], stripes: int) -> None:
         raise ConfigurationError(f"stripes={stripes} is too many: a layer has {least} outputs")
 
 
-def _check_weights(checkpoint: Checkpoint, rank: str, loaded: Loaded) -> None:
+def _check_weights(checkpoint: Checkpoint, name: str, loaded: Loaded) -> None:
     if loaded.weights != checkpoint.weights_digest(loaded.groups.values()):
         raise ConfigurationError(
-            f"rank {rank} has read other weights than rank 0 from {checkpoint.folder}; give all machines the "
-            "same checkpoint"
+            f"worker {name} has read other weights than the executor from {checkpoint.folder}; give all "
+            "machines the same checkpoint"
         )
 
 
@@ -66,7 +66,8 @@ class WorkerPool:
             nothing is gathered.
         numerics, device, limits, serve_head, recorded, part: see ``BaseExecutor``.
         threads: of one product; 0: all workers of a machine together have one a core.
-        world: who else takes part: rank 0 is a process of this machine, others join. ``workers`` of them.
+        world: who else takes part. Workers are its last ranks, ``workers`` of them; rank 0, if it is one, is
+            a process of this machine, others join.
 
     Attributes:
         catalog: the manifest, and what tenants download.
@@ -101,13 +102,14 @@ class WorkerPool:
         self.latency = LatencyModel(shapes_of(groups))
         check_stripes(groups, stripes)
         served = part_of(groups, *part) if part else (0, len(groups))
-        check_room(checkpoint.name, groups[slice(*served)], kind.weight_bytes if device == "cpu" else 0)
         self.lane_of = place(self.latency.shapes, workers // stripes)
         threads = threads or (0 if world else max(1, (os.cpu_count() or 1) // workers))
         summons: list[Summon] = [Process] * (workers // stripes)
         if world is not None:
             store = world.store()
-            summons[1:] = [Rank(store, rank) for rank in range(1, world.size)]
+            summons[workers - world.size + 1 :] = [Rank(store, rank) for rank in range(1, world.size)]
+        here = [groups[group] for group in range(*served) if summons[self.lane_of[group]] is Process]
+        check_room(checkpoint.name, here, kind.weight_bytes if device == "cpu" else 0)
         self.lanes: list[WorkerLane] = []
         scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:

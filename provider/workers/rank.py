@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,24 @@ def look_after(seconds: float) -> None:
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: told.set())
+    keep_running(told, seconds, {})
+
+
+def keep_running(told: threading.Event, seconds: float, environment: Mapping[str, str]) -> None:
+    """A worker, again and again, until the executor has ended.
+
+    Args:
+        told: to end, which takes at most ``seconds``.
+        environment: of the worker, beside that of this process.
+    """
     while True:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "provider.workers.rank"], stdin=subprocess.DEVNULL, process_group=0
-        )
-        status = _wait(worker, told, seconds)
+        with subprocess.Popen(
+            [sys.executable, "-m", "provider.workers.rank"],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,  # which ends with this process, however that ends
+            process_group=0,
+        ) as worker:
+            status = _wait(worker, told, seconds)
         if status == 0 or told.is_set():
             return
         log.error("the worker is lost (exit status %d); it is started again", status)
@@ -65,8 +79,22 @@ def _adapted(share: Share, world: World) -> Share:
     return msgspec.structs.replace(share, threads=threads, device=device)
 
 
+def end_with_the_parent() -> None:
+    """Have this process end when the one that started it does, without whose word it might go on for ever.
+
+    Standard input is a pipe that the parent never writes to.
+    """
+
+    def watch() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     """Entry point of the worker itself."""
+    end_with_the_parent()
     from provider.workers.worker import Worker  # isort: skip - first: it says how threads spin
     from provider.workers.distributed import join
 

@@ -33,7 +33,7 @@ class World(NamedTuple):
     address: str
     port: int
     hosts_store: bool
-    run: str
+    run: str = "symbiosis/0/0"
 
     @classmethod
     def from_environment(cls) -> World | None:
@@ -71,6 +71,17 @@ class World(NamedTuple):
             rank == 0 and not agent,
             "/".join(["symbiosis", *run]),
         )
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What a process is told that shall take part as ``rank``, with one device that it may use."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
 
     def store(self) -> Store:
         """Where those who join leave word.
