@@ -86,6 +86,10 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
         ({"local_mib": 60}, "local_mib=60 means nothing without local_dir=FOLDER"),
         ({"dev_dir": Path("d")}, "dev_dir=d means nothing without dev=True"),
         ({"part": "0/2"}, "part=0/2 is not written k/n"),
+        ({"launcher": "ray"}, "launcher=ray means nothing without workers=N"),
+        ({"launcher": "ray", "workers": 2, "stripes": 2}, "one worker: leave out stripes=2"),
+        ({"launcher": "ray", "workers": 2, "device": "cuda:1"}, "device='cuda:1' cannot be, 'cuda' can"),
+        ({"launcher": "ray", "workers": 2, "device": "cuda"}, ""),
         ({"port": 0, "admin_port": 0}, ""),
         ({"tenant_mib": 600, "total_mib": 0}, ""),
         ({"total_mib": 100}, ""),  # the default of one tenant is no wish
@@ -110,6 +114,7 @@ def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None
     } | {"numerics": "ring", "batching": "none", "log_format": "json", "dev": False, "admin_port": 4}
     given["part"] = "2/3"
     given["dev_dir"] = ServeConfig.dev_dir  # which goes with dev alone
+    given["launcher"] = ServeConfig.launcher  # the other one goes neither with stripes nor with every device
     words = ["model_dir"]
     for name, value in given.items():
         if name not in ("model_dir", "dev", "dev_dir"):
