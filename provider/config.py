@@ -280,16 +280,19 @@ class ServeConfig:
             raise ConfigurationError(f"part={self.part} is not written k/n, such as 1/2 for the first of two")
         if self.workers % self.stripes:
             raise ConfigurationError(f"workers={self.workers} cannot be divided into stripes={self.stripes}")
-        if self.launcher == "ray":
-            if self.stripes > 1:
-                raise ConfigurationError(
-                    f"launcher='ray' has each layer with one worker: leave out stripes={self.stripes}"
-                )
-            if self.device not in ("cpu", "cuda"):
-                raise ConfigurationError(
-                    f"launcher='ray' gives each worker a GPU that Ray chooses: device={self.device!r} cannot "
-                    "be, 'cuda' can"
-                )
+        self._check_launcher()
+
+    def _check_launcher(self) -> None:
+        """Refuse what Ray is not asked for."""
+        if self.launcher == "ray" and self.stripes > 1:
+            raise ConfigurationError(
+                f"launcher='ray' has each layer with one worker: leave out stripes={self.stripes}"
+            )
+        if self.launcher == "ray" and self.device not in ("cpu", "cuda"):
+            raise ConfigurationError(
+                f"launcher='ray' gives each worker a GPU that Ray chooses: device={self.device!r} cannot be, "
+                "'cuda' can"
+            )
 
     @property
     def part_of_groups(self) -> tuple[int, int] | None:
