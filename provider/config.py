@@ -318,14 +318,6 @@ class ServeConfig:
                 f"fsdp=True gives each worker a GPU of its own: device={self.device!r} cannot be, 'cuda' can"
             )
 
-    @property
-    def part_of_groups(self) -> tuple[int, int] | None:
-        """Which part of how many, from 1; None: all."""
-        if not self.part:
-            return None
-        index, count = self.part.split("/")
-        return int(index), int(count)
-
     def _check_ray(self) -> None:
         """Refuse what Ray's workers cannot do."""
         if self.launcher != "ray":
@@ -341,6 +333,14 @@ class ServeConfig:
                 f"launcher='ray' gives each worker a GPU that Ray chooses: device={self.device!r} cannot "
                 "be, 'cuda' can"
             )
+
+    @property
+    def part_of_groups(self) -> tuple[int, int] | None:
+        """Which part of how many, from 1; None: all."""
+        if not self.part:
+            return None
+        index, count = self.part.split("/")
+        return int(index), int(count)
 
     @property
     def certificates(self) -> Path:

@@ -103,6 +103,7 @@ def _connect(processors: int, opened: ExitStack) -> str:
         if "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
+    from ray.exceptions import RayError
 
     own: dict[str, Any] = {
         "num_cpus": processors,  # whatever there are: these workers are all that is placed
@@ -117,7 +118,7 @@ def _connect(processors: int, opened: ExitStack) -> str:
             configure_logging=False,
             **({} if cluster else own),
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise SymbiosisError(
             f"cannot use Ray at RAY_ADDRESS={cluster}: {error}; this machine must be part of the cluster"
             if cluster
@@ -135,13 +136,13 @@ def _actors(workers: int, bundle: Mapping[str, int], opened: ExitStack) -> list[
 
     group = placement_group([dict(bundle)] * workers, strategy="SPREAD")
     opened.callback(remove_placement_group, group)
-    wanted = " and ".join(f"{number} {name}" for name, number in bundle.items())
-    log.info("waiting for Ray's room for %d workers of %s each", workers, wanted)
+    wanted = f"{workers} x ({' and '.join(f'{number} {name}' for name, number in bundle.items())})"
+    log.info("waiting until Ray has room for workers: %s", wanted)
     if not group.wait(PLACE_SECONDS):
         there = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in bundle)
         raise SymbiosisError(
-            f"Ray has had no room for {workers} workers of {wanted} each for {PLACE_SECONDS:.0f} s; all its "
-            f"machines together have {there}, in use or not: add some, or ask for less"
+            f"Ray has had no room for workers, {wanted}, for {PLACE_SECONDS:.0f} s; all its machines "
+            f"together have {there}, in use or not: add some, or ask for less"
         )
     actors = []
     for index in range(workers):

@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,9 +16,6 @@ import torch
 from commands import BASE_MODEL
 from conftest import RING, Executor
 from test_torchrun import LOCAL, MASKED, SECONDS, free_port, logits, other_rank, ready, tree, wait_until
-
-from provider.workers.actors import check_ray
-from shared.errors import ConfigurationError
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'symbiosis[ray]'"
@@ -115,9 +111,3 @@ def test_a_machine_of_the_cluster_vanishes(
             assert executor.process is not None
             executor.process.kill()
             wait_until(lambda: not alive(worker))
-
-
-def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'symbiosis\[ray\]'"):
-        check_ray()

@@ -92,6 +92,14 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
         ({"fsdp": True, "workers": 2, "stripes": 2, "numerics": "float32"}, "leave out stripes=2"),
         ({"fsdp": True, "workers": 2, "device": "cuda:1", "numerics": "float32"}, "device='cuda:1' cannot"),
         ({"fsdp": True, "workers": 2, "numerics": "bfloat16"}, ""),
+        ({"launcher": "ray"}, "launcher=ray means nothing without workers=N"),
+        ({"launcher": "ray", "workers": 2, "stripes": 2}, "one worker: leave out stripes=2"),
+        ({"launcher": "ray", "workers": 2, "device": "cuda:1"}, "device='cuda:1' cannot be, 'cuda' can"),
+        (
+            {"launcher": "ray", "workers": 2, "numerics": "float32", "fsdp": True},
+            "one worker: leave out fsdp",
+        ),
+        ({"launcher": "ray", "workers": 2, "device": "cuda"}, ""),
         ({"port": 0, "admin_port": 0}, ""),
         ({"tenant_mib": 600, "total_mib": 0}, ""),
         ({"total_mib": 100}, ""),  # the default of one tenant is no wish
@@ -118,6 +126,7 @@ def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None
     given["dev_dir"] = ServeConfig.dev_dir  # which goes with dev alone
     given["stripes"] = 1  # which does not go with fsdp
     given["numerics"] = "float32"
+    given["launcher"] = ServeConfig.launcher  # the other one goes neither with stripes nor with every device
     words = ["model_dir"]
     for name, value in given.items():
         if name not in ("model_dir", "dev", "dev_dir"):
