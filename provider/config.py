@@ -137,6 +137,15 @@ class ServeConfig:
         float, Option(_LIMITS, "MiB of requests that one tenant may send in a second; 0: any.", least=0)
     ] = 0.0
     drain_seconds: Annotated[float, Option(_LIMITS, "How long SIGTERM waits for requests.", least=0)] = 10.0
+    max_connection_seconds: Annotated[
+        float,
+        Option(
+            _LIMITS,
+            "Send a session away when it is so old, 10 % more or less, and nothing of it is under way; its "
+            "SDK connects again, perhaps to another replica. For executors with replicas; 0: never.",
+            least=0,
+        ),
+    ] = 0.0
     batching: Annotated[
         str,
         Option(

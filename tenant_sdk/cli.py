@@ -22,7 +22,7 @@ from shared.errors import ConfigurationError, SymbiosisError, peer_text
 from shared.options import in_options, prints_version
 from tenant_sdk import cli_options as options
 from tenant_sdk.config import SessionConfig
-from tenant_sdk.connection.urls import url_of
+from tenant_sdk.connection.urls import party_name
 
 if TYPE_CHECKING:
     from tenant_sdk.session import Session
@@ -89,9 +89,9 @@ def _say_loading() -> None:
 
 
 def _say_connecting(config: SessionConfig) -> None:
-    sources = [url_of(source) for source in config.mask_sources]
+    sources = [party_name(source) for source in config.mask_sources]
     others = f", masks from {' and '.join(sources)}" if sources else ""
-    _status.print(f"connecting to {escape(url_of(config.provider))}{escape(others)}")
+    _status.print(f"connecting to {escape(party_name(config.provider))}{escape(others)}")
 
 
 @contextmanager
@@ -130,6 +130,9 @@ def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
     )
     to.print(f"masked: {masked}")
     to.print(f"checked: {checked}")
+    if stats.moves:
+        now = escape(", ".join(stats.replicas.values()))
+        to.print(f"replicas: moved {stats.moves} time{'s'[: stats.moves != 1]}, at the end with {now}")
 
 
 @app.command()
@@ -422,7 +425,7 @@ def doctor(
 ) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""
     targets, terms = executors.targets(wait)
-    urls = escape(" and ".join(target.url for target in targets))
+    urls = escape(" and ".join(target.party for target in targets))
     _status.print(f"examining {urls} (loading torch takes some seconds)")
     from tenant_sdk.doctor import diagnose
 

@@ -14,6 +14,8 @@ from shared.errors import ConfigurationError
 from shared.options import option_names
 from shared.options import takes as shared_takes
 from tenant_sdk.config import PRIVACY_MODES, VERIFY_MODES, SessionConfig, for_each
+from tenant_sdk.connection.places import Place
+from tenant_sdk.connection.urls import is_local, party_name, replicas_of, url_of
 from tenant_sdk.profiles import HERE, Secret, merged, names_in, read_profile, revealed
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
 
@@ -41,6 +43,8 @@ _EXECUTORS, _PRIVACY, _CHECKS = "Executors", "Privacy", "Verification"
 class Target:
     """What `doctor` examines, as the other commands would use it. ``token`` None: none is at hand.
 
+    ``replicas``: URLs of its party, if there are several, of which ``url`` is one; ``address``: of the
+    host's the one to examine, if it is not all the same.
     ``wait``: seconds for which somebody may still begin to listen. ``source``: it is a mask source.
     ``names``: how its user calls arguments of ``connect``.
     """
@@ -55,6 +59,18 @@ class Target:
     wait: float = 0.0
     source: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: NAMES, repr=False)
+    replicas: tuple[str, ...] = ()
+    address: str = ""
+
+    @property
+    def party(self) -> str:
+        """What to call all replicas together."""
+        return party_name(self.replicas or self.url)
+
+    @property
+    def place(self) -> Place:
+        """The one replica that this is."""
+        return Place(self.url, self.address)
 
     @property
     def authority(self) -> str | Path | None:
@@ -128,7 +144,9 @@ class ExecutorOptions:
         Optional[str],  # noqa: UP045
         _option(
             _EXECUTORS,
-            "URL of the executor: wss://host:port; on this machine ipc://DIRECTORY.",
+            "URL of the executor: wss://host:port; on this machine ipc://DIRECTORY. Several, with commas in "
+            "between, are replicas: executors of one operator and model, of which one is used at a time; so "
+            "are several addresses of a host name.",
             metavar="URL",
         ),
     ] = None
@@ -145,7 +163,8 @@ class ExecutorOptions:
         _option(
             _EXECUTORS,
             "Who computes masks' effects: an executor of another operator (its URL), or local:FOLDER "
-            "with the checkpoint. Repeat for several: one that does not collude is enough.",
+            "with the checkpoint. Repeat for several: one that does not collude is enough. URLs with commas "
+            "in between are replicas of one.",
         ),
     ] = None
     mask_source_ca: Annotated[
@@ -274,14 +293,14 @@ class ExecutorOptions:
         token, ca = arguments.get("token"), arguments.get("ca")
         tokens = arguments.get("mask_source_token") or (token if "token" in allowed else None)
         authorities = arguments.get("mask_source_ca") or (ca if "authority" in allowed else None)
-        found = [Target(arguments["provider"], ca, token=token, **common)]
+        found = [_target(arguments["provider"], ca, token=token, **common)]
         for url, its_token, its_ca in zip(
             sources,
             for_each(tokens, sources, "mask_source_token"),
             for_each(authorities, sources, "mask_source_ca"),
             strict=True,
         ):
-            found.append(Target(url, its_ca, token=its_token, source=True, **common))
+            found.append(_target(url, its_ca, token=its_token, source=True, **common))
         return found, Terms(allowed, operator, masks, arguments.get("allow_transcript", False))
 
     def _given(self) -> dict[str, Any]:
@@ -432,6 +451,13 @@ Base = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Of everything random except masks.")]
+
+
+def _target(party: Any, *arguments: Any, **more: Any) -> Target:
+    """Of a party as ``connect`` takes it."""
+    urls = (party,) if is_local(party) else tuple(map(url_of, replicas_of(party)))
+    more["replicas"] = urls if len(urls) > 1 else ()
+    return Target(urls[0], *arguments, **more)
 
 
 def _one_or_each(given: Sequence[T]) -> T | Sequence[T] | None:

@@ -7,28 +7,19 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from shared.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    ConnectError,
-    ModelMismatch,
-    NobodyListens,
-    TlsError,
-)
-from shared.transport.endpoint import Endpoint
-from shared.wire.header import DTYPE_NAMES, RINGS
+from shared.errors import ConfigurationError, ModelMismatch
+from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 from tenant_sdk.config import SessionConfig
-from tenant_sdk.connection.channel import Channel
-from tenant_sdk.connection.handshake import client_context, why_untrusted
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
-from tenant_sdk.connection.transports import open_channel
-from tenant_sdk.connection.urls import LOCAL, url_of
+from tenant_sdk.connection.urls import LOCAL, is_local, party_name
+from tenant_sdk.parties import Replicated
 from tenant_sdk.products.fingerprints import StoredFingerprints
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
 from tenant_sdk.products.masks import BankMasks, Masks, NoMasks, OneTimeMasks
@@ -41,19 +32,22 @@ from tenant_sdk.session import Session
 from tenant_sdk.trust.attestation import check_agreement
 from tenant_sdk.trust.operators import SIGNS, Operators
 
+if TYPE_CHECKING:
+    from tenant_sdk.connection.urls import Party
+
 log = logging.getLogger(__name__)
 
 
 @completed
 def connect(
-    provider: str | Endpoint = "",
+    provider: Party = "",
     *,
     profile: str | Path | None = None,
     token: str = "",
     ca: str | Path | None = None,
     client_certificate: tuple[str | Path, str | Path] | None = None,
     privacy: str = "one-time",
-    mask_sources: Sequence[str | Endpoint] = (),
+    mask_sources: Sequence[Party] = (),
     mask_source_token: str | Sequence[str] | None = None,
     mask_source_ca: str | Path | Sequence[str | Path] | None = None,
     allow_same: Collection[str] = (),
@@ -76,7 +70,9 @@ def connect(
     Args:
         provider: its URL, ``wss://host:port``, or ``ipc://`` and the absolute path of the directory in which
             an executor on this machine listens (``serve --local-dir``); or what ``provider.inprocess.serve``
-            returns. Not needed with a profile.
+            returns. A list, or URLs with commas in between, are replicas: executors of one operator that
+            serve the same, of which one at a time is used; so are several addresses of a host name. Not
+            needed with a profile.
         profile: a TOML file with these arguments (docs/profiles.md): its path, or the NAME of
             ``~/.config/symbiosis/NAME.toml``. Arguments that are given here win.
         token: as the provider printed it; an executor in this process needs none.
@@ -87,9 +83,10 @@ def connect(
             source; needs a provider with ring numerics. ``noise-bank`` and ``plain`` are worth little or
             nothing (SECURITY.md).
         mask_sources: who computes the effects of masks: ``wss://`` or ``ipc://`` URLs of executors of the
-            same weights, or ``local:FOLDER`` with the checkpoint. ``one-time`` needs at least one and its
-            masks are hidden while any of them does not collude with the provider; ``noise-bank`` takes
-            one, by default the provider itself, as in the paper, which therefore sees every mask.
+            same weights, each one or replicas as above, or ``local:FOLDER`` with the checkpoint.
+            ``one-time`` needs at least one and its masks are hidden while any of them does not collude with
+            the provider; ``noise-bank`` takes one, by default the provider itself, as in the paper, which
+            therefore sees every mask.
         mask_source_token: of the mask sources, for each its own.
         mask_source_ca: PEM files of their authorities, for each its own; ``"system"`` for the operating
             system's, which is the default if ``ca`` is not given.
@@ -163,53 +160,23 @@ def _open_executors(
 ) -> list[RemoteExecutor]:
     """The provider, and the mask sources that are executors, which serve the same."""
     stats = Stats()
-    provider = _open_executor(config, config.provider, config.token, config.ca, operators, stats)
+    parties = [Replicated(config, config.provider, config.token, config.ca, operators)]
+    provider = parties[0].open(stats)
     opened.callback(provider.close)
-    _check_fit(url_of(config.provider), provider.manifest, config)
+    _check_fit(party_name(config.provider), provider.manifest, config)
     remotes = [provider]
     for source, (token, ca) in zip(config.mask_sources, credentials, strict=True):
-        if not url_of(source).startswith(LOCAL):
-            remotes.append(_open_executor(config, source, token, ca, operators, stats, "mask_source_"))
+        if not is_local(source):
+            parties.append(Replicated(config, source, token, ca, operators, "mask_source_"))
+            remotes.append(parties[-1].open(stats))
             opened.callback(remotes[-1].close)
-            check_agreement(url_of(source), remotes[-1].manifest, provider.manifest)
+            check_agreement(remotes[-1].url, remotes[-1].manifest, provider.manifest)
+    if config.privacy == "one-time" and len(parties) > 1:
+        for party in parties:
+            party.meet_replicas()
     if not config.allow_transcript:
         _check_not_recorded(remotes)
     return remotes
-
-
-def _open_executor(
-    config: SessionConfig,
-    where: str | Endpoint,
-    token: str,
-    ca: str | Path | None,
-    operators: Operators,
-    stats: Stats,
-    of: str = "",
-) -> RemoteExecutor:
-    url = url_of(where)
-    context = client_context(ca, config.client_certificate, f"{of}ca")
-    party = object()  # so that a mask source with the provider's own URL is noticed
-
-    def open_one() -> Channel:
-        try:
-            return open_channel(
-                where, token, context, config.timeout, lambda sock: operators.check_distinct(url, sock, party)
-            )
-        except ConnectError as error:
-            if isinstance(error, TlsError) and error.untrusted:
-                error.message += why_untrusted(ca, f"{of}ca")
-            elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
-                error.message += f". This one was given with {of}token=TOKEN"
-            elif isinstance(error, NobodyListens):
-                error.message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
-            if of:
-                named = error.message.startswith(url)
-                error.message = f"mask source {error.message if named else f'{url}: {error.message}'}"
-            error.args = (error.message,)
-            raise
-
-    patience = config.patience if isinstance(where, str) else 0.0  # in this process it would not come back
-    return RemoteExecutor(open_one, DTYPE_NAMES[config.wire_dtype], stats, patience)
 
 
 Source = ExecutorSource | LocalRing | LocalSource
@@ -220,10 +187,10 @@ def _sources(config: SessionConfig, remotes: list[RemoteExecutor]) -> list[Sourc
     executors = iter(remotes[1:])
     local = LocalRing if remotes[0].ring else LocalSource
     return [
-        local(url.removeprefix(LOCAL), remotes[0].manifest)
-        if url.startswith(LOCAL)
+        local(str(source).removeprefix(LOCAL), remotes[0].manifest)
+        if is_local(source)
         else ExecutorSource(next(executors), owned=True)
-        for url in map(url_of, config.mask_sources)
+        for source in config.mask_sources
     ]
 
 
@@ -276,13 +243,11 @@ def _verifier(
         provider.manifest.groups,
         rate=1.0 if config.when_verified == "always" else config.verify_rate,
         entropy=os.urandom,
-        parties=" or ".join(map(url_of, [config.provider, *config.mask_sources])),
+        parties=" or ".join(map(party_name, [config.provider, *config.mask_sources])),
     )
 
 
 def _check_fit(provider: str, manifest: Manifest, config: SessionConfig) -> None:
-    if config.digest is not None and config.digest != manifest.digest:
-        raise ModelMismatch(f"{provider} serves weights with digest {manifest.digest}, not {config.digest}")
     if manifest.numerics in RINGS:
         return
     if config.privacy == "one-time":

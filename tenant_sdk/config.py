@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigurationError
-from tenant_sdk.connection.urls import LOCAL, over_tls, split_url, url_of
+from tenant_sdk.connection.urls import (
+    is_local,
+    over_tls,
+    party_name,
+    replicas_of,
+    split_url,
+    url_of,
+)
 from tenant_sdk.trust.operators import allowed_signs, own_authorities, own_tokens
 
 if TYPE_CHECKING:
-    from shared.transport.endpoint import Endpoint
+    from tenant_sdk.connection.urls import Party
     from tenant_sdk.products.noise_bank import NoiseBankOptions
 
 PRIVACY_MODES = ("one-time", "noise-bank", "plain")
@@ -35,12 +42,12 @@ class SessionConfig:
         ConfigurationError: one is wrong, or does not fit the others.
     """
 
-    provider: str | Endpoint = ""
+    provider: Party = ""
     token: str = field(default="", repr=False)
     ca: str | Path | None = None
     client_certificate: tuple[str | Path, str | Path] | None = None
     privacy: str = "one-time"
-    mask_sources: Sequence[str | Endpoint] = ()
+    mask_sources: Sequence[Party] = ()
     mask_source_token: str | Sequence[str] | None = field(default=None, repr=False)
     mask_source_ca: str | Path | Sequence[str | Path] | None = None
     allow_same: Collection[str] = ()
@@ -94,14 +101,16 @@ class SessionConfig:
         tokens: list[Any] = for_each(self.mask_source_token, sources, "mask_source_token")
         authorities = for_each(self.mask_source_ca, sources, "mask_source_ca")
         known = [
-            at for at, each in enumerate(sources) if isinstance(each, str) and not each.startswith(LOCAL)
+            at
+            for at, each in enumerate(sources)
+            if not is_local(each) and any(isinstance(one, str) for one in replicas_of(each))
         ]
         own = own_tokens(self.token, [tokens[at] for at in known], allowed)
         for at, token in zip(known, own, strict=True):
             tokens[at] = token
         if "token" in allowed:
             tokens = [each or self.token for each in tokens]  # also in this process, where none is needed
-        tls = [at for at in known if over_tls(sources[at])]
+        tls = [at for at in known if any(map(over_tls, replicas_of(sources[at])))]
         files = own_authorities(self.ca, [authorities[at] for at in tls], allowed)
         for at, file in zip(tls, files, strict=True):
             authorities[at] = file
@@ -110,9 +119,17 @@ class SessionConfig:
     def _check_urls(self) -> None:
         if isinstance(self.mask_sources, str):
             raise ConfigurationError(f"mask_sources is a list: write [{self.mask_sources!r}]")
-        for where in (self.provider, *self.mask_sources):
-            if over_tls(where) and not url_of(where).startswith(LOCAL):
-                split_url(url_of(where))
+        if not replicas_of(self.provider):
+            raise ConfigurationError("provider=[] names no executor")
+        for party in (self.provider, *self.mask_sources):
+            replicas = replicas_of(party)
+            if is_local(party) and party != self.provider:
+                continue
+            for where in replicas:
+                if over_tls(where):
+                    split_url(url_of(where))
+            if len(set(map(url_of, replicas))) < len(replicas):
+                raise ConfigurationError(f"{party_name(party)}: a replica is named twice")
 
     def _check_privacy(self) -> None:
         sources = self.mask_sources
@@ -122,13 +139,13 @@ class SessionConfig:
             raise ConfigurationError(f"wire_dtype={self.wire_dtype!r} is none of {', '.join(WIRE_DTYPES)}")
         if sources and self.privacy == "plain":
             raise ConfigurationError(
-                f"privacy='plain' uses no masks: leave out mask_sources=[{url_of(sources[0])}]"
+                f"privacy='plain' uses no masks: leave out mask_sources=[{party_name(sources[0])}]"
             )
         if len(sources) > 1 and self.privacy == "noise-bank":
             raise ConfigurationError("privacy='noise-bank' takes one mask source")
         if not sources and self.privacy == "one-time":
             raise ConfigurationError(f"privacy='one-time' needs a mask source. {_CHOICES}")
-        if len(set(sources)) < len(sources):
+        if len(set(map(replicas_of, sources))) < len(sources):
             raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
 
     def _check_numbers(self) -> None:
@@ -156,11 +173,12 @@ class SessionConfig:
 
     def _check_certificates(self) -> None:
         """Refuse options of TLS that nothing would use: whoever gives them expects TLS."""
-        executors = [each for each in self.mask_sources if not url_of(each).startswith(LOCAL)]
+        own = replicas_of(self.provider)
+        executors = [one for each in self.mask_sources if not is_local(each) for one in replicas_of(each)]
         for option, given, users in (
-            ("ca", self.ca, [self.provider]),
+            ("ca", self.ca, own),
             ("mask_source_ca", self.mask_source_ca, executors),
-            ("client_certificate", self.client_certificate, [self.provider, *executors]),
+            ("client_certificate", self.client_certificate, [*own, *executors]),
         ):
             if given is not None and users and not any(map(over_tls, users)):
                 raise ConfigurationError(
@@ -169,7 +187,7 @@ class SessionConfig:
                 )
 
 
-def for_each(given: Any, sources: Sequence[str | Endpoint], option: str) -> list[Any]:
+def for_each(given: Any, sources: Sequence[Party], option: str) -> list[Any]:
     """One value for each mask source, from one for all or one for each.
 
     Raises:

@@ -8,8 +8,7 @@ import socket
 import ssl
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 import torch
@@ -22,11 +21,11 @@ from shared.errors import (
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
-    peer_text,
 )
 from shared.transport.colocated import directory_of
 from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation
 from shared.wire.messages import Manifest
+from tenant_sdk.checks import CheckResult, Comparison, ReplicaChecks
 from tenant_sdk.cli_options import Target, Terms
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.colocated import open_colocated
@@ -39,12 +38,13 @@ from tenant_sdk.connection.handshake import (
     why_untrusted,
 )
 from tenant_sdk.connection.key_exchange import agreed, hybrid
+from tenant_sdk.connection.lasting import alone
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.remedies import remedy_of
 from tenant_sdk.trust.attestation import check_agreement, trusted_checkpoint
-from tenant_sdk.trust.operators import Operators, own_authorities, own_tokens
+from tenant_sdk.trust.operators import own_authorities, own_tokens
 
 T = TypeVar("T")
 
@@ -55,40 +55,6 @@ LARGE_BYTES = 4 << 20
 SOON_DAYS = 14
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """One step. ``ok`` None: not checked, or it deserves attention. ``remedy``: what to do about it."""
-
-    step: str
-    ok: bool | None
-    detail: str
-    remedy: str = ""
-
-    def __post_init__(self) -> None:
-        """Names in certificates and manifests are a peer's words."""
-        for name in ("detail", "remedy"):
-            object.__setattr__(self, name, peer_text(getattr(self, name), 2000))
-
-
-class Comparison:
-    """What has been learned of several executors, for comparing them.
-
-    Attributes:
-        refused: why a session would not take these parties together, in its words.
-    """
-
-    def __init__(self, terms: Terms) -> None:
-        self.terms, self.operators, self.refused = terms, Operators(terms.masks_allow), ""
-        self.manifests: dict[str, Manifest] = {}
-
-    def meet(self, url: str, sock: ssl.SSLSocket | None) -> None:
-        """Compare a new party with the earlier ones, as a session does; being refused ends nothing here."""
-        try:
-            self.operators.check_distinct(url, sock, object())
-        except ConfigurationError as error:
-            self.refused = self.refused or error.message
-
-
 def diagnose(targets: list[Target], terms: Terms) -> Iterator[tuple[str, Iterator[CheckResult]]]:
     """Every executor's results, and whether they fit each other, each under a title.
 
@@ -97,17 +63,25 @@ def diagnose(targets: list[Target], terms: Terms) -> Iterator[tuple[str, Iterato
         terms: on which a session would use them.
     """
     own, *others = targets
-    sources = [target.url for target in others]
+    sources = [target.party for target in others]
     comparison = Comparison(terms)
     executors = [target for target in targets if not target.url.startswith(LOCAL)]
     for target in executors:
-        yield target.url if sources else "", examine(target, comparison)
-    if own.url in comparison.manifests:
+        yield target.party if sources or target.replicas else "", _examine_party(target, comparison)
+    if own.party in comparison.manifests:
         shared = _shared(executors, terms)
         yield (
             "one-time masks" if sources else "",
-            _together(comparison, comparison.manifests[own.url], sources, shared),
+            _together(comparison, comparison.manifests[own.party], sources, shared),
         )
+
+
+def _examine_party(target: Target, comparison: Comparison) -> Iterator[CheckResult]:
+    """Of every replica whether it can be used, and all about one that can."""
+    party = object()
+    replicas = ReplicaChecks(target, comparison, party)
+    yield from replicas
+    yield from examine(replicas.usable, comparison, party)
 
 
 def _shared(targets: list[Target], terms: Terms) -> Iterator[CheckResult]:
@@ -167,9 +141,17 @@ def _together(
         )
 
 
-def examine(target: Target, comparison: Comparison | None = None) -> Iterator[CheckResult]:
-    """Results in order; the first with ``ok`` False is the last."""
-    comparison = comparison or Comparison(Terms())
+def examine(
+    target: Target, comparison: Comparison | None = None, party: Hashable = None
+) -> Iterator[CheckResult]:
+    """Results in order; the first with ``ok`` False is the last.
+
+    Args:
+        target: one executor.
+        comparison: with others.
+        party: who it is to the comparison; default: somebody who was not there yet.
+    """
+    comparison, party = comparison or Comparison(Terms()), party or object()
     step = "url"
     sock: socket.socket | None = None
     channel: Channel | None = None
@@ -191,7 +173,7 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             yield _resolve(host, port)
 
             step = "tcp"
-            opening = _Waiting(lambda: open_tcp(host, port, target.timeout), target)
+            opening = _Waiting(lambda: open_tcp(host, port, target.timeout, target.address), target)
             yield from opening
             sock = opening.done
             milliseconds = opening.seconds * 1e3
@@ -201,7 +183,7 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             tls = sock = start_tls(sock, host, context)
             yield from _check_tls(tls)
             yield _key_exchange(agreed(tls))
-            comparison.meet(target.url, tls)
+            comparison.meet(target.url, tls, party)
 
             step = "token"
             token = target.secret
@@ -217,7 +199,7 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
             token = target.secret
 
             step = "directory"
-            comparison.meet(target.url, None)
+            comparison.meet(target.url, None, party)
             if not token:
                 yield from _without_token(
                     lambda token: open_colocated(target.url, token, target.timeout), target
@@ -232,8 +214,8 @@ def examine(target: Target, comparison: Comparison | None = None) -> Iterator[Ch
 
         step = "manifest"
         opened = channel
-        remote = RemoteExecutor(lambda: opened, DTYPE_NAMES[target.wire_dtype])
-        comparison.manifests[target.url] = remote.manifest
+        remote = RemoteExecutor(alone(lambda: opened, target.url), DTYPE_NAMES[target.wire_dtype])
+        comparison.manifests[target.party] = remote.manifest
         yield from _check_manifest(remote.manifest)
 
         step = "transcript"
@@ -362,7 +344,7 @@ def _shown_certificate(target: Target) -> str:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     host, port = split_url(target.url)
     try:
-        with open_tcp(host, port, target.timeout) as raw, context.wrap_socket(raw) as sock:
+        with open_tcp(host, port, target.timeout, target.address) as raw, context.wrap_socket(raw) as sock:
             shown = sock.getpeercert(binary_form=True)
         return f". The server shows: {_describe(x509.load_der_x509_certificate(shown or b''))}"
     except (OSError, ValueError, SymbiosisError):

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.options import check_options, read_options, rename
-from tenant_sdk.connection.urls import LOCAL
+from tenant_sdk.connection.urls import LOCAL, is_local, party_name
 from tenant_sdk.trust.operators import SYSTEM
 
 P = ParamSpec("P")
@@ -123,10 +123,10 @@ def _secret_kinds(name: str) -> dict[str, Any]:
     return {f"{name}_env": str, f"{name}_file": str, f"{name}_command": list[str]}
 
 
-SOURCE_KINDS: dict[str, Any] = {"url": str, "ca": str, **_secret_kinds("token")}
+SOURCE_KINDS: dict[str, Any] = {"url": str | list[str], "ca": str, **_secret_kinds("token")}
 # The arguments of ``connect`` that TOML has values for.
 KINDS: dict[str, Any] = {
-    "provider": str,
+    "provider": str | list[str],
     "ca": str,
     **_secret_kinds("token"),
     "client_certificate": tuple[str, str],
@@ -230,10 +230,10 @@ def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str
         url, ca = table.get("url"), table.get("ca")
         if not url:
             raise ConfigurationError(f"{where}: it has no url")
-        local = url.startswith(LOCAL)
+        local = is_local(url)
         urls.append(f"{LOCAL}{_beside(folder, url.removeprefix(LOCAL))}" if local else url)
         whose = f"mask source {at} in {path.name}"
-        tokens.append(_secret(table, "token", f"the token of {url}", whose, folder).get("token"))
+        tokens.append(_secret(table, "token", f"the token of {party_name(url)}", whose, folder).get("token"))
         authorities.append(ca if ca in (None, SYSTEM) else _beside(folder, ca))
     found: dict[str, Any] = {"mask_sources": urls}
     if any(tokens):

@@ -48,7 +48,9 @@ class Session:
     def stats(self) -> Stats:
         """A copy of the session's counters."""
         stats = self.executor.stats
-        return dataclasses.replace(stats, key_exchange=dict(stats.key_exchange))
+        return dataclasses.replace(
+            stats, key_exchange=dict(stats.key_exchange), replicas=dict(stats.replicas)
+        )
 
     def load_model(
         self,

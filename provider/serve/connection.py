@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from shared.errors import ConfigurationError, WireError
 log = logging.getLogger(__name__)
 
 REMIND_SECONDS = 60.0  # between lines of the log that say the same
+JITTER = (0.9, 1.1)  # of a connection's greatest age: those that began together do not all move at once
 
 
 class Reminder:
@@ -58,7 +61,7 @@ class Connection(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Answer what has arrived, then close."""
+        """Answer what has arrived, read no more, then say that this executor goes away."""
 
     def revoke(self) -> None:
         """Its token is valid no more: say so, and end, whatever is under way."""
@@ -117,10 +120,15 @@ class Connections:
         loop: in which they are served.
         limit: how many, with those whose handshake is under way.
         tenant_limit: of one tenant.
+        most_seconds: after which a connection is drained, so that its tenant comes again, perhaps to another
+            replica; 0: never.
     """
 
-    def __init__(self, metrics: Metrics, loop: Loop, limit: int, tenant_limit: int) -> None:
+    def __init__(
+        self, metrics: Metrics, loop: Loop, limit: int, tenant_limit: int, most_seconds: float = 0.0
+    ) -> None:
         self.metrics, self.loop, self._limit, self._tenant_limit = metrics, loop, limit, tenant_limit
+        self._most_seconds, self._chance = most_seconds, random.SystemRandom().uniform
         self._reserved = 0
         self._reserved_for: Counter[str] = Counter()  # by tenant
         self._open: set[Connection] = set()
@@ -178,6 +186,14 @@ class Connections:
         connection.start(self.loop, partial(self._ended, connection))
         if self.draining:
             connection.drain()
+        elif self._most_seconds:
+            drain = weakref.WeakMethod(connection.drain)  # most have left by then
+
+            def grew_old() -> None:
+                if (still := drain()) is not None:
+                    still()
+
+            self.loop.later(self._most_seconds * self._chance(*JITTER), grew_old)
 
     def _ended(self, connection: Connection) -> None:
         self.metrics.connected(-1)

@@ -130,6 +130,7 @@ class Provider:
             listener=listener,
             max_connections=config.max_connections,
             tenant_connections=config.tenant_connections,
+            max_connection_seconds=config.max_connection_seconds,
         )
         opened.callback(self.server.stop_listening)
         revoke = partial(self.server.connections.end_revoked, tokens)

@@ -180,6 +180,7 @@ class Server:
         listener: already ``bound`` to host and port; default: this binds one.
         max_connections: further ones are closed at once.
         tenant_connections: of one tenant; further ones are turned away.
+        max_connection_seconds: see ``Connections``.
     """
 
     def __init__(
@@ -193,10 +194,15 @@ class Server:
         listener: socket.socket | None = None,
         max_connections: int = 256,
         tenant_connections: int = 64,
+        max_connection_seconds: float = 0.0,
     ) -> None:
         self.service, self.tokens = service, tokens
         self.connections = Connections(
-            service.metrics, service.engine.loop, max_connections, tenant_connections
+            service.metrics,
+            service.engine.loop,
+            max_connections,
+            tenant_connections,
+            max_connection_seconds,
         )
         self.listener = listen(listener or bound(host, port))
         self.host, self.port = host, self.listener.getsockname()[1]

@@ -96,6 +96,7 @@ class WebsocketConnection(Connection):
         self._piece = memoryview(b"")  # of the first of them
         self._events: deque[Incoming | Control] = deque()  # complete, and not yet handled
         self._reading, self._writing = True, False  # what the loop waits for
+        self._deaf = False  # all that had arrived when the end began has been read
         self._said_goodbye = False
         self._written = 0
         self._seen, self._stuck = (0, 0), [0, 0]  # bytes read and written, and for how many looks no more
@@ -173,12 +174,14 @@ class WebsocketConnection(Connection):
 
     def _read_again(self) -> None:
         """If that was put off, and need not be any more."""
-        if not (self._reading or self._ending or self._full):
+        if not (self._reading or self._ending or self._deaf or self._full):
             self._reading = True  # so that it is asked for once
             self._loop.call(self._go_on)
 
     def _go_on(self) -> None:
-        if not self._ended and not self._ending:
+        if self._deaf:
+            self._finish()
+        elif not self._ended and not self._ending:
             self._wait_for(reading=True)
             self._ready(READ)
 
@@ -228,8 +231,16 @@ class WebsocketConnection(Connection):
     # -- the end ----------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Close, if this is to end and everything that has arrived is answered."""
-        if self._draining and not (self._ending or self._session.in_flight or self._reader.mid_message):
+        """Close, if this is to end and everything that has arrived is answered.
+
+        Who always has a request under way would never be told; what it sends from now on it will repeat.
+        """
+        if not self._draining or self._ended or self._ending or self._reader.mid_message:
+            return
+        if self._session.in_flight:
+            self._deaf = True
+            self._wait_for(reading=False)
+        else:
             self._close(1001, "")
 
     def _leave(self) -> None:

@@ -93,21 +93,26 @@ def client_context(
     return context
 
 
-def open_tcp(host: str, port: int, timeout: float) -> socket.socket:
-    """A TCP connection, or a ConnectError that says what failed."""
+def open_tcp(host: str, port: int, timeout: float, address: str = "") -> socket.socket:
+    """A TCP connection, or a ConnectError that says what failed.
+
+    Args:
+        address: the one of the host's addresses to connect to; empty: any.
+    """
+    at = f"{host}:{port} ({address})" if address else f"{host}:{port}"
     try:
-        sock = socket.create_connection((host, port), timeout=timeout)
+        sock = socket.create_connection((address or host, port), timeout=timeout)
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a valid name"
         raise ConnectError(f"cannot resolve the host name {host!r}: {reason}") from error
     except TimeoutError as error:
         raise ConnectError(
-            f"{host}:{port} did not answer within {timeout:.0f} s; is a firewall in between?"
+            f"{at} did not answer within {timeout:.0f} s; is a firewall in between?"
         ) from error
     except OSError as error:
         kind = NobodyListens if isinstance(error, ConnectionRefusedError) else ConnectError
         raise kind(
-            f"cannot connect to {host}:{port}: {error.strerror}; is the executor running and the port right?"
+            f"cannot connect to {at}: {error.strerror}; is the executor running and the port right?"
         ) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
@@ -245,11 +250,13 @@ def check_token(token: str) -> None:
         raise ConfigurationError("the token holds white space; paste it as the provider printed it")
 
 
-def open_connection(url: str, token: str, context: ssl.SSLContext, timeout: float) -> ssl.SSLSocket:
-    """All steps together."""
+def open_connection(
+    url: str, token: str, context: ssl.SSLContext, timeout: float, address: str = ""
+) -> ssl.SSLSocket:
+    """All steps together; TLS checks the URL's host, at whichever ``address`` of it."""
     host, port = split_url(url)
     check_token(token)
-    sock: socket.socket = open_tcp(host, port, timeout)
+    sock: socket.socket = open_tcp(host, port, timeout, address)
     try:
         tls = start_tls(sock, host, context)
         sock = tls

@@ -1,4 +1,8 @@
-"""A connection that lasts: opened again when it breaks, and waited for while the executor is away."""
+"""A connection that lasts: opened again when it breaks, to whichever replica of the executor can be used.
+
+A party's replicas serve the same and are one operator's. Their connections are used one after the other,
+never two at once. While none can be used, they are waited for.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from shared.compat import before_threads_are_joined
 from shared.errors import (
+    ConfigurationError,
     ConnectError,
     ConnectionLost,
     ModelMismatch,
@@ -26,6 +31,7 @@ from shared.wire.messages import Hello, Manifest, decode, encode
 from shared.wire.protocol import validate_manifest
 from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, control_payload
+from tenant_sdk.connection.replicas import Replicas
 from tenant_sdk.connection.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -33,6 +39,15 @@ log = logging.getLogger(__name__)
 TELL_SECONDS = 10.0  # between two warnings
 # Of one request: it may be what the executor dies of, or that may break connections on purpose.
 MOST_REPEATS = 20
+
+Open = Callable[[], Channel]
+Find = Callable[[], Mapping[str, Open]]
+"""Of each replica that there is now its name, and what opens a channel to it."""
+
+
+def alone(open_channel: Open, name: str = "") -> Find:
+    """The replicas of a party that has one."""
+    return lambda: {name: open_channel}
 
 
 def went_away(error: SymbiosisError) -> bool:
@@ -52,44 +67,47 @@ class Lost:
 
 
 class LastingConnection:
-    """One open channel after the other to the same executor.
+    """One open channel after the other to the same executor, or to replicas of it.
 
     Args:
-        open_channel: opens one.
+        find: the replicas, asked for before each try.
         stats: to count in.
         patience: seconds to wait for an executor that went away; 0: not at all, and nothing is sent again.
+        party: under which ``Stats.replicas`` has the replica in use.
+        digest: refuse replicas whose manifest has another one; empty: any.
 
     Attributes:
-        manifest: what the executor serves.
+        manifest: what the executor serves, and every replica of it.
 
     Raises:
-        ConnectError: there is no first channel.
-        WireError: the manifest is not valid.
+        SymbiosisError: there is no first channel; of several replicas, none can be used.
     """
 
-    def __init__(self, open_channel: Callable[[], Channel], stats: Stats, patience: float) -> None:
-        self.patience, self._stats = patience, stats
+    def __init__(self, find: Find, stats: Stats, patience: float, party: str = "", digest: str = "") -> None:
+        self.patience, self._stats, self._party, self._digest = patience, stats, party, digest
         self._home = Home()
         self._chance = random.SystemRandom().random
-        self._open_channel = open_channel
+        self._find, self._replicas = find, Replicas(lambda: self._chance())
         self._closing = threading.Event()
         _connections.add(self)
-        self._reconnecting = threading.Lock()  # whoever opens a channel holds it, and guards these three:
-        self._tries = 0  # since the last answer
+        self._reconnecting = threading.Lock()  # whoever opens a channel holds it, and guards these:
+        self._rounds = 0  # in which each replica was tried once, since the last answer
+        self._tried: set[str] = set()  # in this round
+        self._warned_of: set[str] = set()  # that they refuse
         self._gone_since = 0.0
         self._cause: SymbiosisError | None = None
         self._told: float | None = None  # that it is away: when
-        self._channel = open_channel()
-        try:
-            self.manifest = _hello(self._channel)
-        except BaseException:
-            self._channel.close()
-            raise
-        self._note_key_exchange()
+        found = None
+        while found is None:
+            found = self._try(None, None)
+        self._rounds = 0
+        self._tried.clear()
+        self._replica, self._channel, self.manifest = found
+        self._note()
 
     @property
     def url(self) -> str:
-        """Of the executor."""
+        """Of the executor; of several replicas the one in use."""
         return self._channel.peer
 
     @property
@@ -103,7 +121,7 @@ class LastingConnection:
 
         Raises:
             ConnectError: it cannot be opened, and is not waited for.
-            ModelMismatch: the executor serves something else now.
+            ModelMismatch: the executor, or every replica, serves something else now.
             ConnectionLost: the executor was away for longer than is waited for; or this is a forked child,
                 which opens none in its parent's name.
         """
@@ -140,8 +158,10 @@ class LastingConnection:
 
     def answered(self, channel: Channel) -> None:
         """The executor has answered a request: if it was away, it is back."""
-        if self._tries and channel is self._channel:
-            self._tries, told, self._told, self._cause = 0, self._told, None, None
+        if self._rounds and channel is self._channel:
+            self._rounds, told, self._told, self._cause = 0, self._told, None, None
+            self._tried.clear()
+            self._replicas.answered(self._replica)
             if told is not None:
                 log.warning("%s is back after %s", self.url, _duration(time.monotonic() - self._gone_since))
 
@@ -161,65 +181,126 @@ class LastingConnection:
         """Replace a broken channel, waiting until ``patience`` seconds after ``since``."""
         with self._reconnecting:
             started = time.monotonic()
-            if not self._tries:
+            if not self._rounds:
                 self._gone_since = started
             self._cause = cause or self._cause
+            if self._channel.broken:
+                self._replicas.failed(self._replica, started, cause, at_once=not self._rounds)
+            if not self.patience:
+                self._tried.clear()
             try:
                 while self._channel.broken and not self._closing.is_set():
-                    self._wait(since)
-                    self._try()
+                    found = self._try(since, self.manifest)
+                    if found is not None:
+                        self._use(found[0], found[1], cause)
             finally:
                 self._stats.add(seconds_reconnecting=time.monotonic() - started)
 
-    def _wait(self, since: float) -> None:
-        """Before another try; not before the first one."""
-        if not self._tries or self._cause is None:
-            return
+    def _try(self, since: float | None, served: Manifest | None) -> tuple[str, Channel, Manifest] | None:
+        """Open a channel to the next replica; None: it cannot be used, or all were tried and waited for.
+
+        Args:
+            since: where the waiting began; None: nobody is waited for.
+            served: what it must serve; None: anything.
+
+        Raises:
+            SymbiosisError: none can be used, and none is waited for any longer; or one must not be.
+        """
+        find = self._find()
+        self._replicas.update(find)
+        name = self._replicas.choose(time.monotonic(), self._tried)
+        if name is None:
+            self._wait(since)
+            self._tried.clear()
+            return None
+        if not self._tried and self.patience:
+            self._rounds += 1
+        self._tried.add(name)
+        started = time.monotonic()
+        try:
+            channel, manifest = self._open(name, find[name], served)
+        except SymbiosisError as error:
+            self._failed(name, error)
+            return None
         now = time.monotonic()
+        self._replicas.opened(name, now, now - started)
+        return name, channel, manifest
+
+    def _wait(self, since: float | None) -> None:
+        """Before another round, in which every replica is tried once."""
+        if not self._replicas.names:
+            raise ConnectionLost("this party has no replicas any more")
+        if since is None or not self.patience or self._replicas.refused:
+            raise self._replicas.error()
+        if self._cause is None:
+            return
+        now, why = time.monotonic(), self._replicas.why()
         left = since + self.patience - now
+        count = len(self._replicas.names)
         if left <= 0:
+            who = f"all {count} replicas were" if count > 1 else f"{self.url} was"
             raise ConnectionLost(
-                f"{self.url} was tried again and again for {_duration(now - since)}: "
-                f"{_what(self._cause)}; to wait longer, give patience=SECONDS"
+                f"{who} tried again and again for {_duration(now - since)}: {why}; to wait longer, give "
+                "patience=SECONDS"
             ) from self._cause
         if self._told is None or now - self._told > TELL_SECONDS:
             self._told = now
-            log.warning("%s is away (%s); waiting up to %s", self.url, _what(self._cause), _duration(left))
-        seconds = pause(self._tries - 1, self._cause.retry_after or 0.0, self._chance())
+            who = f"all {count} replicas are" if count > 1 else f"{self.url} is"
+            log.warning("%s away (%s); waiting up to %s", who, why, _duration(left))
+        seconds = pause(self._rounds - 1, self._replicas.asked(now), self._chance())
         if self._closing.wait(min(left, seconds)):
             raise ConnectionLost("the session is closed")
 
-    def _try(self) -> None:
-        if self.patience:
-            self._tries += 1
-        try:
-            channel = self._open()
-        except SymbiosisError as error:
-            if not self.patience or not went_away(error):
-                raise
+    def _failed(self, name: str, error: SymbiosisError) -> None:
+        """A replica cannot be used; another one may be."""
+        away = went_away(error)
+        if isinstance(error, ConfigurationError) and not isinstance(error, ModelMismatch):
+            raise error  # it is no matter of one replica: such as two parties that are one operator
+        if away:
+            log.info("%s cannot be used: %s", name, error.message)
             self._cause = error
-            return
-        log.info("connected again to %s", self.url)
-        self._channel.close()
-        self._channel = channel
-        self._stats.add(reconnections=1)
-        self._note_key_exchange()
-        if self._closing.is_set():  # meanwhile: whoever closed may have seen only the old channel
-            channel.close()
+        elif len(self._replicas.names) > 1 and name not in self._warned_of:
+            self._warned_of.add(name)
+            log.warning("%s is not used: %s", name, error.message)
+        self._replicas.failed(name, time.monotonic(), error, refused=not away)
 
-    def _open(self) -> Channel:
-        channel = self._open_channel()
+    def _open(self, name: str, open_channel: Open, served: Manifest | None) -> tuple[Channel, Manifest]:
+        channel = open_channel()
         try:
-            if _hello(channel) != self.manifest:
-                raise ModelMismatch(f"{self.url} serves something else since it is back; open a new session")
+            manifest = _hello(channel)
+            if self._digest and manifest.digest != self._digest:
+                raise ModelMismatch(
+                    f"{name} serves weights with digest {manifest.digest}, not {self._digest}"
+                )
+            if served is not None and manifest != served:
+                if name == self._replica:
+                    raise ModelMismatch(f"{name} serves something else since it is back; open a new session")
+                raise ModelMismatch(_difference(name, manifest, self._replica, served))
         except BaseException:
             channel.close()
             raise
-        return channel
+        return channel, manifest
 
-    def _note_key_exchange(self) -> None:
-        if self._channel.key_exchange:
-            with self._stats.lock:
+    def _use(self, name: str, channel: Channel, cause: SymbiosisError | None) -> None:
+        """From now on, in the place of the broken one."""
+        moved = name != self._replica
+        if moved:
+            why = f": {cause.message}" if cause is not None else ""
+            log.info("moved from %s to %s%s", self._replica, name, why)
+        else:
+            log.info("connected again to %s", self.url)
+        self._channel.close()
+        self._replica, self._channel = name, channel
+        self._stats.add(reconnections=1, moves=int(moved))
+        self._note()
+        if self._closing.is_set():  # meanwhile: whoever closed may have seen only the old channel
+            channel.close()
+
+    def _note(self) -> None:
+        with self._stats.lock:
+            if self._party:
+                self._stats.replicas[self._party] = self._replica
+            if self._channel.key_exchange:
                 self._stats.key_exchange[self.url] = self._channel.key_exchange
 
 
@@ -246,6 +327,15 @@ def _hello(channel: Channel) -> Manifest:
     manifest = decode(control_payload(answer), Manifest)
     validate_manifest(manifest)
     return manifest
+
+
+def _difference(name: str, manifest: Manifest, other: str, served: Manifest) -> str:
+    """How a replica's manifest is another than that with which the session began."""
+    fields = [each for each in Manifest.__struct_fields__ if getattr(manifest, each) != getattr(served, each)]
+    return (
+        f"{name} serves something else than {other} (other {', '.join(fields)}); replicas of one party serve "
+        "the same checkpoint with the same options: ask its operator"
+    )
 
 
 def _what(error: SymbiosisError) -> str:

@@ -35,7 +35,7 @@ from shared.wire.protocol import GroupShape, Plan, TenantProtocol
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, Pending, again
-from tenant_sdk.connection.lasting import TELL_SECONDS, LastingConnection, Lost, went_away
+from tenant_sdk.connection.lasting import TELL_SECONDS, Find, LastingConnection, Lost, went_away
 from tenant_sdk.connection.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -89,18 +89,19 @@ class PendingProduct:
 
 
 class RemoteExecutor:
-    """Products over one connection, opened again when it breaks.
+    """Products over one connection, opened again when it breaks, perhaps to another replica.
 
-    A request that is lost because the executor went away is sent again when it is back: the same bytes, so
-    the same rows under the same masks, or the same seed. So is what an executor refuses because it is
-    overloaded. Nothing else is repeated.
+    A request that is lost because the executor went away is sent again when it is back, or to another replica
+    of the same party: the same bytes, so the same rows under the same masks, or the same seed. So is what an
+    executor refuses because it is overloaded. Nothing else is repeated.
 
     Args:
-        open_channel: opens the connection, now and again later.
+        find: the executor's replicas, and what opens a connection to each, now and again later.
         wire_dtype: float32 or bfloat16: what activations are sent as. On the ring it is int32.
         stats: the session's, to count in; a session with two executors has one.
         patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
             fails, and the next one tries once to connect again.
+        party, digest: see ``LastingConnection``.
 
     Raises:
         ConfigurationError: the executor does not take this dtype.
@@ -109,15 +110,17 @@ class RemoteExecutor:
 
     def __init__(
         self,
-        open_channel: Callable[[], Channel],
+        find: Find,
         wire_dtype: torch.dtype = torch.float32,
         stats: Stats | None = None,
         patience: float = 0.0,
+        party: str = "",
+        digest: str = "",
     ) -> None:
         self.stats = stats or Stats()
         self._told = -TELL_SECONDS
         self._chance = random.SystemRandom().random
-        self.connection = LastingConnection(open_channel, self.stats, patience)
+        self.connection = LastingConnection(find, self.stats, patience, party, digest)
         self.manifest = self.connection.manifest
         self.ring = self.manifest.numerics in RINGS
         if self.ring and wire_dtype == torch.float32:

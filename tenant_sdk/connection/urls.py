@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -11,8 +13,30 @@ from shared.transport import SCHEME
 if TYPE_CHECKING:
     from shared.transport.endpoint import Endpoint
 
+    Party = str | Endpoint | Sequence[str | Endpoint]  # one executor, or replicas that one operator runs
+
 DEFAULT_PORT = 8765
 LOCAL = "local:"  # in front of a checkpoint folder, in place of a mask source's URL
+
+
+_NEXT_URL = re.compile(r"\s*,\s*(?=[a-z]+://)")  # a folder's name may have commas, too
+
+
+def replicas_of(party: Party) -> tuple[str | Endpoint, ...]:
+    """The executors of one party: one, a list of them, or URLs with commas in between."""
+    if isinstance(party, str):
+        return tuple(_NEXT_URL.split(party))
+    return tuple(party) if isinstance(party, Sequence) else (party,)
+
+
+def is_local(party: Party) -> bool:
+    """Whether a mask source is a checkpoint's folder on this machine."""
+    return isinstance(party, str) and party.startswith(LOCAL)
+
+
+def party_name(party: Party) -> str:
+    """What to call all executors of one party together."""
+    return " or ".join(map(url_of, replicas_of(party)))
 
 
 def url_of(where: str | Endpoint) -> str:

@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from shared.errors import ConfigurationError
-from tenant_sdk.connection.urls import split_url
+from tenant_sdk.connection.urls import over_tls, split_url
 
 # What can show that two parties are one operator, or lets one of them act as the other. The words are those
 # of ``allow_same``.
@@ -45,6 +45,8 @@ class Identity(NamedTuple):
 class Operators:
     """Remembers everybody who answered under which URL, and refuses two parties that are one.
 
+    The replicas of one party are one operator: they may have everything in common, or nothing.
+
     It notices mistakes, not operators that hide behind two names: that two are independent is for the
     tenant to know.
 
@@ -70,7 +72,14 @@ class Operators:
         Raises:
             ConfigurationError: a sign that is not allowed, in common with any earlier connection of another.
         """
-        mine = _THIS_MACHINE if sock is None else _identity(url, sock)
+        self._check(url, _THIS_MACHINE if sock is None else _identity(url, sock), party)
+
+    def check_named(self, url: str, party: Hashable) -> None:
+        """Compare what the URL of an executor says that cannot be reached; see ``check_distinct``."""
+        if over_tls(url):
+            self._check(url, Identity(_host(url), "", b"", here=False), party)
+
+    def _check(self, url: str, mine: Identity, party: Hashable) -> None:
         with self._lock:
             for known, identities in self._known.items():
                 if known == (party or url):

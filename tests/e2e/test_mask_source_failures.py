@@ -23,6 +23,7 @@ from torch import nn
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestTimeout
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection.channel import Channel
+from tenant_sdk.connection.lasting import alone
 from tenant_sdk.connection.remote import RemoteExecutor
 
 pytest_plugins = ("ring_fixtures",)
@@ -234,14 +235,14 @@ def test_closing_while_a_connection_is_opened_again(
     with trio("llama")[0].connect() as session:
         remote: RemoteExecutor = session.executor
         opened: list[Channel] = []
-        open_channel = remote.connection._open_channel
+        ((name, open_channel),) = remote.connection._find().items()
 
         def open_slowly() -> Channel:
             opened.append(open_channel())
             threads.submit(remote.close).result(SECONDS)
             return opened[0]
 
-        monkeypatch.setattr(remote.connection, "_open_channel", open_slowly)
+        monkeypatch.setattr(remote.connection, "_find", alone(open_slowly, name))
         remote.channel.close()
         with ThreadPoolExecutor(1) as threads, pytest.raises(ConnectionLost):
             remote.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones((1, 64))]).result()

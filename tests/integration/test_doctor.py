@@ -18,8 +18,9 @@ from provider.serve.certificates import write_certificates
 from provider.serve.listening import bound, listen
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
+from tenant_sdk.checks import CheckResult
 from tenant_sdk.cli_options import Target
-from tenant_sdk.doctor import CheckResult, examine
+from tenant_sdk.doctor import examine
 from tenant_sdk.profiles import Secret
 
 TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]

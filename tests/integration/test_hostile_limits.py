@@ -28,7 +28,7 @@ from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, WireErr
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Fetch, encode
 from shared.wire.websocket import Incoming
-from tenant_sdk.doctor import CheckResult
+from tenant_sdk.checks import CheckResult
 from tenant_sdk.model.configuration import model_configuration
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.products.fingerprints import write_fingerprints

@@ -25,7 +25,7 @@ from shared.errors import (
     WireError,
 )
 from tenant_sdk.connection import lasting
-from tenant_sdk.connection.lasting import MOST_REPEATS, LastingConnection, Lost, went_away
+from tenant_sdk.connection.lasting import MOST_REPEATS, LastingConnection, Lost, alone, went_away
 from tenant_sdk.connection.stats import Stats
 
 URL = "wss://executor"
@@ -54,7 +54,7 @@ class World:
         self.stats = Stats()
         monkeypatch.setattr(lasting, "time", self)
         monkeypatch.setattr(lasting, "_hello", lambda channel: channel.manifest)
-        self.connection: Any = LastingConnection(self.open, self.stats, patience)  # type: ignore[arg-type]
+        self.connection: Any = LastingConnection(alone(self.open, URL), self.stats, patience)  # type: ignore[arg-type]
         self.connection._chance = lambda: 0.0
         monkeypatch.setattr(self.connection._closing, "wait", self.wait)
 
@@ -261,7 +261,7 @@ def open_channel():
     tried.set()
     raise NobodyListens("it is gone")
 
-connection = lasting.LastingConnection(open_channel, Stats(), 1e6)
+connection = lasting.LastingConnection(lasting.alone(open_channel), Stats(), 1e6)
 connection.latest.broken = True
 ThreadPoolExecutor(1).submit(lambda: connection.channel)
 tried.wait()

@@ -51,12 +51,14 @@ ROOMS = {
         "trust",
         "products",
         "config",
+        "parties",
         "profiles",
         "model",
         "session",
         "composition",
         "cli_options",
         "remedies",
+        "checks",
         "doctor",
         "tuning",
         "cli",
@@ -72,6 +74,7 @@ NO_IO = [
     "provider/engine/latency.py",
     "provider/session/quota.py",
     "tenant_sdk/connection/backoff.py",
+    "tenant_sdk/connection/replicas.py",
     "tenant_sdk/products/forecast.py",
 ]
 SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq", "triton"}

@@ -1,0 +1,121 @@
+"""What `doctor` finds: a result for each step, what executors show together, replicas of a party."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+from shared.errors import ConfigurationError, SymbiosisError, peer_text
+from shared.wire.header import DTYPE_NAMES
+from shared.wire.messages import Manifest
+from tenant_sdk.cli_options import Target, Terms
+from tenant_sdk.connection.handshake import client_context
+from tenant_sdk.connection.lasting import alone
+from tenant_sdk.connection.places import Place, Places
+from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.transports import look_at, open_channel
+from tenant_sdk.connection.urls import url_of
+from tenant_sdk.trust.operators import Operators
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One step. ``ok`` None: not checked, or it deserves attention. ``remedy``: what to do about it."""
+
+    step: str
+    ok: bool | None
+    detail: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        """Names in certificates and manifests are a peer's words."""
+        for name in ("detail", "remedy"):
+            object.__setattr__(self, name, peer_text(getattr(self, name), 2000))
+
+
+class Comparison:
+    """What has been learned of several executors, for comparing them.
+
+    Attributes:
+        manifests: by ``Target.party``.
+        refused: why a session would not take these parties together, in its words.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms, self.operators, self.refused = terms, Operators(terms.masks_allow), ""
+        self.manifests: dict[str, Manifest] = {}
+
+    def meet(self, url: str, sock: ssl.SSLSocket | None, party: Hashable) -> None:
+        """Compare a new executor with those of other parties, as a session does; refusal ends nothing."""
+        try:
+            self.operators.check_distinct(url, sock, party)
+        except ConfigurationError as error:
+            self.refused = self.refused or error.message
+
+
+class ReplicaChecks:
+    """Iterated, tells of each replica of a party whether a session could use it; of a lone one nothing.
+
+    Args:
+        target: the party.
+        comparison: told who is there.
+        party: who that is to the comparison.
+
+    Attributes:
+        usable: at the end of the iteration, the first replica that can be used; if there is none, the first.
+    """
+
+    def __init__(self, target: Target, comparison: Comparison, party: Hashable) -> None:
+        self.usable = target
+        self._target, self._comparison, self._party = target, comparison, party
+
+    def __iter__(self) -> Iterator[CheckResult]:
+        """One result for each."""
+        target = self._target
+        places = Places(target.replicas or (target.url,)).find()
+        try:
+            option = "mask_source_ca" if target.source else "ca"
+            self._context = client_context(target.authority, target.client_certificate, option)
+            self._token = target.secret
+        except ConfigurationError:
+            return  # all of them have the same; the steps to come say what is wrong
+        if len(places) < 2:
+            return
+        served: Manifest | None = None
+        for place in places:
+            try:
+                started = time.perf_counter()
+                manifest = self._look(place)
+                milliseconds = (time.perf_counter() - started) * 1e3
+            except SymbiosisError as error:
+                what = f"{place} cannot be used: {error.message}"
+                yield CheckResult("replica", None, what, "sessions use the others; ask its operator")
+                continue
+            if manifest is not None and served is not None and manifest != served:
+                what = f"{place} serves something else than {self.usable.place}, so sessions refuse it"
+                remedy = "replicas serve the same checkpoint with the same options: ask its operator"
+                yield CheckResult("replica", False, what, remedy)
+                continue
+            if served is None:
+                served = manifest
+                self.usable = replace(target, url=url_of(place.where), address=place.address)
+            how = "can be used" if self._token else "answers; without a token no more can be said"
+            yield CheckResult("replica", True, f"{place} {how} ({milliseconds:.1f} ms to connect and greet)")
+
+    def _look(self, place: Place) -> Manifest | None:
+        """What it serves; None: that takes a token."""
+        target, url = self._target, url_of(place.where)
+
+        def meet(sock: ssl.SSLSocket | None) -> None:
+            self._comparison.meet(url, sock, self._party)
+
+        if not self._token:
+            look_at(place, self._context, target.timeout, meet)
+            return None
+        channel = open_channel(place, self._token, self._context, target.timeout, meet)
+        try:
+            return RemoteExecutor(alone(lambda: channel, str(place)), DTYPE_NAMES[target.wire_dtype]).manifest
+        finally:
+            channel.close()
