@@ -69,13 +69,25 @@ def provider(*arguments: str) -> str:
 
 @contextmanager
 def executor(
-    folder: Path, work: Path, *options: str, prefix: Sequence[str] = (), host: str = "127.0.0.1"
+    folder: Path,
+    work: Path,
+    *options: str,
+    prefix: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    replica_of: Executor | None = None,
 ) -> Iterator[Executor]:
-    """Serve a checkpoint from a process of its own, begun with a prefix, until the block ends."""
+    """Serve a checkpoint from a process of its own, begun with a prefix, until the block ends.
+
+    Args:
+        replica_of: another one, whose certificate and tokens this one has too.
+    """
     work.mkdir(exist_ok=True)
     tls, tokens, ready = work / "tls", work / "tokens.json", work / "ready.json"
-    provider("certs", str(tls), "--host", host)
-    token = provider("token", "add", "bench", "--token-file", str(tokens))
+    if replica_of is not None:
+        tls, tokens, token = replica_of.ca.parent, replica_of.tokens.path, replica_of.token
+    else:
+        provider("certs", str(tls), "--host", host)
+        token = provider("token", "add", "bench", "--token-file", str(tokens))
     command = [*prefix, sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls)]
     command += ["--token-file", str(tokens), "--port", "0", "--ready-file", str(ready)]
     command += ["--numerics", "float32", *options]

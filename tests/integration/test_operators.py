@@ -101,6 +101,19 @@ def test_each_sign_alone_is_enough(
             meet(other, url, address, certificates[key])
 
 
+def test_who_cannot_be_reached_has_a_name_still(certificates: list[bytes]) -> None:
+    """As one of several replicas: the others' certificates are looked at, and of this one the host."""
+    operators = Operators(())
+    meet(operators, "wss://a.example:1", "10.0.0.1", certificates[0], "provider")
+    operators.check_named("wss://b.example:1", "provider")
+    operators.check_named("ipc:///b.example", "source")
+    meet(operators, "wss://c.example:1", "10.0.0.3", certificates[1], "source")
+    with pytest.raises(ConfigurationError, match="have the same host"):
+        operators.check_named("wss://B.example:2", "source")
+    with pytest.raises(ConfigurationError, match="have the same host"):
+        operators.check_named("wss://c.example:2", "provider")
+
+
 def test_others_are_accepted_and_may_come_back(certificates: list[bytes]) -> None:
     operators = Operators(())
     for _ in range(2):  # the second time after a connection broke, perhaps at another address

@@ -33,7 +33,6 @@ from shared.errors import (
     ConnectionLost,
     ModelMismatch,
     NobodyListens,
-    SymbiosisError,
 )
 from shared.wire.header import Direction, Operation
 from tenant_sdk.cli_options import Target, Terms
@@ -54,11 +53,9 @@ def start(tls_dir: Path, token_file: tuple[Path, str], checkpoint: Callable[[str
 
         def made(architecture: str = "llama", tls: Path = tls_dir, **options: Any) -> Server:
             service = Service.of(BaseExecutor(checkpoint(architecture), numerics=RING))
+            tokens = TokenFile(token_file[0])
             server = Server(
-                service,
-                context=server_context(tls),
-                tokens=TokenFile(token_file[0]),
-                **({"port": 0} | options),
+                service, **({"context": server_context(tls), "tokens": tokens, "port": 0} | options)
             )
             ends.callback(service.close)
             ends.callback(server.drain, 1.0)
@@ -125,8 +122,10 @@ def test_one_is_drained_under_load_and_no_tenant_notices(
             futures = [pool.submit(work, number) for number in range(6)]
             try:
                 eventually(lambda: all(done[number] > 5 for number in range(6)))
-                victims = [number for number in range(6) if in_use(sessions[number]) == both[0].url]
-                assert both[0].drain(SECONDS)
+                used = [in_use(session) for session in sessions]
+                leaving = max(both, key=lambda each: used.count(each.url))
+                victims = [number for number in range(6) if used[number] == leaving.url]
+                assert leaving.drain(SECONDS)
                 before = Counter(done)
                 eventually(lambda: all(done[number] > before[number] + 5 for number in range(6)))
             finally:
@@ -276,7 +275,7 @@ def test_another_model_is_refused_and_named(
                 expected = product(session)
     (told,) = {record.message for record in caplog.records if "is not used" in record.message}
     assert told.startswith(f"{other.url} is not used: {other.url} serves weights with digest ")
-    with pytest.raises(ModelMismatch, match="none of 2 replicas can be used: .*digest"):
+    with pytest.raises(ModelMismatch, match=r"none of 2 replicas can be used: .*digest"):
         reach(other, same, digest="0" * 64)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tenant_sdk"), reach(same) as session:
@@ -397,14 +396,10 @@ def test_a_mask_source_that_is_a_replica_of_the_provider_is_noticed(
         with connect(source.url) as session:
             assert product(session)
         for masks in (second, start(tls=folders[0])):  # the very replica, and one with its certificate
-            with pytest.raises(ConfigurationError, match="have the same .*certificate key"):
+            with pytest.raises(ConfigurationError, match=r"have the same .*certificate key"):
                 connect(masks.url)
-            with pytest.raises(ConfigurationError, match="have the same .*certificate key"):
+            with pytest.raises(ConfigurationError, match=r"have the same .*certificate key"):
                 connect([source.url, masks.url])
-    url = second.url
-    second.drain(1.0)  # what cannot be reached has a name still
-    with pytest.raises(SymbiosisError, match="have the same host|cannot connect"):
-        connect([source.url, url], allow_same=here - {"host"})
 
 
 # -- what is given, and what is told ----------------------------------------------------------------

@@ -14,6 +14,7 @@ import tenant_sdk
 from shared.errors import ConfigurationError
 from tenant_sdk.cli import app
 from tenant_sdk.config import SessionConfig
+from tenant_sdk.connection.urls import replicas_of
 from tenant_sdk.profiles import KINDS, Secret, merged, profile_path, read_profile, revealed
 
 PROFILE = """
@@ -105,6 +106,22 @@ def test_what_it_says(opened: list[SessionConfig], tmp_path: Path) -> None:
     assert connect(profile=tmp_path / "symbiosis.toml") == "enough"
     assert generate("--profile", tmp_path / "symbiosis.toml")[0] == "enough"
     assert opened == [expected, expected]
+
+
+def test_replicas_are_a_list_or_have_commas_in_between(opened: list[SessionConfig], tmp_path: Path) -> None:
+    (tmp_path / "list.toml").write_text(
+        'provider = ["wss://a.example", "wss://a2.example"]\ntoken_env = "A_TOKEN"\n'
+        '[[mask_sources]]\nurl = ["wss://b.example", "wss://b2.example"]\nca = "system"\n'
+        'token_env = "OTHER"\n'
+    )
+    for arguments in ((), ("--provider", "wss://x.example,wss://y.example", "--token-env", "A_TOKEN")):
+        assert generate("--profile", tmp_path / "list.toml", *arguments)[0] == "enough"
+    assert opened[0].provider == ["wss://a.example", "wss://a2.example"]
+    assert opened[0].mask_sources == [["wss://b.example", "wss://b2.example"]]
+    assert opened[0].mask_source_token == ["other"]
+    assert replicas_of(opened[1].provider) == ("wss://x.example", "wss://y.example")
+    (tmp_path / "list.toml").write_text("provider = [1]\n")
+    assert "list.toml: provider: Expected" in connect(profile=tmp_path / "list.toml")
 
 
 def test_what_is_given_wins(opened: list[SessionConfig], tmp_path: Path) -> None:

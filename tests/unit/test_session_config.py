@@ -10,6 +10,7 @@ import pytest
 import tenant_sdk
 from shared.errors import ConfigurationError
 from tenant_sdk.config import WIRE_DTYPES, SessionConfig
+from tenant_sdk.connection.urls import is_local, party_name, replicas_of
 from tenant_sdk.products.noise_bank import NoiseBankOptions
 
 HERE = {"provider": "wss://a.example:1", "token": "t0k3n", "mask_sources": ["local:folder"]}
@@ -84,3 +85,28 @@ def test_certificates_without_tls_are_refused(option: str) -> None:
 def test_every_wire_dtype_can_be_asked_for() -> None:
     for name in WIRE_DTYPES:
         assert SessionConfig(**HERE, wire_dtype=name).wire_dtype == name  # type: ignore[arg-type]
+
+
+def test_parties_may_have_replicas() -> None:
+    several = HERE | {"provider": ["wss://a.example:1", "wss://b.example"], "ca": "ca.pem"}
+    several |= {"mask_sources": [["wss://c.example", "wss://d.example"], "local:/a,wss://b"]}
+    config = SessionConfig(**several, mask_source_ca="system")  # type: ignore[arg-type]
+    assert party_name(config.provider) == "wss://a.example:1 or wss://b.example"
+    assert is_local(config.mask_sources[1])
+    assert replicas_of("ipc:///a,b,wss://c , wss://d") == ("ipc:///a,b", "wss://c", "wss://d")
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"provider": []}, "which executor"),
+        ({"provider": ["wss://a.example", "ws://b.example"]}, "everything would travel in the clear"),
+        ({"provider": ["wss://a.example", "local:folder"]}, "is not an executor's URL"),
+        ({"provider": "wss://a.example,wss://a.example"}, "a replica is named twice"),
+        ({"mask_sources": [["wss://a.example"], "wss://a.example"]}, "a mask source is named twice"),
+        ({"provider": ["ipc:///a", "ipc:///b"], "ca": "ca.pem"}, "reached without it"),
+    ],
+)
+def test_replicas_that_cannot_be(options: dict[str, object], what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        SessionConfig(**(HERE | options))  # type: ignore[arg-type]
