@@ -175,7 +175,9 @@ def _declared(hint: Any) -> Any:
     if option.argument:
         return Annotated[kind, typer.Argument(help=option.text)]
     most = None if option.most == math.inf else option.most
-    bounds = {} if option.least is None else {"min": option.least, "max": most}
+    bounds: dict[str, Any] = {}
+    if option.least is not None:  # whose usual "<float range>" would leave names too little room
+        bounds = {"min": option.least, "max": most, "metavar": kind.__name__.upper()}
     return Annotated[
         kind, typer.Option(*option.names, help=option.text, rich_help_panel=option.group, **bounds)
     ]

@@ -75,14 +75,14 @@ class ReplicaChecks:
         """One result for each."""
         target = self._target
         places = Places(target.replicas or (target.url,)).find()
+        if len(places) < 2:
+            return
         try:
             option = "mask_source_ca" if target.source else "ca"
             self._context = client_context(target.authority, target.client_certificate, option)
             self._token = target.secret
         except ConfigurationError:
             return  # all of them have the same; the steps to come say what is wrong
-        if len(places) < 2:
-            return
         served: Manifest | None = None
         for place in places:
             try:

@@ -213,7 +213,7 @@ class LastingConnection:
             self._wait(since)
             self._tried.clear()
             return None
-        if not self._tried and self.patience:
+        if not self._tried:
             self._rounds += 1
         self._tried.add(name)
         started = time.monotonic()

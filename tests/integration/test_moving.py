@@ -22,8 +22,10 @@ from raw_peers import SECONDS, eventually
 from ring_sessions import Sent, Trio, one_time, taken_down
 
 import tenant_sdk
+from provider.config import ServeConfig
 from provider.executor.base import BaseExecutor
 from provider.serve.certificates import write_certificates
+from provider.serve.provider import Provider
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
@@ -258,6 +260,22 @@ def test_a_lone_executor_may_send_old_sessions_away_too(
         assert time.monotonic() - began < SECONDS
         assert session.stats.moves == 0
     assert not _told(caplog)
+
+
+def test_sessions_of_this_machine_grow_old_too(
+    checkpoint: Callable[[str], Path], tls_dir: Path, token_file: tuple[Path, str], tmp_path: Path
+) -> None:
+    """As ``serve`` is told; they come again to the same directory."""
+    options: dict[str, Any] = {"tls_dir": tls_dir, "token_file": token_file[0], "port": 0}
+    options |= {"local_dir": tmp_path / "here", "max_connection_seconds": 0.3, "drain_seconds": 1.0}
+    config = ServeConfig(model_dir=checkpoint("llama"), **options)
+    with Provider(config) as provider:
+        for url in (provider.local_url, provider.url):
+            ca = tls_dir / "ca.pem" if url == provider.url else None
+            with tenant_sdk.connect(url, token=token_file[1], ca=ca, privacy="plain") as session:
+                expected = product(session)
+                while session.stats.reconnections < 2:
+                    assert all(map(torch.equal, product(session), expected))
 
 
 # -- who is a replica -------------------------------------------------------------------------------
