@@ -100,7 +100,7 @@ class LastingConnection:
         found = None
         while found is None:
             found = self._try(None, None)
-        self._rounds = 0
+        self._rounds, self._cause = 0, None
         self._tried.clear()
         self._replica, self._channel, self.manifest = found
         self._note()

@@ -328,6 +328,28 @@ def test_draining_answers_what_has_arrived_behind_it(
         assert drained.result(timeout=SECONDS)
 
 
+def test_draining_reads_no_more_than_had_arrived(another: Callable[..., Executor], llama: Executor) -> None:
+    """Or who always has a request under way would never be told; what is not answered is sent again."""
+    service, held = service_of(llama, HeldLane)
+    executor = another(service)
+    server = executor.server
+    assert server is not None
+    with ThreadPoolExecutor(1) as threads, open_raw(executor) as peer:
+        peer.hello()
+        peer.message(product(1, 64, request_id=1), ROW)
+        assert held.started.acquire(timeout=SECONDS)
+        (connection,) = server.connections._open
+        drained = threads.submit(server.drain, SECONDS)
+        eventually(lambda: connection._deaf)  # type: ignore[attr-defined]
+        for number in (2, 3):
+            peer.message(product(1, 64, request_id=number), ROW)
+        held.go.set()
+        assert peer.receive()[0].request_id == 1
+        assert peer.receive_close() == 1001
+        peer.close()
+        assert drained.result(timeout=SECONDS)
+
+
 def test_draining_gives_up_in_time(another: Callable[..., Executor], llama: Executor) -> None:
     """The time is for all sessions together, however many there are."""
     service, held = service_of(llama, HeldLane)
