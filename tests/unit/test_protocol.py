@@ -464,15 +464,8 @@ def test_products_of_groups_that_are_elsewhere_are_refused() -> None:
     executor = ExecutorProtocol(manifest)
     executor.greeted = True
     for group, info in enumerate(GROUPS):
-        header = TenantProtocol().product(
-            Operation.PRODUCT,
-            group,
-            GroupShape.of(info, manifest.numerics),
-            Direction.FORWARD,
-            1,
-            1,
-            torch.float32,
-        )
+        shape, ask = GroupShape.of(info, manifest.numerics), TenantProtocol().product
+        header = ask(Operation.PRODUCT, group, shape, Direction.FORWARD, 1, 1, torch.float32)
         if group == 0:
             executor.accept(header)
             continue
