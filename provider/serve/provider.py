@@ -151,18 +151,17 @@ class Provider:
         config = self.config
         options = self._options | {
             "numerics": config.numerics,
-            "device": config.device,
             "serve_head": config.serve_head,
             "recorded": config.transcript is not None,
             "part": config.part_of_groups,
         }
-        workers = self._world.size if self._world else config.workers
-        if not workers:
-            return BaseExecutor(config.model_dir, **options)
+        devices = (config.device,) * self._world.size if self._world else config.worker_devices
+        if not devices:
+            return BaseExecutor(config.model_dir, device=config.device, **options)
         options.pop("progress", None)
         pool = WorkerPool(
             config.model_dir,
-            workers,
+            devices,
             config.stripes,
             threads=config.threads,
             world=self._world,
