@@ -52,10 +52,14 @@ class Audit:
         plan: how much.
         stage: shows progress, ``with stage("what"):``.
         seed: of everything random but masks, which are the operating system's.
+        workers: processes that share the layers of each executor; 0: none.
     """
 
-    def __init__(self, model: Path, text: list[str], plan: AuditPlan, stage: Stage, seed: int = 0) -> None:
+    def __init__(
+        self, model: Path, text: list[str], plan: AuditPlan, stage: Stage, seed: int = 0, workers: int = 0
+    ) -> None:
         self.model, self.text, self.plan, self.stage, self.seed = model, text, plan, stage, seed
+        self.workers = workers
         self.rng = np.random.default_rng(seed)
         self.confidence = 1 - plan.family_error / STATISTICAL
         self.planted = self.rng.bytes(16).hex()
@@ -97,6 +101,7 @@ class Audit:
             "card": environment.card(self.model),
             "text_lines": len(self.text),
             "seed": self.seed,
+            "workers": self.workers,
             "plan": asdict(self.plan.size) | {"game_rows": self.plan.game_rows, "lies": self.plan.lies},
             "confidence_of_one_interval": self.confidence,
             "family_error": self.plan.family_error,
@@ -115,7 +120,7 @@ class Audit:
     def executors(self, folder: Path) -> Iterator[Parties]:
         """Three executors, each a process with certificates of its own; stopped at the end."""
         made = [
-            ExecutorProcess(folder / name, self.model, numerics)
+            ExecutorProcess(folder / name, self.model, numerics, self.workers)
             for name, numerics in (("floats", "float32"), ("ring", "ring"), ("source", "ring"))
         ]
         try:

@@ -74,6 +74,10 @@ def run(
     ] = _EXAMPLES / "data" / "clinic_notes_train.txt",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: wider intervals.")] = False,
     seed: Annotated[int, typer.Option(help="Of everything random but masks.")] = 0,
+    workers: Annotated[
+        int,
+        typer.Option(help="Processes that share the layers of each executor (serve --workers).", min=0),
+    ] = 0,
 ) -> None:
     """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
 
@@ -98,7 +102,7 @@ def run(
         from security.report import write_html, write_json
 
     lines = [line.strip() for line in text.read_text().splitlines() if len(line.split()) > 8]
-    audit = Audit(model, lines, QUICK_PLAN if quick else FULL_PLAN, stage, seed)
+    audit = Audit(model, lines, QUICK_PLAN if quick else FULL_PLAN, stage, seed, workers)
     with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
         result = audit.run(Path(folder))
     result.about |= {

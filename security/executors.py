@@ -32,11 +32,13 @@ class ExecutorProcess:
         folder: for its certificates, tokens, log and transcripts.
         model: checkpoint folder.
         numerics: ``float32`` or ``ring``.
+        workers: processes that share the layers; 0: none.
     """
 
     folder: Path
     model: Path
     numerics: str
+    workers: int = 0
     url: str = ""
     admin_url: str = ""
     _process: subprocess.Popen[bytes] | None = None
@@ -67,6 +69,7 @@ class ExecutorProcess:
         ready.unlink(missing_ok=True)
         options = {
             "--numerics": self.numerics,
+            "--workers": self.workers,
             "--tls-dir": self.folder / "tls",
             "--token-file": self.folder / "tokens.json",
             "--transcript": self.folder / "transcripts",

@@ -132,6 +132,10 @@ class Engine:
         """Requests without an answer."""
         return len(self._submissions)
 
+    def waiting_on(self, lane: int) -> int:
+        """Those of one lane, by its number; from any thread."""
+        return sum(work.lane == lane for work in list(self._submissions))
+
     def submit(
         self, tenant: str, session: Hashable, header: Header, payload: torch.Tensor, completed: OnCompletion
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from provider.engine.engine import Completion
+from provider.workers.state import WorkerState
 from shared.wire.header import Direction, Header, Operation, RequestClass
 
 _DIRECTIONS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
@@ -136,11 +137,53 @@ class _TokensCollector(Collector):
         yield family
 
 
+_OF_WORKERS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
+    (GaugeMetricFamily, "up", "up", "Whether a worker takes products (1), or is being started again (0)."),
+    (GaugeMetricFamily, "since_timestamp_seconds", "since", "When that began, in seconds since the epoch."),
+    (CounterMetricFamily, "restarts", "restarts", "Times that a worker was started again."),
+    (CounterMetricFamily, "products", "products", "Products of a worker, of one request or many."),
+    (CounterMetricFamily, "rows", "rows", "Rows of a worker's products."),
+    (CounterMetricFamily, "busy_seconds", "seconds", "Time in which a worker had something to multiply."),
+    (GaugeMetricFamily, "batches", "batches", "Products that a worker has now, the next one among them."),
+    (GaugeMetricFamily, "waiting_requests", "waiting", "Requests without an answer, of a worker's groups."),
+    (GaugeMetricFamily, "groups", "groups", "Groups that a worker holds, or a stripe of."),
+    (GaugeMetricFamily, "weight_bytes", "weight_bytes", "Weights of a worker's share."),
+    (GaugeMetricFamily, "resident_bytes", "resident_bytes", "Memory of a worker's process."),
+)
+
+
+class _WorkersCollector(Collector):
+    """Shows what workers are and do, asked at each look."""
+
+    def __init__(self, states: Callable[[], Sequence[WorkerState]]) -> None:
+        self._states = states
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        states = self._states()
+        info = GaugeMetricFamily(
+            "symbiosis_worker_info", "Where a worker's products run.", labels=("worker", "device", "stripe")
+        )
+        for state in states:
+            info.add_metric((state.name, state.device, state.stripe), 1)
+        yield info
+        for kind, name, field, text in _OF_WORKERS:
+            family = kind(f"symbiosis_worker_{name}", text, labels=("worker",))
+            for state in states:
+                family.add_metric((state.name,), float(getattr(state, field)))
+            yield family
+
+
 class Metrics:
-    """Counters of one executor. Labels have few values; the provider chose the tenants' names."""
+    """Counters of one executor. Labels have few values; the provider chose the tenants' names.
+
+    Attributes:
+        workers: tells what workers are and do; replaced by whoever has some.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.workers: Callable[[], Sequence[WorkerState]] = list
+        self.registry.register(_WorkersCollector(lambda: self.workers()))
         labels = ("operation", "direction")
         rows = Counter(
             "symbiosis_rows", "Rows of answered products and effects.", labels, registry=self.registry

@@ -62,6 +62,7 @@ class Status:
         return {
             **self.about,
             "samples": list(self._samples),
+            "workers": [state._asdict() for state in self._metrics.workers()],
             "tenants": sorted(tenants, key=lambda tenant: -tenant["rows"]),
         }
 
@@ -70,11 +71,13 @@ class Status:
         self._stop.set()
 
     def _totals(self) -> dict[str, float]:
-        total = self._metrics.total
+        total, workers = self._metrics.total, self._metrics.workers()
+        # A batch that waits for a worker behind another one is no work; of several workers, their mean.
+        busy = sum(worker.seconds for worker in workers) / len(workers) if workers else None
         return {
             "rows": total("symbiosis_batch_rows_sum"),
             "products": total("symbiosis_batch_rows_count"),
-            "product_seconds": total("symbiosis_batch_seconds_sum"),
+            "product_seconds": total("symbiosis_batch_seconds_sum") if busy is None else busy,
             "requests": total("symbiosis_reply_seconds_count"),
             "met": total("symbiosis_decode_tokens_met_total"),
             "late": total("symbiosis_decode_tokens_late_total"),

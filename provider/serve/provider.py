@@ -231,6 +231,8 @@ class Provider:
             lambda: service.quotas.in_flight()[1],
             lambda: policy.tokens.counts if isinstance(policy, Opportunistic) else (0, 0),
         )
+        if (pool := self._pool) is not None:
+            service.metrics.workers = lambda: pool.states(service.engine.waiting_on)
         status.about = {
             "model": manifest.model,
             "summary": f"{manifest.architecture}, {config.numerics}, {len(manifest.groups)} groups; "

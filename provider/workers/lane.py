@@ -16,6 +16,7 @@ from provider.workers.batch import Batch, Layout, Part, is_seed
 from provider.workers.link import BATCH, Done, Failure, Rows, Share
 from provider.workers.memory import Segments
 from provider.workers.process import Process, Ready, Summon, WorkerProcess
+from provider.workers.state import WorkerState, resident_bytes, weight_bytes
 from shared.errors import WireError
 from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
@@ -36,6 +37,7 @@ class _UnderWay:
     order: list[int]  # of each part, the place of its answer
     memory: SharedMemory
     future: Future[BatchResult] | None
+    began: float
     deadline: float
     owing: set[WorkerProcess]
     failures: dict[int, Failure] = field(default_factory=dict)  # by part
@@ -86,9 +88,34 @@ class WorkerLane:
         """See Lane."""
         return 0 if self.away() else BATCHES
 
-    def away(self) -> list[str]:
-        """Names of workers that are being started again."""
-        return [worker.name for worker in self.workers if worker.link is None]
+    def away(self) -> list[WorkerProcess]:
+        """Workers that are being started again."""
+        return [worker for worker in self.workers if worker.link is None]
+
+    def states(self, waiting: int) -> list[WorkerState]:
+        """Of its workers, from any thread; ``waiting``: requests of its groups without an answer."""
+        return [self._state(worker, waiting) for worker in self.workers]
+
+    def _state(self, worker: WorkerProcess, waiting: int) -> WorkerState:
+        share, done, stripe = worker.share, worker.multiplied, worker.share.stripe
+        return WorkerState(
+            name=worker.name,
+            pid=worker.pid,
+            up=worker.link is not None,
+            since=worker.since,
+            why=worker.why,
+            device=share.device,
+            groups=len(share.groups),
+            stripe=f"{stripe.index + 1} of {stripe.count}" if stripe else "",
+            restarts=worker.restarts,
+            products=done.products,
+            rows=done.rows,
+            seconds=done.seconds,
+            batches=sum(worker in batch.owing for batch in list(self._under_way.values())),
+            waiting=waiting,
+            resident_bytes=resident_bytes(worker.pid),
+            weight_bytes=weight_bytes(share),
+        )
 
     def ready(self) -> list[Ready]:
         """Wait until all workers have their shares; batches may be started from then on.
@@ -122,8 +149,9 @@ class WorkerLane:
             future.set_result(BatchResult([error] * len(batch)))
             return future
         layout.write(memory, batch)
-        deadline = time.monotonic() + max(LEAST_PATIENCE, PATIENCE * self._expected(batch))
-        under_way = _UnderWay(layout, order, memory, future, deadline, set(self.workers))
+        began = time.monotonic()
+        deadline = began + max(LEAST_PATIENCE, PATIENCE * self._expected(batch))
+        under_way = _UnderWay(layout, order, memory, future, began, deadline, set(self.workers))
         self._under_way[segment.number] = under_way
         asked = Batch(segment.number, header.group, header.direction, header.members, header.dtype, parts)
         message = msgspec.msgpack.encode(asked)
@@ -175,6 +203,9 @@ class WorkerLane:
         batch.owing.discard(worker)
         batch.failures |= what.failures
         batch.processor_seconds += what.processor_seconds
+        worker.multiplied.add(batch.layout.ranges()[-1].stop, batch.began, time.monotonic())
+        if what.failures and worker.link is not None:
+            worker.link.take_back(what.memory)  # which it may not have been able to map: it is lent anew
         if not batch.owing:
             del self._under_way[what.memory]
             if batch.future is not None:

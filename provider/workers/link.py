@@ -213,9 +213,13 @@ class LocalLink:
             number = int.from_bytes(content[:8], "little")
             if kind == MEMORY:
                 (descriptor,) = descriptors
-                memory = self.memory[number] = SharedMemory(descriptor, os.fstat(descriptor).st_size)
-                os.close(descriptor)
-                pinned(torch.from_numpy(memory.whole))
+                try:
+                    memory = self.memory[number] = SharedMemory(descriptor, os.fstat(descriptor).st_size)
+                    pinned(torch.from_numpy(memory.whole))
+                except (OSError, MemoryError):
+                    pass  # a batch that is there fails
+                finally:
+                    os.close(descriptor)
             elif kind == FORGET:
                 self.memory.pop(number, None)
             else:

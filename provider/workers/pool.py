@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from provider.workers.lane import WorkerLane
 from provider.workers.link import Loaded, Share
 from provider.workers.planner import Placement, place
 from provider.workers.process import Process, Summon
+from provider.workers.state import WorkerState
 from provider.workers.survey import Found, devices_of, survey_apart
 from provider.workers.world import World
 from shared.checkpoint import Checkpoint
@@ -200,7 +201,11 @@ class WorkerPool:
         """The catalog's."""
         return self.catalog.manifest
 
+    def states(self, waiting: Callable[[int], int]) -> list[WorkerState]:
+        """Of all workers, from any thread; ``waiting``: see ``Engine.waiting_on``."""
+        return [state for number, lane in enumerate(self.lanes) for state in lane.states(waiting(number))]
+
     def not_ready(self) -> str:
-        """Which workers are away; empty: none."""
-        away = [name for lane in self.lanes for name in lane.away()]
-        return f"worker {', '.join(away)} is being started again" if away else ""
+        """Which workers are away, and why; empty: none."""
+        away = [worker for lane in self.lanes for worker in lane.away()]
+        return "; ".join(f"worker {worker.name} is being started again: {worker.why}" for worker in away)

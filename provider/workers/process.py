@@ -29,6 +29,7 @@ from provider.workers.link import (
     LocalLink,
     Share,
 )
+from provider.workers.state import Multiplied
 from shared.errors import SymbiosisError
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,9 @@ class WorkerProcess:
     Attributes:
         link: to it; None while it is away.
         restarts: how often it was started again.
+        why: it is away; empty: it is not.
+        since: when it came, or went, in seconds since the epoch.
+        multiplied: what it did so far; its owner counts.
 
     Raises:
         SymbiosisError: it does not join.
@@ -126,6 +130,9 @@ class WorkerProcess:
         self.name, self.share, self._owner, self._summon = name, share, owner, summon
         self.link: Link | None = None
         self.restarts = 0
+        self.why, self.since = "loading", time.time()
+        self.multiplied = Multiplied()
+        self._first: Ready | None = None
         self._loop: Loop | None = None
         self._closing = threading.Event()
         self._process = self._summoned()
@@ -137,6 +144,7 @@ class WorkerProcess:
             SymbiosisError: it cannot load it.
         """
         ready = self._ready()
+        self.why, self.since = "", time.time()
         self.link = self._process.link
         return ready
 
@@ -180,11 +188,28 @@ class WorkerProcess:
                     failure = msgspec.msgpack.decode(content, type=Failure)
                     raise SymbiosisError(f"worker {self.name} cannot load its share: {failure.message}")
                 elif kind == LOADED:
-                    return Ready(msgspec.msgpack.decode(content, type=Loaded), scales)
+                    return self._same(Ready(msgspec.msgpack.decode(content, type=Loaded), scales))
         except (OSError, EOFError) as error:
             raise SymbiosisError(
                 f"worker {self.name} ended while it loaded its share ({error}); it may have been for memory"
             ) from error
+
+    def _same(self, ready: Ready) -> Ready:
+        """What it has, which on the ring, where bounds and scales show it, is what it had at first.
+
+        Raises:
+            SymbiosisError: somebody replaced the checkpoint; tenants would call the answers wrong.
+        """
+        first = self._first = self._first or ready
+        read, had = ready.loaded, first.loaded
+        if (read.groups, read.weights) != (had.groups, had.weights) or not all(
+            torch.equal(ready.scales[group], scales) for group, scales in first.scales.items()
+        ):
+            raise SymbiosisError(
+                f"worker {self.name} finds other weights than before in {self.share.folder}: bring the "
+                "checkpoint back, or start the executor again"
+            )
+        return ready
 
     # -- the loop's thread ---------------------------------------------------------------------------
 
@@ -200,6 +225,7 @@ class WorkerProcess:
         """It has ended, or must: it is started again."""
         if self.link is None or self._closing.is_set():
             return
+        self.why, self.since = str(error), time.time()
         self.link.close()
         self.link = None
         self._owner.lost(self)
@@ -208,6 +234,7 @@ class WorkerProcess:
         ).start()
 
     def _is_back(self) -> None:
+        self.why, self.since = "", time.time()
         self.link = self._process.link
         self._listen()
         self._owner.back(self)
@@ -216,8 +243,8 @@ class WorkerProcess:
 
     def _bring_back(self, error: Exception) -> None:
         began, tries = time.monotonic(), 0
-        how = self._process.end()
-        log.error("worker %s is lost (%s, %s); it is started again", self.name, error, how)
+        self.why = f"{error}, {self._process.end()}"
+        log.error("worker %s is lost (%s); it is started again", self.name, self.why)
         while not self._closing.wait(BACK_OFF[min(tries, len(BACK_OFF) - 1)]):
             tries += 1
             self.restarts += 1
@@ -228,6 +255,7 @@ class WorkerProcess:
             except (SymbiosisError, OSError) as failure:
                 if not self._closing.is_set():
                     log.error("%s", failure)
+                self.why = str(failure)
                 self._process.link.close()
                 self._process.end()
                 continue

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 # Before torch loads its runtimes; see provider.cli.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -24,6 +25,7 @@ from safetensors.torch import save
 from provider.engine.profiling import profile
 from provider.executor.loading import Numerics, device_of
 from provider.executor.products import GroupExecutor, check_finite
+from provider.executor.room import memory_errors
 from provider.executor.stripes import ALONE, Stripe
 from provider.workers.batch import Batch, Layout
 from provider.workers.link import (
@@ -121,8 +123,9 @@ class Worker:
 
     def _share(self, share: Share) -> None:
         try:
-            self._executor, loaded, scales = load(share)
-        except (SymbiosisError, MemoryError, RuntimeError) as error:
+            with memory_errors(Path(share.folder).name):
+                self._executor, loaded, scales = load(share)
+        except (SymbiosisError, OSError, RuntimeError) as error:
             self._link.send(REFUSED, msgspec.msgpack.encode(Failure(str(error), type(error).__name__)))
             return
         self._shapes = {number: GroupShape.of(info, share.numerics) for number, info in share.groups.items()}
@@ -132,7 +135,12 @@ class Worker:
 
     def _begin(self, batch: Batch) -> None:
         """Multiply, or have a GPU do it; what is begun is finished when there is nothing else to begin."""
-        began, memory = time.thread_time(), self._link.memory[batch.memory]
+        began, memory = time.thread_time(), self._link.memory.get(batch.memory)
+        if memory is None:
+            failure = Failure("no memory for a batch of this size")
+            done = Done(batch.memory, 0.0, dict.fromkeys(range(len(batch.parts)), failure))
+            self._link.send(DONE, msgspec.msgpack.encode(done))
+            return
         rows, wait = Rows(batch.memory, memory, 0, 0), None
         try:
             layout = self._layout(batch)

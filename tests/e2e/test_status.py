@@ -6,6 +6,7 @@ import http.client
 import re
 import shutil
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,6 +19,7 @@ from provider.engine.engine import Completion
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
 from provider.observe.status import PAGE, Status
+from provider.workers.state import WorkerState
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction, Header, Operation, RequestClass
 
@@ -38,6 +40,40 @@ def work(metrics: Metrics) -> None:
         request = Header(Operation.PRODUCT, Direction.FORWARD, 1, 0, 1, rows, 64, 1)
         answer = request._replace(operation=Operation.REPLY)
         metrics.answered(tenant, request, answer, Completion([], RequestClass.DECODE, 0.001, 0.002, 0.1))
+
+
+def crew() -> list[WorkerState]:
+    """A worker that multiplies, and one that cannot come back."""
+    up = WorkerState(
+        name="0",
+        pid=1,
+        up=True,
+        since=time.time() - 7200,
+        why="",
+        device="cpu",
+        groups=24,
+        stripe="",
+        restarts=0,
+        products=1200,
+        rows=48000,
+        seconds=12.34,
+        batches=2,
+        waiting=5,
+        resident_bytes=400 << 20,
+        weight_bytes=90 << 20,
+    )
+    why = "worker 1 cannot load its share: there is no <i>model</i>"
+    gone = up._replace(name="1", up=False, since=time.time() - 70, why=why, restarts=4)
+    return [up, gone._replace(batches=0, resident_bytes=0, stripe="2 of 2")]
+
+
+def dumped(admin: AdminServer, folder: Path) -> str:
+    """What a browser makes of the page."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom"]
+    command.append(f"http://127.0.0.1:{admin.port}/")
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @contextmanager
@@ -166,12 +202,7 @@ def test_a_browser_shows_the_figures(tmp_path: Path) -> None:
         work(metrics)
         status.sample(1000.0 + second, 1.0)
     with shown(status, metrics) as admin:
-        assert CHROMIUM is not None
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", "--dump-dom"]
-        command.append(f"http://127.0.0.1:{admin.port}/")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    page = done.stdout
+        page = dumped(admin, tmp_path)
     assert "&lt;b&gt;a model&lt;/b&gt;" in page
     assert re.search(r'id="rows_per_second">40<', page)
     assert re.search(r'id="rows_per_product">40\.0<', page)
@@ -182,3 +213,57 @@ def test_a_browser_shows_the_figures(tmp_path: Path) -> None:
     )
     assert page.count("last 29 s") == 8
     assert len(re.findall(r'<path d="M0\.00 ', page)) >= 6
+    assert re.search(r'<section class="wide" hidden="">\s*<h2>Workers', page)
+
+
+def test_busy_is_the_mean_of_workers() -> None:
+    """Not the time of batches, of which each worker has two at once."""
+    metrics, states = counted(), crew()
+    metrics.workers = lambda: states
+    status = Status(metrics, {})
+    status.close()
+    work(metrics)
+    states[0] = states[0]._replace(seconds=states[0].seconds + 0.6)
+    status.sample(0.0, 1.0)
+    assert status.report()["samples"][-1]["busy"] == pytest.approx(0.3)
+
+
+def test_metrics_by_worker() -> None:
+    metrics = Metrics()
+    assert metrics.by_label("symbiosis_worker_up", "worker") == {}
+    metrics.workers = crew
+    expected = {
+        "up": (1, 0),
+        "restarts_total": (0, 4),
+        "products_total": (1200, 1200),
+        "rows_total": (48000, 48000),
+        "busy_seconds_total": (12.34, 12.34),
+        "batches": (2, 0),
+        "waiting_requests": (5, 5),
+        "groups": (24, 24),
+        "weight_bytes": (90 << 20, 90 << 20),
+        "resident_bytes": (400 << 20, 0),
+    }
+    found = {name: metrics.by_label(f"symbiosis_worker_{name}", "worker") for name in expected}
+    assert found == {name: {"0": first, "1": second} for name, (first, second) in expected.items()}
+    labels = {"worker": "1", "device": "cpu", "stripe": "2 of 2"}
+    assert metrics.registry.get_sample_value("symbiosis_worker_info", labels) == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian package chromium)")
+def test_a_browser_shows_workers_where_there_are_some(tmp_path: Path) -> None:
+    metrics = counted()
+    metrics.workers = crew
+    with shown(Status(metrics, {"model": "m", "summary": "ring"}), metrics) as admin:
+        page = dumped(admin, tmp_path)
+    assert re.search(
+        r"<td>0 on cpu</td><td[^>]*>up for 2 h</td><td>24</td><td>1,200</td><td>48,000</td><td>12\.3 s</td>"
+        r"<td>2</td><td>5</td><td>90\.0 MiB</td><td>400\.0 MiB</td><td>0</td>",
+        page,
+    )
+    assert re.search(
+        r'<td class="away">being started again for 7\d s</td><td>24, stripe 2 of 2</td>.*'
+        r"<td>none</td><td>4</td>",
+        page,
+    )
+    assert "there is no &lt;i&gt;model&lt;/i&gt;" in page

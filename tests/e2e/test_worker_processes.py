@@ -1,70 +1,239 @@
-"""`serve --workers`: a tenant gets the answers of one process, also when a worker is killed meanwhile."""
+"""`serve --workers`: tenants get the answers of one process, whatever happens to workers meanwhile."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
-import time
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from commands import BASE_MODEL
-from conftest import RING, Executor
+from conftest import RING, Executor, executor_processes
+from raw_peers import SECONDS, eventually
 from transformers import AutoModelForCausalLM
 
 import tenant_sdk
+from provider import inprocess
+from provider.workers.pool import place_groups
+from shared.wire.header import Direction
 
-SECONDS = 60.0
+Kind = tuple[int, Direction]  # of a product: its group
+BOTH = (Direction.FORWARD, Direction.BACKWARD)
 
 
-def workers(executor: Executor) -> list[int]:
-    assert executor.process is not None
-    pid = executor.process.pid
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for each in found for child in each.read_text().split())
+def page(executor: Executor, path: str) -> str:
+    with urllib.request.urlopen(executor.admin_url + path, timeout=SECONDS) as answer:
+        return answer.read().decode()  # type: ignore[no-any-return]
+
+
+def workers(executor: Executor) -> list[dict[str, Any]]:
+    return json.loads(page(executor, "/status.json"))["workers"]  # type: ignore[no-any-return]
 
 
 def ready(executor: Executor) -> str:
     """What the probe says with 503; empty: it is ready."""
     try:
-        with urllib.request.urlopen(f"{executor.admin_url}/readyz", timeout=SECONDS):
-            return ""
+        assert page(executor, "/readyz") == "ready\n"
+        return ""
     except urllib.error.HTTPError as error:
         return error.read().decode() if error.code == 503 else ""
 
 
-def logits(session: tenant_sdk.Session, passes: int) -> list[torch.Tensor]:
+@dataclass
+class Sharded:
+    """An executor with two workers, and what one process answers."""
+
+    executor: Executor
+    folder: Path
+    masks: str
+    lane_of: list[int]
+    rows: dict[Kind, list[torch.Tensor]] = field(default_factory=dict)
+    expected: dict[Kind, list[torch.Tensor]] = field(default_factory=dict)
+
+    def session(self) -> tenant_sdk.Session:
+        return self.executor.connect(privacy="one-time", mask_sources=[self.masks])
+
+    def ask(self, session: tenant_sdk.Session, kind: Kind) -> list[torch.Tensor]:
+        group, direction = kind
+        members = (1 << len(session.manifest.groups[group].members)) - 1
+        return session.products.submit(group, direction, members, self.rows[kind]).result()
+
+    def with_worker(self, number: int) -> list[Kind]:
+        return [kind for kind in self.rows if self.lane_of[kind[0]] == number]
+
+
+@pytest.fixture(scope="module")
+def sharded(
+    tls_dir: Path,
+    token_file: tuple[Path, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    checkpoint: Callable[[str], Path],
+) -> Iterator[Sharded]:
+    work = tmp_path_factory.mktemp("sharded")
+    folder = shutil.copytree(checkpoint("llama"), work / "model")
+    with executor_processes(tls_dir, token_file, work) as start, inprocess.serve(folder) as alone:
+        executor = start(folder, "--numerics", RING, "--devices", "cpu,cpu")
+        masks = f"local:{checkpoint('llama')}"  # which stays where it is
+        with tenant_sdk.connect(alone, privacy="one-time", mask_sources=[masks]) as session:
+            groups = session.manifest.groups
+            made = Sharded(executor, folder, masks, place_groups(groups, ["cpu"] * 2, 1, RING).lane_of)
+            generator = torch.Generator().manual_seed(0)
+            for group, info in enumerate(groups):
+                outputs = [member.outputs for member in info.members]
+                for direction, widths in zip(BOTH, ([info.inputs], outputs), strict=True):
+                    rows = [torch.randn(5, width, generator=generator) for width in widths]
+                    made.rows[group, direction] = rows
+                    made.expected[group, direction] = made.ask(session, (group, direction))
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def all_ready(sharded: Sharded) -> None:
+    eventually(lambda: not ready(sharded.executor))
+
+
+class Asker(threading.Thread):
+    """A tenant that asks for products, one after the other, until it is stopped."""
+
+    def __init__(self, sharded: Sharded, kinds: list[Kind], session: tenant_sdk.Session) -> None:
+        super().__init__()
+        self._sharded, self._kinds, self._session = sharded, kinds, session
+        self.stopped = threading.Event()
+        self.answered, self.wrong = 0, list[Kind]()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self.stopped.is_set():
+                for kind in self._kinds:
+                    answer = self._sharded.ask(self._session, kind)
+                    if not all(map(torch.equal, answer, self._sharded.expected[kind])):
+                        self.wrong.append(kind)
+                    self.answered += 1
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+@contextmanager
+def asking(sharded: Sharded, *each: list[Kind]) -> Iterator[list[Asker]]:
+    """Tenants at work, one for each list of products; in the end all of them have right answers alone."""
+    with ExitStack() as opened:
+        sessions = [opened.enter_context(sharded.session()) for _ in each]
+        askers = [Asker(sharded, *one) for one in zip(each, sessions, strict=True)]
+        for asker in askers:
+            asker.start()
+        try:
+            eventually(lambda: all(asker.answered > 2 for asker in askers))
+            yield askers
+        finally:
+            for asker in askers:
+                asker.stopped.set()
+            for asker in askers:
+                asker.join(SECONDS)
+    assert [asker.error for asker in askers] == [None] * len(askers)
+    assert [asker.wrong for asker in askers] == [[]] * len(askers)
+
+
+def goes_on(askers: list[Asker], products: int = 20) -> bool:
+    """Whether each of them gets so many further answers, in its own time."""
+    before = [asker.answered for asker in askers]
+    eventually(lambda: all(a.answered >= b + products for a, b in zip(askers, before, strict=True)))
+    return True
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_is_lost_under_load(sharded: Sharded, fault: signal.Signals, lost: int) -> None:
+    """Also what the kernel does to one that takes too much memory: it ends it with SIGKILL."""
+    executor, kinds = sharded.executor, list(sharded.rows)
+    spared = sharded.with_worker(1 - lost)
+    before = workers(executor)
+    with asking(sharded, kinds, kinds[::-1], spared, spared[::-1]) as askers:
+        os.kill(before[lost]["pid"], fault)
+        eventually(lambda: f"worker {lost} is being started again" in ready(executor))
+        assert goes_on(askers[2:])
+        assert ready(executor), "the others' products are no sign unless the worker is still away"
+        eventually(lambda: not ready(executor))
+        assert goes_on(askers)
+    after = workers(executor)
+    assert after[lost]["pid"] != before[lost]["pid"]
+    assert after[1 - lost]["pid"] == before[1 - lost]["pid"]
+    assert after[lost]["restarts"] == before[lost]["restarts"] + 1
+    assert after[1 - lost]["restarts"] == before[1 - lost]["restarts"]
+    assert all(b["products"] > a["products"] for a, b in zip(before, after, strict=True))
+
+
+def test_a_worker_whose_checkpoint_is_not_there(sharded: Sharded) -> None:
+    """It is told why, and tried again and again; what the other one holds is served meanwhile."""
+    executor, lost = sharded.executor, workers(sharded.executor)[0]
+    elsewhere = sharded.folder.with_name("moved")
+    with asking(sharded, sharded.with_worker(1)) as askers, sharded.session() as session:
+        sharded.folder.rename(elsewhere)
+        try:
+            os.kill(lost["pid"], signal.SIGKILL)
+            eventually(lambda: "cannot load its share: " in ready(executor))
+            assert f"{sharded.folder} is not a checkpoint folder" in ready(executor)
+            metrics = page(executor, "/metrics")
+            assert 'symbiosis_worker_up{worker="0"} 0.0' in metrics
+            assert 'symbiosis_worker_up{worker="1"} 1.0' in metrics
+            eventually(lambda: workers(executor)[0]["restarts"] > lost["restarts"] + 1)
+            assert goes_on(askers)
+        finally:
+            elsewhere.rename(sharded.folder)
+        kind = sharded.with_worker(0)[0]
+        assert all(map(torch.equal, sharded.ask(session, kind), sharded.expected[kind]))
+    assert executor.log is not None
+    assert "worker 0 cannot load its share" in executor.log.read_text()
+
+
+def test_a_checkpoint_that_was_replaced_is_not_loaded(sharded: Sharded, tmp_path: Path) -> None:
+    """A worker that comes back with other weights would give wrong answers."""
+    weights, kept = sharded.folder / "model.safetensors", tmp_path / "kept"
+    lost = workers(sharded.executor)[0]
+    weights.rename(kept)
+    try:
+        data = bytearray(kept.read_bytes())
+        half = len(data) // 2
+        data[half:] = bytes(len(data) - half)
+        weights.write_bytes(data)
+        os.kill(lost["pid"], signal.SIGKILL)
+        eventually(lambda: "other weights than before" in ready(sharded.executor))
+    finally:
+        kept.rename(weights)
+    kind = sharded.with_worker(0)[0]
+    with sharded.session() as session:
+        assert all(map(torch.equal, sharded.ask(session, kind), sharded.expected[kind]))
+
+
+def test_a_whole_model_while_a_worker_is_killed(sharded: Sharded) -> None:
+    with (
+        inprocess.serve(sharded.folder) as alone,
+        tenant_sdk.connect(alone, privacy="one-time", mask_sources=[sharded.masks]) as session,
+    ):
+        expected = logits(session, range(4))
+    with sharded.session() as session:
+        got = logits(session, range(2))
+        os.kill(workers(sharded.executor)[0]["pid"], signal.SIGKILL)
+        got += logits(session, range(2, 4))
+        assert session.stats.verified_rows
+    assert all(map(torch.equal, expected, got))
+
+
+def logits(session: tenant_sdk.Session, passes: range) -> list[torch.Tensor]:
     model = session.load_model(progress=False)
     with torch.no_grad():
-        return [model(torch.arange(40).view(1, -1) + at).logits for at in range(passes)]
-
-
-def test_a_tenant_notices_nothing_but_a_moment(serve_process: Callable[..., Executor]) -> None:
-    alone = serve_process(BASE_MODEL, "--numerics", RING)
-    shared = serve_process(BASE_MODEL, "--numerics", RING, "--devices", "cpu,cpu")
-    masks = {"privacy": "one-time", "mask_sources": [f"local:{BASE_MODEL}"]}
-    with alone.connect(**masks) as session:
-        expected = logits(session, 4)
-    first, second = workers(shared)
-    with shared.connect(**masks) as session:
-        got = logits(session, 2)
-        os.kill(first, signal.SIGKILL)
-        deadline = time.monotonic() + SECONDS
-        while not (said := ready(shared)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert "is being started again" in said
-        with torch.no_grad():
-            model = session.load_model(progress=False)
-            got += [model(torch.arange(40).view(1, -1) + at).logits for at in (2, 3)]
-        assert session.stats.verified_rows
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert not ready(shared)
-    assert second in workers(shared)
-    assert first not in workers(shared)
-    assert len(workers(shared)) == 2
+        return [model(torch.arange(40).view(1, -1) + at).logits for at in passes]
 
 
 def test_shards_that_are_gathered(serve_process: Callable[..., Executor]) -> None:
@@ -72,7 +241,7 @@ def test_shards_that_are_gathered(serve_process: Callable[..., Executor]) -> Non
     executor = serve_process(BASE_MODEL, "--workers", "2", "--fsdp")
     assert len(workers(executor)) == 2
     with executor.connect() as session:
-        (got,) = logits(session, 1)
+        (got,) = logits(session, range(1))
     local = AutoModelForCausalLM.from_pretrained(BASE_MODEL, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(got, local(torch.arange(40).view(1, -1)).logits, atol=1e-3, rtol=1e-3)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from conftest import RING
 
 from provider.engine.engine import Engine
+from provider.engine.lanes import BatchResult, Request, RowRange
 from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
-from provider.workers.link import LocalLink
+from provider.workers import process, worker
+from provider.workers.link import REFUSED, Failure, LocalLink, Share
 from provider.workers.memory import Segments
 from provider.workers.pool import WorkerPool
+from provider.workers.process import Process
 from shared.errors import WireError
-from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, SEED_BYTES, Direction, Header, Operation
 from shared.wire.protocol import GroupShape
 
 SECONDS = 60.0
@@ -129,6 +137,164 @@ def test_a_worker_that_is_lost_is_started_again(
         assert lost.pid != pids[0]
         assert other.pid == pids[1]
         assert not pool.not_ready()
+    finally:
+        engine.close()
+
+
+def batch_of(
+    pool: WorkerPool, group: int, rows: int, operation: Operation = Operation.PRODUCT
+) -> list[RowRange]:
+    info, seeded = pool.manifest.groups[group], operation == Operation.SEED_EFFECT
+    payload = torch.ones((1, SEED_BYTES) if seeded else (rows, info.inputs), dtype=torch.int32)
+    payload = payload.to(torch.uint8) if seeded else payload
+    members = (1 << len(info.members)) - 1
+    header = Header(
+        operation, Direction.FORWARD, DTYPE_CODES[torch.int32], group, 1, rows, info.inputs, members
+    )
+    return [RowRange(Request(header, payload), 0, rows)]
+
+
+def multiplied(engine: Engine, pool: WorkerPool, batch: list[RowRange]) -> BatchResult:
+    """By the first lane, whatever the scheduler would make of it."""
+    found: Future[BatchResult] = Future()
+
+    def start() -> None:
+        pool.lanes[0].start(batch).add_done_callback(lambda future: found.set_result(future.result()))
+
+    engine.loop.call(start)
+    return found.result(SECONDS)
+
+
+def address_space(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def test_a_product_for_which_there_is_no_memory_fails_alone(checkpoint: Callable[[str], Path]) -> None:
+    """In the product itself, and where the memory of its rows cannot be mapped; the worker stays."""
+    pool = WorkerPool(checkpoint("llama"), 1, numerics=RING, threads=1)
+    engine, (worker,) = engine_of(pool), pool.lanes[0].workers
+    pid, no_limit = worker.pid, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    group = max(range(len(pool.manifest.groups)), key=lambda g: len(pool.manifest.groups[g].members))
+    few, more = (batch_of(pool, group, rows) for rows in (3, 600_000))
+    many = batch_of(pool, group, 200_000, Operation.SEED_EFFECT)  # whose rows are drawn by the worker
+
+    def answer(batch: list[RowRange]) -> torch.Tensor | Exception:
+        (found,) = multiplied(engine, pool, batch).answers
+        return found if isinstance(found, Exception) else found[0]
+
+    def is_right(batch: list[RowRange]) -> bool:
+        header, payload = batch[0].request.header, batch[0].request.payload
+        found, (expected,) = (
+            answer(batch),
+            executor.compute(
+                header.group, header.direction, header.members, executor.blocks(header, payload)
+            ),
+        )
+        return isinstance(found, torch.Tensor) and torch.equal(found, expected)
+
+    executor = BaseExecutor(checkpoint("llama"), numerics=RING)
+    try:
+        assert is_right(many)  # its memory is mapped from now on
+        resource.prlimit(pid, resource.RLIMIT_AS, (address_space(pid) + (16 << 20), resource.RLIM_INFINITY))
+        failed = answer(many)
+        assert "in a worker: " in str(failed)
+        assert "allocate" in str(failed)
+        assert is_right(few)
+        failed = answer(more)
+        assert "memory" in str(failed)
+        assert is_right(few)
+        resource.prlimit(pid, resource.RLIMIT_AS, no_limit)
+        assert is_right(more)
+        assert (worker.pid, worker.restarts) == (pid, 0)
+    finally:
+        engine.close()
+
+
+def test_a_worker_without_memory_to_start_is_tried_again_with_pauses(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = WorkerPool(checkpoint("llama"), 2, numerics=RING, threads=1)
+    engine = engine_of(pool)
+    lost, other = (lane.workers[0] for lane in pool.lanes)
+    pauses, tries = list[float](), list[int]()
+
+    def starved(stop: threading.Event) -> Process:
+        made = Process(stop)
+        tries.append(made.pid)
+        if len(tries) < 3:
+            resource.prlimit(made.pid, resource.RLIMIT_AS, (64 << 20, 64 << 20))
+        return made
+
+    def waited(seconds: float) -> bool:
+        pauses.append(seconds)
+        return lost._closing.is_set()
+
+    monkeypatch.setattr(lost, "_summon", starved)
+    monkeypatch.setattr(lost._closing, "wait", waited)
+    said = set()
+    try:
+        os.kill(lost.pid, signal.SIGKILL)
+        served = [(h, p) for h, p in requests(BaseExecutor(checkpoint("llama"), numerics=RING), 2)]
+        deadline = time.monotonic() + SECONDS
+        while lost.restarts == 0 or pool.not_ready():
+            assert time.monotonic() < deadline
+            said.add(pool.not_ready())
+            header, payload = next((h, p) for h, p in served if pool.lane_of[h.group] == 1)
+            engine.submit_threadsafe("a", 1, header, payload).result(SECONDS)
+        assert any("ended while it loaded its share" in why and "memory" in why for why in said)
+        assert pauses == list(process.BACK_OFF[:3])
+        assert (lost.restarts, other.restarts) == (3, 0)
+        header, payload = next((h, p) for h, p in served if pool.lane_of[h.group] == 0)
+        answered(engine, header, payload)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9\nat"
+        ),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+    ids=str,
+)
+def test_a_share_for_which_there_is_no_memory_is_refused_in_a_sentence(
+    error: Exception, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(_: Share) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "load", load)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        share = Share(str(checkpoint("llama")), RING, "cpu", 1, {})
+        worker.Worker(LocalLink(theirs))._share(share)
+        kind, content = LocalLink(ours).receive()
+    assert kind == REFUSED
+    told = msgspec.msgpack.decode(content, type=Failure).message
+    assert told.startswith("not enough memory to load ")
+    assert "\n" not in told
+
+
+def test_an_executor_without_memory_for_a_batch_fails_that_alone(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = WorkerPool(checkpoint("llama"), 1, numerics=RING, threads=1)
+    engine = engine_of(pool)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("provider.workers.memory.SharedMemory", full)
+            (answer,) = multiplied(engine, pool, batch_of(pool, 0, 3)).answers
+        assert isinstance(answer, OSError)
+        (answer,) = multiplied(engine, pool, batch_of(pool, 0, 3)).answers
+        assert not isinstance(answer, Exception)
     finally:
         engine.close()
 
