@@ -112,6 +112,8 @@ def _connect(processors: int, opened: ExitStack) -> str:
     }
     log.info("joining Ray at %s" if cluster else "starting Ray%s", cluster or "")
     try:
+        if cluster:
+            _reach(cluster)
         ray.init(
             address=cluster or "local",
             log_to_driver=False,
@@ -126,6 +128,17 @@ def _connect(processors: int, opened: ExitStack) -> str:
         ) from error
     opened.callback(ray.shutdown)
     return ray.util.get_node_ip_address() if cluster else "127.0.0.1"
+
+
+def _reach(cluster: str) -> None:
+    """Find out at once that nobody is there, for which Ray takes a quarter of an hour.
+
+    Raises:
+        OSError: nobody is.
+    """
+    host, _, port = cluster.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 def _actors(workers: int, bundle: Mapping[str, int], opened: ExitStack) -> list[Any]:

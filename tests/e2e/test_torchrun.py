@@ -159,3 +159,17 @@ def test_what_cannot_be_is_told(environment: dict[str, str], options: list[str],
     )
     assert done.returncode == 78
     assert said in " ".join(done.stderr.split())
+
+
+def test_a_worker_ends_with_what_looks_after_it() -> None:
+    """Or it would multiply for nobody who could end it; here it waits for an executor."""
+    world = {**LOCAL, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": free_port()}
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "provider.workers.rank"],
+        env={**os.environ, **world},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with worker:
+        _, said = worker.communicate(timeout=SECONDS)  # which closes standard input
+        assert (worker.returncode, said) == (1, b"")  # and not that of one that shall join again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -88,10 +89,11 @@ def test_a_ray_of_its_own_asks_for_a_token_and_reports_nothing(ray: MagicMock) -
 
 
 def test_a_cluster_that_is_there(ray: MagicMock) -> None:
-    os.environ["RAY_ADDRESS"] = "head:6379"
     ray.util.get_node_ip_address.return_value = "127.0.0.1"
-    with placed(1, 1, "cpu"):
-        ray.init.assert_called_once_with(address="head:6379", log_to_driver=False, configure_logging=False)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        os.environ["RAY_ADDRESS"] = address = f"127.0.0.1:{head.getsockname()[1]}"
+        with placed(1, 1, "cpu"):
+            ray.init.assert_called_once_with(address=address, log_to_driver=False, configure_logging=False)
         assert "RAY_AUTH_TOKEN" not in os.environ
 
 
@@ -115,11 +117,15 @@ def test_an_error_leaves_nothing_behind(ray: MagicMock, wrong: str, said: str, k
     ray.shutdown.assert_called_once_with()
 
 
-def test_no_cluster(ray: MagicMock) -> None:
-    os.environ["RAY_ADDRESS"] = "head:6379"
-    ray.init.side_effect = ConnectionError("nobody")
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("127.0.0.1:1", "Connection refused"), ("auto", "Ray cannot find one")],
+)
+def test_no_cluster(ray: MagicMock, address: str, said: str) -> None:
+    os.environ["RAY_ADDRESS"] = address
+    ray.init.side_effect = ConnectionError("Ray cannot find one")
     with (
-        pytest.raises(SymbiosisError, match="cannot use Ray at RAY_ADDRESS=head:6379: nobody"),
+        pytest.raises(SymbiosisError, match=f"cannot use Ray at RAY_ADDRESS={address}: .*{said}"),
         placed(1, 1, "cpu"),
     ):
         pass
