@@ -119,7 +119,8 @@ def main() -> None:
         hidden, intermediate, layers = SHAPES[shape]
         with tempfile.TemporaryDirectory() as work, ExitStack() as opened:
             folder = Path(work) / "model"
-            write_model(folder, width=hidden, feed_forward=intermediate, layers=layers, vocabulary=1000)
+            more = {"layers": layers, "heads": hidden // 128, "vocabulary": 1000}
+            write_model(folder, width=hidden, feed_forward=intermediate, **more)
             made = {name: way(folder) for name, way in ways.items()}
             for engine, _, _ in made.values():
                 opened.callback(engine.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import json
 import logging
 import math
 import os
@@ -23,6 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from tqdm import tqdm
 
@@ -32,6 +34,7 @@ from provider.executor.room import memory_errors
 from provider.observe.log import console as _errors
 from provider.observe.log import log_to_console, logs_json
 from provider.observe.supervisor import notify
+from provider.planning.options import check_shapes, parse_assumed, parse_network
 from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
 from provider.serve.listening import bound
 from provider.serve.preflight import check_inputs, check_outputs, check_world
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# A file or pipe has no width of its own, and eighty columns would break the tables.
+_tables = Console(width=None if sys.stdout.isatty() else 150)
 CONFIGURATION = 78  # exit status; EX_CONFIG of sysexits.h
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -54,7 +59,7 @@ token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants
 app.add_typer(token_app, name="token")
 
 
-_NAMES = option_names(ServeConfig)
+_NAMES = option_names(ServeConfig) | {name: f"--{name}" for name in ("network", "assume")}
 
 
 @app.callback()
@@ -188,6 +193,9 @@ def _declared(hint: Any) -> Any:
 def serve(config: ServeConfig) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
     log_to_console(config.log_format)
+    if config.plan:
+        _show_layout(config)
+        return
     world = World.from_environment()
     if world is not None:
         check_world(config)
@@ -205,6 +213,81 @@ def serve(config: ServeConfig) -> None:
         development = opened.enter_context(Development(config)) if config.dev else None
         log.info("reading %s", config.model_dir)
         _serve(config, listener, development, world)
+
+
+def _show_layout(config: ServeConfig) -> None:
+    """Print which worker would have what."""
+    check_shapes(config.model_dir)
+    log.info("loading torch, and measuring products")
+    from provider.planning.layout import described, lay_out, read_groups
+    from provider.planning.tables import reasons, workers_table
+
+    layout = lay_out(
+        read_groups(config.model_dir, serve_head=config.serve_head),
+        config.worker_devices or [config.device],
+        numerics=config.numerics,
+        stripes=config.stripes,
+        threads=config.threads,
+        processes=bool(config.worker_devices),
+    )
+    if config.json:
+        print(json.dumps({"model": str(config.model_dir)} | described(layout), indent=1))
+        return
+    _tables.print(workers_table(layout))
+    for line in (*reasons(layout), *layout.doubts):
+        _tables.print(f"{line}.", highlight=False)
+
+
+@app.command("plan")
+def plan_capacity(
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder, or its config.json alone.")],
+    devices: Annotated[str, typer.Option(help="One worker for each: cpu,cpu or cuda:0,cuda:1.")] = "cpu",
+    stripes: Annotated[int, typer.Option(min=1, help="How many workers share each layer's outputs.")] = 1,
+    numerics: Annotated[str, typer.Option(help="As for serve.")] = "ring",
+    network: Annotated[
+        str, typer.Option(help="To tenants: bits a second each way, and the time there and back.")
+    ] = "10Gbit,0.5ms",
+    tenants: Annotated[int, typer.Option(min=1, max=1024, help="How many work at the same time.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Of a tuning step: sequences times tokens.")] = 512,
+    assume: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer reads it at run time
+        typer.Option(
+            help="Of devices that are not here: NAME=MEMORY,BYTES,MULTIPLICATIONS, in bytes and a second, "
+            "such as cuda=141e9,4.8e12,2e13; repeat for more."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
+) -> None:
+    """Forecast what tenants would get of a model, and what limits it; shapes suffice, no weights are read."""
+    link, assumed = parse_network(network), parse_assumed(assume or [])
+    names = [name.strip() for name in devices.split(",")]
+    if not all(names) or len(names) % stripes:
+        raise ConfigurationError(f"devices={devices} cannot be divided into stripes={stripes}")
+    check_shapes(model)
+    _errors.print("loading torch, and measuring products", highlight=False)
+    from provider.planning.capacity import plan
+    from provider.planning.layout import described, lay_out, read_groups
+    from provider.planning.tables import plan_described, plan_table, reasons, source, workers_table
+
+    layout = lay_out(
+        read_groups(model),
+        names,
+        numerics=numerics,
+        stripes=stripes,
+        assumed=assumed,
+        processes=len(names) > 1,
+        anyway=True,
+    )
+    found = plan(
+        layout.lanes(), layout.shapes, itemsize=layout.itemsize, link=link, tenants=tenants, rows=rows
+    )
+    if as_json:
+        whole = {"model": str(model), "network": network, "tenants": tenants, "rows": rows}
+        print(json.dumps(whole | described(layout) | plan_described(found), indent=1))
+        return
+    _tables.print(workers_table(layout), plan_table(found, tenants, rows, source(layout)))
+    for line in (*reasons(layout), *layout.doubts, *filter(None, [layout.misfit])):
+        _tables.print(f"{line}.", highlight=False)
 
 
 def _serve(

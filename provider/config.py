@@ -122,6 +122,23 @@ class ServeConfig:
             choices=("process", "ray"),
         ),
     ] = "process"
+    devices: Annotated[
+        str,
+        Option(
+            _SERVED,
+            "Where workers' products run, one worker for each: cuda:0,cuda:1. Layers go where there is room, "
+            "and to the faster in proportion. cpu,cpu is --workers 2.",
+        ),
+    ] = ""
+    plan: Annotated[
+        bool,
+        Option(
+            _SERVED,
+            "Print which worker would have what, and why, and end: nothing is loaded, no port is opened.",
+            names=("--plan",),
+        ),
+    ] = False
+    json: Annotated[bool, Option(_SERVED, "Print --plan for programs.", names=("--json",))] = False
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
     ] = None
@@ -255,7 +272,7 @@ class ServeConfig:
                 raise ConfigurationError(
                     f"dev=True makes what it needs in dev_dir={self.dev_dir}: leave out {name}={given}"
                 )
-            if not self.dev and given is None and name != "client_ca":
+            if not (self.dev or self.plan) and given is None and name != "client_ca":
                 raise ConfigurationError(
                     f"{name}=PATH is missing: see `symbiosis-provider certs` and `token add`; or try it all "
                     "out on one machine with dev=True, which makes what it needs"
@@ -287,9 +304,10 @@ class ServeConfig:
             ("usage_seconds", "usage_file", "usage_file=FILE"),
             ("local_mib", "local_dir", "local_dir=FOLDER"),
             ("dev_dir", "dev", "dev=True"),
-            ("stripes", "workers", "workers=N"),
+            ("stripes", "worker_devices", "workers=N or devices=NAME,NAME"),
             ("fsdp", "workers", "workers=N"),
             ("launcher", "workers", "workers=N"),
+            ("json", "plan", "plan=True"),
         ):
             if name in given and not getattr(self, other):
                 raise ConfigurationError(
@@ -297,8 +315,21 @@ class ServeConfig:
                 )
         if self.part and not re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", self.part):
             raise ConfigurationError(f"part={self.part} is not written k/n, such as 1/2 for the first of two")
-        if self.workers % self.stripes:
-            raise ConfigurationError(f"workers={self.workers} cannot be divided into stripes={self.stripes}")
+        if self.part and self.plan:
+            raise ConfigurationError(f"plan=True is of all layers: leave out part={self.part}")
+        if self.fsdp and self.plan:
+            raise ConfigurationError("plan=True is of whole layers and stripes: leave out fsdp")
+        for name in ("workers", "device"):
+            if self.devices and name in given:
+                raise ConfigurationError(
+                    f"devices={self.devices} has a worker for each device it names: leave out "
+                    f"{name}={getattr(self, name)}"
+                )
+        if self.devices and not all(self.worker_devices):
+            raise ConfigurationError(f"devices={self.devices} names none between two commas, or at an end")
+        if len(self.worker_devices) % self.stripes:
+            whole = f"devices={self.devices}" if self.devices else f"workers={self.workers}"
+            raise ConfigurationError(f"{whole} cannot be divided into stripes={self.stripes}")
         self._check_fsdp()
         self._check_ray()
 
@@ -333,6 +364,13 @@ class ServeConfig:
                 f"launcher='ray' gives each worker a GPU that Ray chooses: device={self.device!r} cannot "
                 "be, 'cuda' can"
             )
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device of each worker; empty: there are none, all is in this process."""
+        if self.devices:
+            return tuple(name.strip() for name in self.devices.split(","))
+        return (self.device,) * self.workers
 
     @property
     def part_of_groups(self) -> tuple[int, int] | None:

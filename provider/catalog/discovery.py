@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,14 +50,10 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     Raises:
         CheckpointError: unknown architecture, or no frozen linear layer that could be served.
     """
-    model = _skeleton(checkpoint)
+    model = _skeleton(checkpoint.folder)
     prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
     head = model.get_output_embeddings()
-    layers: dict[str, nn.Module] = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and (module is not head or serve_head)
-    }
+    layers = _linear_layers(model, serve_head=serve_head)
     aliases = _names_of_tensors(model)
     groups: list[GroupInfo] = []
     served: set[str] = set()
@@ -106,18 +103,51 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     return Discovery(type(model).__name__, prefix, tuple(groups), parameters, missing, tensors)
 
 
-def _skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
+def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[GroupInfo]:
+    """The groups that a checkpoint would have, by its ``config.json`` alone; their tensors' names are empty.
+
+    Raises:
+        CheckpointError: unknown architecture, or no linear layer.
+    """
+    model = _skeleton(folder)
+    head = model.get_output_embeddings()
+    layers = _linear_layers(model, serve_head=serve_head)
+    groups = []
+    for names in _same_input(model, layers, alone=head):
+        # [O, D]; Conv1D keeps [D, O]
+        sizes = [tuple(layers[name].weight.shape) for name in names]  # type: ignore[arg-type]
+        sizes = [
+            size[::-1] if isinstance(layers[name], Conv1D) else size
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        members = tuple(Member(name, size[0], "") for name, size in zip(names, sizes, strict=True))
+        groups.append(GroupInfo(sizes[0][1], members, head=layers[names[0]] is head))
+    if not groups:
+        raise CheckpointError(f"{folder}/config.json is of a model without linear layers")
+    return groups
+
+
+def _linear_layers(model: PreTrainedModel, *, serve_head: bool) -> dict[str, nn.Module]:
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and (module is not head or serve_head)
+    }
+
+
+def _skeleton(folder: Path) -> PreTrainedModel:
     try:
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-        return _build(checkpoint, config)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return _build(folder, config)
     except CheckpointError:
         raise
     except Exception as error:
         # Every architecture fails in a way of its own on a configuration that makes no sense.
-        raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error!r}") from error
+        raise CheckpointError(f"{folder}/config.json cannot be used: {error!r}") from error
 
 
-def _build(checkpoint: Checkpoint, config: Any) -> PreTrainedModel:
+def _build(folder: Path, config: Any) -> PreTrainedModel:
     for name in config.architectures or []:
         model_class = getattr(transformers, name, None)
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
@@ -129,7 +159,7 @@ def _build(checkpoint: Checkpoint, config: Any) -> PreTrainedModel:
             model.eval()
             return model
     raise CheckpointError(
-        f"{checkpoint.folder}/config.json names no architecture that transformers "
+        f"{folder}/config.json names no architecture that transformers "
         f"{transformers.__version__} has (architectures: {config.architectures})"
     )
 

@@ -92,7 +92,7 @@ def check_world(config: ServeConfig) -> None:
     Raises:
         ConfigurationError: such an option was given.
     """
-    for name in ("workers", "dev"):
+    for name in ("workers", "devices", "dev"):
         if getattr(config, name):
             raise ConfigurationError(
                 f"{name}={getattr(config, name)} does not go with torchrun, which starts a worker for each "

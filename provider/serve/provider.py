@@ -153,23 +153,22 @@ class Provider:
         config = self.config
         options = self._options | {
             "numerics": config.numerics,
-            "device": config.device,
             "serve_head": config.serve_head,
             "recorded": config.transcript is not None,
             "part": config.part_of_groups,
         }
-        workers, threads, world = config.workers, config.threads, self._world
+        devices, threads, world = config.worker_devices, config.threads, self._world
         if world is not None:
-            workers = world.size
+            devices = (config.device,) * world.size
         elif config.launcher == "ray":
             threads = threads or 1
-            world = opened.enter_context(placed(workers, threads, config.device))
-        if not workers:
-            return BaseExecutor(config.model_dir, **options)
+            world = opened.enter_context(placed(config.workers, threads, config.device))
+        if not devices:
+            return BaseExecutor(config.model_dir, device=config.device, **options)
         options.pop("progress", None)
         pool = WorkerPool(
             config.model_dir,
-            workers,
+            devices,
             config.stripes,
             threads=threads,
             world=world,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,7 +15,7 @@ from msgspec.structs import replace
 from provider.catalog.catalog import Catalog
 from provider.catalog.discovery import discover, part_of
 from provider.engine.lanes import RowRange
-from provider.engine.latency import LatencyModel, Line, Shape
+from provider.engine.latency import LatencyModel, Line
 from provider.engine.profiling import shapes_of
 from provider.executor.loading import Numerics
 from provider.executor.room import check_room
@@ -22,21 +24,13 @@ from provider.workers.distributed import Rank
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.lane import WorkerLane
 from provider.workers.link import Loaded, Share
+from provider.workers.planner import Placement, place
 from provider.workers.process import Process, Summon
+from provider.workers.survey import Found, devices_of, survey_apart
 from provider.workers.world import World
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo, Limits, Manifest
-
-
-def place(shapes: Sequence[Shape], workers: int) -> list[int]:
-    """The worker of each group: the largest first, each to whoever has least so far."""
-    sizes = [0] * workers
-    worker_of = [0] * len(shapes)
-    for group in sorted(range(len(shapes)), key=lambda group: (-shapes[group].size, group)):
-        worker_of[group] = sizes.index(min(sizes))
-        sizes[worker_of[group]] += shapes[group].size
-    return worker_of
 
 
 def check_stripes(groups: Sequence[GroupInfo], stripes: int) -> None:
@@ -58,16 +52,50 @@ def _check_weights(checkpoint: Checkpoint, name: str, loaded: Loaded) -> None:
         )
 
 
+def place_groups(
+    groups: Sequence[GroupInfo], devices: Sequence[str], stripes: int, numerics: str, *, apart: bool = False
+) -> Placement:
+    """Decide which worker has which groups.
+
+    Workers on the CPU are alike, so nothing is measured for them.
+
+    Args:
+        devices: of each worker.
+        apart: each worker is on a machine or a device of its own: all are alike, and have room.
+
+    Raises:
+        ConfigurationError: one of the devices is not here, or they have no room for the weights.
+    """
+    shapes, found = shapes_of(groups), list[Found]()
+    weight_bytes = Numerics.named(numerics).weight_bytes
+    if apart:
+        like = [devices_of([name], groups, weight_bytes)[0] for name in devices]
+        ranks = [
+            dataclasses.replace(device, name=f"rank {rank}", memory=math.inf)
+            for rank, device in enumerate(like)
+        ]
+        return place(shapes, ranks, weight_bytes=weight_bytes, stripes=stripes)
+    if set(devices) != {"cpu"}:
+        found = survey_apart(devices, numerics, shapes)
+        for each in found:
+            if each.lines is None:
+                raise ConfigurationError(
+                    f"devices={','.join(devices)} cannot be: there is no {each.name} here"
+                )
+    known = devices_of(devices, groups, weight_bytes, found, shapes)
+    return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)
+
+
 class WorkerPool:
     """Processes that hold a share of the weights each.
 
     Args:
         folder: the checkpoint.
-        workers: how many, a multiple of ``stripes``.
+        workers: the device of each, or how many there are on the CPU; a multiple of ``stripes``.
         stripes: how many of them share each weight's outputs; 1: each group is with one worker alone, so that
             nothing is gathered.
-        numerics, device, limits, serve_head, recorded, part: see ``BaseExecutor``.
-        threads: of one product; 0: all workers of a machine together have one a core.
+        numerics, limits, serve_head, recorded, part: see ``BaseExecutor``.
+        threads: of one product; 0: all workers on a machine's processors together have one a core.
         world: who else takes part. Workers are its last ranks, ``workers`` of them; rank 0, if it is one, is
             a process of this machine, others join.
         fsdp: each worker holds a shard of each weight, and all gather it for each product. Floats only, no
@@ -75,24 +103,24 @@ class WorkerPool:
 
     Attributes:
         catalog: the manifest, and what tenants download.
+        placement: which worker has which groups, and why.
         lanes: of the engine.
         lane_of: of each group the number of its lane.
         latency: as the workers measured it, all at the same time.
 
     Raises:
         CheckpointError: see ``discover``.
-        ConfigurationError: the workers cannot be divided so.
+        ConfigurationError: the workers cannot be divided so, or their devices have no room for the weights.
         SymbiosisError: a worker cannot load its share.
     """
 
     def __init__(
         self,
         folder: str | Path,
-        workers: int,
+        workers: int | Sequence[str],
         stripes: int = 1,
         *,
         numerics: str,
-        device: str = "cpu",
         threads: int = 0,
         limits: Limits | None = None,
         serve_head: bool = False,
@@ -107,29 +135,39 @@ class WorkerPool:
         self.latency = (GatheredLatency if fsdp else LatencyModel)(shapes_of(groups))
         check_stripes(groups, stripes)
         served = part_of(groups, *part) if part else (0, len(groups))
-        together = workers if fsdp else stripes
-        self.lane_of = place(self.latency.shapes, workers // together)
-        threads = threads or (0 if world else max(1, (os.cpu_count() or 1) // workers))
-        summons: list[Summon] = [Process] * (workers // together)
+        devices = ["cpu"] * workers if isinstance(workers, int) else list(workers)
+        together = len(devices) if fsdp else stripes
+        apart = world is not None or (fsdp and set(devices) != {"cpu"})
+        own_groups = groups[slice(*served)]
+        self.placement = place_groups(own_groups, devices, together, numerics, apart=apart)
+        self.lane_of = [0] * len(groups)
+        self.lane_of[slice(*served)] = self.placement.lane_of
+        alone = max(1, (os.cpu_count() or 1) // max(1, devices.count("cpu")))
+        threads = threads or (0 if world else alone)
+        summons: list[Summon] = [Process] * (len(devices) // together)
         if world is not None:
             store = world.store()
-            summons[workers - world.size + 1 :] = [Rank(store, rank) for rank in range(1, world.size)]
+            summons[len(devices) - world.size + 1 :] = [Rank(store, rank) for rank in range(1, world.size)]
         here = [groups[group] for group in range(*served) if summons[self.lane_of[group]] is Process]
-        check_room(checkpoint.name, here, kind.weight_bytes if device == "cpu" else 0)
+        check_room(checkpoint.name, here, kind.weight_bytes if set(devices) == {"cpu"} else 0)
         self.lanes: list[WorkerLane] = []
         scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:
-            for number in range(workers // together):
+            for number in range(len(devices) // together):
                 own = {group: groups[group] for group in range(*served) if self.lane_of[group] == number}
+                lanes = devices[number * together : (number + 1) * together]
                 whole = Share(
-                    str(checkpoint.folder), numerics, device, threads, own, digest=world is not None
+                    str(checkpoint.folder), numerics, lanes[0], threads, own, digest=world is not None
                 )
                 lane: WorkerLane
                 if fsdp:
-                    lane = GatheredLane(str(number), whole, workers, self._expected)
+                    lane = GatheredLane(str(number), whole, len(devices), self._expected)
                 else:
                     cut = [Stripe(index, stripes) if stripes > 1 else None for index in range(stripes)]
-                    shares = [replace(whole, stripe=stripe) for stripe in cut]
+                    shares = [
+                        replace(whole, stripe=stripe, device=device)
+                        for stripe, device in zip(cut, lanes, strict=True)
+                    ]
                     lane = WorkerLane(str(number), shares, self._expected, summons[number])
                 opened.callback(lane.close)
                 self.lanes.append(lane)

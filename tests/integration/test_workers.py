@@ -16,12 +16,11 @@ import torch
 from conftest import RING
 
 from provider.engine.engine import Engine
-from provider.engine.latency import Shape
 from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
 from provider.workers.link import LocalLink
 from provider.workers.memory import Segments
-from provider.workers.pool import WorkerPool, place
+from provider.workers.pool import WorkerPool
 from shared.errors import WireError
 from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
 from shared.wire.protocol import GroupShape
@@ -29,7 +28,7 @@ from shared.wire.protocol import GroupShape
 SECONDS = 60.0
 
 
-DIVIDED = [("llama", RING, 3, 1), ("gpt2", RING, 4, 2), ("llama", "float32", 2, 2)]
+DIVIDED = [("llama", RING, 3, 1), ("gpt2", RING, 4, 2), ("llama", "float32", ["cpu", "cpu"], 2)]
 
 
 def engine_of(pool: WorkerPool) -> Engine:
@@ -94,11 +93,6 @@ def test_answers_are_those_of_one_process_to_the_bit(
             assert torch.equal(answer, wanted)
         else:  # sums of floats, in an order that threads may change
             assert torch.allclose(answer, wanted, atol=1e-5)
-
-
-def test_groups_are_spread_by_their_weights() -> None:
-    shapes = [Shape(4, (4,)), Shape(4, (8,)), Shape(4, (4,)), Shape(4, (16,))]
-    assert place(shapes, 2) == [1, 1, 1, 0]
 
 
 def answered(engine: Engine, header: Header, payload: torch.Tensor) -> tuple[torch.Tensor, int]:

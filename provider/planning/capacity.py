@@ -1,0 +1,147 @@
+"""What tenants would get from a placement over a link: forecasts, and what limits them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from provider.engine.latency import LatencyModel
+from provider.engine.scheduler import Opportunistic, Policy
+from provider.executor.room import BASE_BYTES
+from provider.planning.options import Link
+from provider.planning.simulation import Costs, Forecast, Load, Product, Simulation, Step
+from provider.workers.planner import Placement
+from shared.wire.header import Direction, RequestClass
+from shared.wire.protocol import GroupShape
+
+# Of one request beside its product, over TLS, from docs/performance.md: "One loop", "Eight tenants that
+# decode" and "Where the time goes". benchmarks/capacity.py measures them anew.
+COSTS = Costs(3.5e-4, 0.75e-9, 4e-4, 0.75e-9)
+MOST_REQUESTS = 50_000  # that count in a simulation, which takes some seconds then
+# A batch's way to a worker of this machine and back, and how fast its rows and answers are copied. Guesses
+# for an ordinary machine; benchmarks/simulated_cluster.py --validate measures them.
+WORKER_SECONDS, COPIED_BYTES_PER_SECOND = 3e-4, 4e9
+
+
+def pass_steps(
+    shapes: Sequence[GroupShape], itemsize: int, directions: Sequence[Direction] = (Direction.FORWARD,)
+) -> list[Step]:
+    """The requests of a pass: all groups in order, and backward in the other order."""
+    steps = []
+    for direction in directions:
+        order = range(len(shapes)) if direction == Direction.FORWARD else reversed(range(len(shapes)))
+        for group in order:
+            members = (1 << len(shapes[group].outputs)) - 1
+            plan = shapes[group].plan(direction, members)
+            up, down = (itemsize * each for each in (plan.request_columns, plan.answer_columns))
+            steps.append(Step(group, direction, members, up, down))
+    return steps
+
+
+@dataclass
+class PlacedLanes:
+    """Lanes as a placement has them.
+
+    Args:
+        placement: see there.
+        latency: of each worker, for its stripe of every group.
+        there_and_back: what a batch takes to a worker and back, beside its product; 0 in this process.
+        copied: bytes a second at which rows are copied there, and answers back; None: they are not.
+        row_bytes: of each group, of rows and answers together.
+    """
+
+    placement: Placement
+    latency: Sequence[LatencyModel]
+    there_and_back: float = 0.0
+    copied: float | None = None
+    row_bytes: Sequence[float] = ()
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        """Count the lanes."""
+        self.count = len(self.placement.devices) // self.placement.stripes
+        self._lane_of = self.placement.lane_of
+
+    def of(self, group: int) -> int:
+        """See ``Lanes``."""
+        return self._lane_of[group]
+
+    def product(self, group: int, direction: Direction, rows: int) -> Product:
+        """See ``Lanes``: of a lane's workers the last counts."""
+        first = self._lane_of[group] * self.placement.stripes
+        lines = [self.latency[first + i].line(group, direction) for i in range(self.placement.stripes)]
+        reading, busy = max(
+            ((line.fixed, line.fixed + line.per_row * rows) for line in lines), key=lambda each: each[1]
+        )
+        copying = rows * self.row_bytes[group] / self.copied if self.copied else 0.0
+        return Product(busy + self.there_and_back + copying, reading, max(busy, copying))
+
+    def model(self) -> LatencyModel:
+        """What the policy is told of products."""
+        told = LatencyModel(self.placement.shapes)
+        for group in range(len(self.placement.shapes)):
+            for direction in (Direction.FORWARD, Direction.BACKWARD):
+                worker = self._lane_of[group] * self.placement.stripes
+                told.set(group, direction, replace(self.latency[worker].line(group, direction)))  # it learns
+        return told
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model would reach.
+
+    Attributes:
+        decode: of tenants who decode one row each.
+        tune: of tenants who tune with ``rows`` rows a step.
+        token_bytes: on the network for one decoded token, up and down.
+        step_bytes: for one row of a step, forward and backward, up and down.
+        memory: bytes of each worker's weights.
+        process_bytes: that each process has beside them.
+    """
+
+    decode: Forecast
+    tune: Forecast
+    token_bytes: tuple[float, float]
+    step_bytes: tuple[float, float]
+    memory: list[float]
+    process_bytes: int = field(default=BASE_BYTES)
+
+
+def plan(
+    lanes: PlacedLanes,
+    shapes: Sequence[GroupShape],
+    *,
+    itemsize: int,
+    link: Link,
+    tenants: int,
+    rows: int,
+    costs: Costs = COSTS,
+    machines: int = 0,
+    policy: Callable[[LatencyModel], Policy] = Opportunistic,
+) -> Plan:
+    """Forecast decoding and tuning, each by all tenants at once, with nobody else there.
+
+    Args:
+        lanes: where products run, and how long they take.
+        shapes: of the groups, in their numerics.
+        itemsize: bytes of one number on the network.
+        link: to the tenants.
+        tenants: how many there are.
+        rows: of a tuning step: sequences times tokens.
+        costs: of requests.
+        machines, policy: see ``Load`` and ``Simulation``.
+    """
+    forecasts, sizes = [], []
+    for what, count, directions in (
+        (RequestClass.DECODE, 1, (Direction.FORWARD,)),
+        (RequestClass.FINETUNING, rows, (Direction.FORWARD, Direction.BACKWARD)),
+    ):
+        steps = pass_steps(shapes, itemsize, directions)
+        load = Load(tenants, count, what, steps, machines)
+        passes = min(2.0, MOST_REQUESTS / len(steps) / tenants)
+        simulation = Simulation(policy(lanes.model()), lanes, link, costs, load)
+        forecasts.append(simulation.run(passes, passes / 2))
+        sizes.append((sum(step.up for step in steps), sum(step.down for step in steps)))
+    workers = range(len(lanes.placement.devices))
+    memory = [lanes.placement.memory(worker) for worker in workers]
+    return Plan(forecasts[0], forecasts[1], sizes[0], sizes[1], memory)

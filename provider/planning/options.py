@@ -1,0 +1,86 @@
+"""What a plan can be told of networks and devices, as people write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shared.errors import CheckpointError, ConfigurationError
+
+Assumed = Mapping[str, Sequence[float]]
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class Link(NamedTuple):
+    """An alpha-beta link: a message of n bytes is there after ``seconds + n / bytes_per_second``."""
+
+    seconds: float
+    bytes_per_second: float
+
+    def take(self, size: float) -> float:
+        """Seconds until a message of so many bytes is there."""
+        return self.seconds + size / self.bytes_per_second
+
+
+def parse_network(text: str) -> Link:
+    """``10Gbit,0.5ms``: bits a second each way, and the time of a way there and back, as ``ping`` shows it.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    rate, _, time = text.replace(" ", "").partition(",")
+    bits, seconds = _amount(rate.lower().removesuffix("/s"), _UNITS), _amount(time.lower(), _TIMES)
+    if bits is None or seconds is None or not bits > 0 or not seconds >= 0:
+        raise ConfigurationError(
+            f"network={text} cannot be: give bits a second and the time there and back, such as 10Gbit,0.5ms"
+        )
+    return Link(seconds / 2, bits / 8)
+
+
+def _amount(text: str, units: dict[str, float]) -> float | None:
+    for unit, factor in units.items():
+        if text.endswith(unit):
+            try:
+                return float(text.removesuffix(unit)) * factor
+            except ValueError:
+                pass  # "ms" ends with "s" too
+    return None
+
+
+def parse_assumed(texts: Sequence[str]) -> Assumed:
+    """``cuda=141e9,4.8e12,2e13``: bytes of memory, bytes and multiplications a second of devices so called.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    found = {}
+    for text in texts:
+        name, _, figures = text.partition("=")
+        try:
+            numbers = [float(each) for each in figures.split(",")]
+        except ValueError:
+            numbers = []
+        if not name or len(numbers) != 3 or not all(0 < each < float("inf") for each in numbers):
+            raise ConfigurationError(
+                f"assume={text} cannot be: give bytes of memory, bytes and multiplications a second, "
+                "such as cuda=141e9,4.8e12,2e13"
+            )
+        found[name] = numbers
+    return found
+
+
+def check_shapes(model: Path) -> Path:
+    """The folder with a model's ``config.json``; ``model`` is that folder, or the file.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = model.parent if model.name == "config.json" else model
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no config.json, which says what shapes a model's layers have: give a checkpoint's "
+            "folder, or one with that file alone; nothing is downloaded for a plan"
+        )
+    return folder

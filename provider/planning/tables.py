@@ -1,0 +1,100 @@
+"""Plans as people read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich.table import Table
+
+from provider.engine.profiling import PROFILE_ROWS
+from provider.planning.capacity import Plan
+from provider.planning.layout import Layout
+from provider.planning.simulation import Forecast
+from provider.workers.planner import gib
+
+MEASURED = "from products measured here"
+EXTRAPOLATED = "extrapolated, not measured"
+
+
+def source(layout: Layout) -> str:
+    """What figures are, in words for a heading."""
+    return EXTRAPOLATED if layout.doubts else MEASURED
+
+
+def workers_table(layout: Layout) -> Table:
+    """A row for each worker."""
+    placement = layout.placement
+    table = Table(title=f"Products {source(layout)}")
+    for title in ("worker", "device", "groups", "memory", "of", "products/s, 1 row", f"{PROFILE_ROWS} rows"):
+        table.add_column(title, justify="right")
+    for title in ("bytes in a row", "out", "summed", "speed"):
+        table.add_column(title, justify="right")
+    for worker, device in enumerate(placement.devices):
+        lane, stripe = divmod(worker, placement.stripes)
+        moved = layout.moved(worker)
+        table.add_row(
+            f"{lane}.{stripe}" if placement.stripes > 1 else str(lane),
+            device.name,
+            str(len(placement.groups(worker))),
+            gib(placement.memory(worker)),
+            gib(device.memory) if device.memory < float("inf") else "unknown",
+            *(f"{layout.products_per_second(worker, rows):,.0f}" for rows in (1, PROFILE_ROWS)),
+            *(f"{size:,.0f}" for size in moved),
+            "measured" if device.measured else "guess",
+        )
+    return table
+
+
+def reasons(layout: Layout) -> list[str]:
+    """A sentence for each decision; those that are alike are one."""
+    placement, counts = layout.placement, dict[tuple[int, str, str], int]()
+    for shape, decision in zip(placement.shapes, placement.decisions, strict=True):
+        widths = " + ".join(map(str, shape.outputs))
+        key = decision.lane, f"{shape.inputs} to {widths}", decision.reason
+        counts[key] = counts.get(key, 0) + 1
+    where = "worker {} has" if placement.stripes == 1 else "the stripes of lane {} have"
+    return [
+        f"{where.format(lane)} {count} group{'s'[: count != 1]} of {shape}: {reason}"
+        for (lane, shape, reason), count in sorted(counts.items())
+    ]
+
+
+def plan_table(plan: Plan, tenants: int, rows: int, kind: str) -> Table:
+    """What tenants would get; ``kind`` of figures, see ``source``."""
+    table = Table(title=f"{tenants} tenant{'s'[: tenants != 1]}, {kind}")
+    for title in ("", "decoding, a row each", f"tuning, {rows} rows a step"):
+        table.add_column(title)
+    both = (plan.decode, plan.tune)
+    factors = (1, rows)
+    lines: list[tuple[str, list[str]]] = [
+        ("tokens a second", [f"{f.passes_per_second * n:,.1f}" for f, n in zip(both, factors, strict=True)]),
+        ("a tenant waits for a token, a step", [f"{each.pass_seconds * 1e3:,.0f} ms" for each in both]),
+        ("bytes up a token", [f"{sizes[0]:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
+        ("bytes down a token", [f"{sizes[1]:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
+        ("rows in a product", [f"{each.rows:,.1f}" for each in both]),
+        ("limited by", [each.limit for each in both]),
+        ("busy: network up", [f"{each.network_up:.0%}" for each in both]),
+        ("network down", [f"{each.network_down:.0%}" for each in both]),
+        ("the executor's thread", [f"{each.requests:.0%}" for each in both]),
+        ("products, of the busiest", [_busy(each) for each in both]),
+    ]
+    for name, cells in lines:
+        table.add_row(name, *cells)
+    return table
+
+
+def _busy(forecast: Forecast) -> str:
+    return f"{forecast.products:.0%}, {forecast.reading:.0%} of it reading weights"
+
+
+def plan_described(plan: Plan) -> dict[str, Any]:
+    """For programs."""
+    found: dict[str, Any] = {}
+    for name in ("decode", "tune"):
+        forecast: Forecast = getattr(plan, name)
+        found[name] = forecast._asdict() | {"limit": forecast.limit}
+    for field in dataclasses.fields(plan):
+        if field.name not in found:
+            found[field.name] = getattr(plan, field.name)
+    return found

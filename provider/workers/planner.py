@@ -1,0 +1,236 @@
+"""Which worker has which groups: decided by memory and speed, without I/O, clock or tensors.
+
+Largest first, each group to whoever would be done first with all that it then has (Graham's LPT rule), among
+those that have room. So a device that is twice as fast gets twice the products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from provider.engine.latency import Shape
+from provider.executor.stripes import Stripe
+from shared.errors import ConfigurationError
+
+REFERENCE_ROWS = 128  # of the product by which devices are compared; profiling measures as many
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where one worker's products run.
+
+    Attributes:
+        name: ``cpu``, ``cuda:1``, ...; devices of one name share its memory.
+        memory: bytes that weights may take there.
+        bytes_per_second: at which a weight comes from memory.
+        multiplications_per_second: of a weight's elements by rows'.
+        measured: here; else these two are guesses.
+    """
+
+    name: str
+    memory: float
+    bytes_per_second: float
+    multiplications_per_second: float
+    measured: bool = False
+
+    def seconds(self, size: float, weight_bytes: int, rows: int = REFERENCE_ROWS) -> float:
+        """Of a product with a weight of so many elements."""
+        read = size * weight_bytes / self.bytes_per_second
+        return read + size * rows / self.multiplications_per_second
+
+
+class Decision(NamedTuple):
+    """Where a group goes, and why, in a sentence without its full stop."""
+
+    lane: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Workers and what they have. A lane is one worker, or as many as there are stripes.
+
+    Attributes:
+        shapes: of the groups.
+        devices: of the workers; worker w is stripe ``w % stripes`` of lane ``w // stripes``.
+        decisions: for each group.
+    """
+
+    shapes: tuple[Shape, ...]
+    devices: tuple[Device, ...]
+    weight_bytes: int
+    stripes: int
+    decisions: tuple[Decision, ...]
+
+    @property
+    def lane_of(self) -> list[int]:
+        """The lane of each group."""
+        return [decision.lane for decision in self.decisions]
+
+    def lane_devices(self, lane: int) -> tuple[Device, ...]:
+        """Of a lane's workers."""
+        return self.devices[lane * self.stripes : (lane + 1) * self.stripes]
+
+    def groups(self, worker: int) -> list[int]:
+        """Numbers of the groups of which a worker has its stripe."""
+        return [group for group, lane in enumerate(self.lane_of) if lane == worker // self.stripes]
+
+    def memory(self, worker: int) -> float:
+        """Bytes of the weights that a worker keeps."""
+        sizes = (stripe_size(self.shapes[group], self._stripe(worker)) for group in self.groups(worker))
+        return float(self.weight_bytes * sum(sizes))
+
+    def shape(self, group: int, worker: int) -> Shape:
+        """Of what a worker has of a group."""
+        shape, stripe = self.shapes[group], self._stripe(worker)
+        return Shape(shape.inputs, tuple(_width(outputs, stripe) for outputs in shape.outputs))
+
+    def _stripe(self, worker: int) -> Stripe:
+        return Stripe(worker % self.stripes, self.stripes)
+
+
+def _width(outputs: int, stripe: Stripe) -> int:
+    part = stripe.of(outputs)
+    return int(part.stop - part.start)
+
+
+def stripe_size(shape: Shape, stripe: Stripe) -> int:
+    """Elements of a stripe of a group's weight."""
+    return shape.inputs * sum(_width(outputs, stripe) for outputs in shape.outputs)
+
+
+class _Lanes:
+    """Lanes that are being filled."""
+
+    def __init__(self, devices: Sequence[Device], weight_bytes: int, stripes: int) -> None:
+        self._weight_bytes, self._stripes = weight_bytes, stripes
+        self._lanes = [devices[at : at + stripes] for at in range(0, len(devices), stripes)]
+        self._room = {device.name: device.memory for device in devices}
+        self._seconds = [0.0] * len(self._lanes)
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def done(self, lane: int, shape: Shape) -> float:
+        """When a lane would be done if it had this group too: of its workers the last counts."""
+        own = zip(self._lanes[lane], self._sizes(shape), strict=True)
+        return self._seconds[lane] + max(device.seconds(size, self._weight_bytes) for device, size in own)
+
+    def left(self, lane: int, shape: Shape) -> float:
+        """Bytes that would be left where it is the tightest; below 0: there is no room."""
+        room = dict(self._room)
+        self._take(room, lane, shape)
+        return min(room[device.name] for device in self._lanes[lane])
+
+    def put(self, lane: int, shape: Shape) -> None:
+        """It has this group now."""
+        self._seconds[lane] = self.done(lane, shape)
+        self._take(self._room, lane, shape)
+
+    def name(self, lane: int) -> str:
+        """As people may read it."""
+        return f"worker {lane}" if self._stripes == 1 else f"workers {lane}.0 to {lane}.{self._stripes - 1}"
+
+    def _take(self, room: dict[str, float], lane: int, shape: Shape) -> None:
+        for device, size in zip(self._lanes[lane], self._sizes(shape), strict=True):
+            room[device.name] -= self._weight_bytes * size
+
+    def _sizes(self, shape: Shape) -> list[int]:
+        return [stripe_size(shape, Stripe(index, self._stripes)) for index in range(self._stripes)]
+
+
+_Choice = Callable[[_Lanes, Shape, list[int]], Decision]
+
+
+def _by_speed(lanes: _Lanes, shape: Shape, roomy: list[int]) -> Decision:
+    if len(lanes) == 1:
+        return Decision(0, "there is no other place")
+    order = sorted(range(len(lanes)), key=lambda lane: (lanes.done(lane, shape), lane))
+    lane = next(each for each in order if each in roomy)
+    if lane == order[0]:
+        return Decision(lane, "no other would be done sooner with it")
+    return Decision(lane, f"{lanes.name(order[0])} would be done sooner with it, but has no room")
+
+
+def _by_room(lanes: _Lanes, shape: Shape, roomy: list[int]) -> Decision:
+    lane = min(roomy, key=lambda lane: (lanes.left(lane, shape), lane))
+    return Decision(lane, "it leaves the least room there: by speed alone, not everything had found some")
+
+
+def _fill(
+    shapes: Sequence[Shape], devices: Sequence[Device], weight_bytes: int, stripes: int, choose: _Choice
+) -> dict[int, Decision]:
+    """Decisions for as many groups as find room."""
+    lanes, found = _Lanes(devices, weight_bytes, stripes), dict[int, Decision]()
+    for group in sorted(range(len(shapes)), key=lambda group: (-shapes[group].size, group)):
+        roomy = [lane for lane in range(len(lanes)) if lanes.left(lane, shapes[group]) >= 0]
+        if roomy:
+            found[group] = choose(lanes, shapes[group], roomy)
+            lanes.put(found[group].lane, shapes[group])
+    return found
+
+
+def _placed(
+    shapes: Sequence[Shape], devices: Sequence[Device], weight_bytes: int, stripes: int
+) -> dict[int, Decision]:
+    found = _fill(shapes, devices, weight_bytes, stripes, _by_speed)
+    return found if len(found) == len(shapes) else _fill(shapes, devices, weight_bytes, stripes, _by_room)
+
+
+def place(
+    shapes: Sequence[Shape], devices: Sequence[Device], *, weight_bytes: int, stripes: int = 1
+) -> Placement:
+    """Decide where each group goes; the same for the same arguments.
+
+    Args:
+        shapes: of all groups, in the manifest's order.
+        devices: of the workers, a multiple of ``stripes``; neighbours share layers.
+        weight_bytes: of one weight in memory.
+        stripes: how many workers share each layer's outputs.
+
+    Raises:
+        ConfigurationError: it does not fit; what would.
+    """
+    found = _placed(shapes, devices, weight_bytes, stripes)
+    if len(found) < len(shapes):
+        raise ConfigurationError(_refusal(shapes, devices, weight_bytes, stripes, len(found)))
+    decisions = tuple(found[group] for group in range(len(shapes)))
+    return Placement(tuple(shapes), tuple(devices), weight_bytes, stripes, decisions)
+
+
+def _refusal(
+    shapes: Sequence[Shape], devices: Sequence[Device], weight_bytes: int, stripes: int, placed: int
+) -> str:
+    def fits(devices: Sequence[Device], weight_bytes: int, stripes: int) -> bool:
+        return len(_placed(shapes, devices, weight_bytes, stripes)) == len(shapes)
+
+    memory = {device.name: device.memory for device in devices}
+    needed = weight_bytes * sum(shape.size for shape in shapes)
+    largest = weight_bytes * max(shape.size for shape in shapes)
+    there = ", ".join(f"{name} has {gib(size)}" for name, size in memory.items())
+    advice = []
+    if weight_bytes > 2 and fits(devices, 2, stripes):
+        advice.append("numerics=ring or numerics=bfloat16, which take 2 bytes a weight, would fit")
+    divisors = (count for count in range(stripes + 1, len(devices) + 1) if len(devices) % count == 0)
+    wider = next((count for count in divisors if fits(devices, weight_bytes, count)), None)
+    if wider is not None:
+        advice.append(f"stripes={wider} would fit, where each device has its part of each layer")
+    widest = max(memory.values())
+    if widest > 0 and max(memory, key=lambda name: memory[name]) != "cpu":
+        least = max(math.ceil(needed / widest), len(devices) + 1)
+        advice.append(f"it takes at least {least} devices of {gib(widest)}")
+    advice.append("choose a smaller model, or free memory")
+    return (
+        f"the weights do not fit: {len(shapes)} groups take {gib(needed)} at {weight_bytes} bytes a weight, "
+        f"the largest of them {gib(largest)}, and {there} for weights; {placed} of {len(shapes)} find room. "
+        + "; ".join(advice)
+    )
+
+
+def gib(count: float) -> str:
+    """Bytes as people read them."""
+    return f"{max(count, 0.0) / GIB:.2f} GiB"

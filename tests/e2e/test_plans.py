@@ -1,0 +1,56 @@
+"""`serve --plan` and `plan`: tables and JSON, without weights, certificates or ports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commands import BASE_MODEL, finish, ok, start
+
+
+def only_shapes(folder: Path) -> Path:
+    (folder / "config.json").write_bytes((BASE_MODEL / "config.json").read_bytes())
+    return folder
+
+
+def test_serve_says_who_would_have_what(tmp_path: Path) -> None:
+    folder = only_shapes(tmp_path)
+    out, _ = ok(start("provider.cli", "serve", folder, "--plan", "--json", "--devices", "cpu,cpu,cuda:7"))
+    told = json.loads(out)
+    assert [each["device"] for each in told["workers"]] == ["cpu", "cpu", "cuda:7"]
+    assert [each["measured"] for each in told["workers"]] == [True, True, False]
+    assert sorted(group for each in told["workers"] for group in each["groups"]) == list(range(24))
+    assert all(each["products_per_second"]["128"] > 0 for each in told["workers"] if each["groups"])
+    assert len(told["decisions"]) == 24
+    assert all(decision["reason"] for decision in told["decisions"])
+    assert told["extrapolated"] == ["the speed of cuda:7 is a guess: it is not here"]
+
+
+def test_stripes_as_people_read_them() -> None:
+    out, _ = ok(start("provider.cli", "serve", BASE_MODEL, "--plan", "--workers", "2", "--stripes", "2"))
+    assert "Products from products measured here" in out
+    assert "0.0" in out
+    assert "0.1" in out
+    assert "the stripes of lane 0 have 6 groups of 256 to 256 + 256 + 256: there is no other place." in out
+
+
+def test_a_forecast(tmp_path: Path) -> None:
+    slow = ("--network", "1Mbit,50ms", "--tenants", "16", "--rows", "8")
+    out, _ = ok(start("provider.cli", "plan", only_shapes(tmp_path), *slow, "--json"))
+    told = json.loads(out)
+    assert told["token_bytes"] == [35328, 64512]
+    assert told["decode"]["limit"] == "network down"
+    most = 125_000 / 64512
+    assert 0.9 * most < told["decode"]["passes_per_second"] <= 1.01 * most
+    out, _ = ok(
+        start("provider.cli", "plan", BASE_MODEL, "--devices", "far", "--assume", "far=1e6,1e10,1e11")
+    )
+    assert "extrapolated, not measured" in out
+    assert "the weights do not fit" in out
+
+
+def test_what_cannot_be_divided() -> None:
+    status, _, said = finish(
+        start("provider.cli", "serve", BASE_MODEL, "--plan", "--workers", "3", "--stripes", "2")
+    )
+    assert (status, "cannot be divided into --stripes 2" in said) == (78, True)

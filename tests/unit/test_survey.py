@@ -1,0 +1,101 @@
+"""What devices here are found to reach, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from commands import BASE_MODEL
+
+from provider.engine.latency import Shape
+from provider.engine.profiling import shapes_of
+from provider.planning.layout import described, lay_out, read_groups
+from provider.workers import survey as surveys
+from provider.workers.pool import place_groups
+from provider.workers.survey import GUESSED_ACCELERATOR, devices_of, latency_of, survey, survey_apart
+from shared.errors import CheckpointError, ConfigurationError
+from shared.wire.header import Direction
+
+SHAPES = [Shape(64, (32, 32)), Shape(32, (64,)), Shape(64, (32, 32))]
+
+
+@pytest.mark.parametrize("numerics", ["ring", "ring-fine", "float32", "bfloat16"])
+def test_products_of_synthetic_weights_are_measured(numerics: str) -> None:
+    here, elsewhere = survey(["cpu", "cpu", "cuda:99"], numerics, SHAPES)
+    assert (elsewhere.name, elsewhere.lines) == ("cuda:99", None)
+    assert here.lines is not None
+    assert len(here.lines) == len(SHAPES)
+    assert here.lines[0] == here.lines[2]
+    assert all(0 < term < 1 for both in here.lines for line in both for term in line)
+
+
+def test_large_shapes_are_measured_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surveys, "MEASURED_ELEMENTS", 1 << 10)
+    asked: list[int] = []
+    make = surveys._synthetic
+    monkeypatch.setattr(
+        surveys,
+        "_synthetic",
+        lambda info, *more: asked.append(sum(m.outputs for m in info.members)) or make(info, *more),
+    )
+    survey(["cpu"], "ring", [Shape(64, (48, 16))])
+    assert asked == [16]
+
+
+def test_another_process_finds_the_same_devices() -> None:
+    (found,) = survey_apart(["cpu"], "ring", SHAPES[:1])
+    assert (found.name, found.memory) == ("cpu", None)
+    assert found.lines
+    with pytest.raises(ConfigurationError, match="devices=cpu cannot be measured"):
+        survey_apart(["cpu"], "of another kind", SHAPES[:1])
+
+
+def test_what_is_not_here_is_guessed_or_as_was_said() -> None:
+    groups = read_groups(BASE_MODEL)
+    names = ["cuda:0", "cuda:0", "tpu:1", "cpu"]
+    first, second, said, last = devices_of(names, groups, 2, assumed={"tpu": (1e9, 2.0, 4.0)})
+    assert first == second
+    assert (first.bytes_per_second, first.measured) == (GUESSED_ACCELERATOR[0] / 2, False)
+    assert (said.memory, said.bytes_per_second, said.multiplications_per_second) == (1e9, 2.0, 4.0)
+    assert 0 < last.memory < math.inf
+    model = latency_of(said, 2, SHAPES, None)
+    assert model.seconds(1, Direction.BACKWARD, 1, 3) == 2 * 2048 / 2.0 + 3 * 2048 / 4.0
+
+
+def test_shapes_of_a_configuration_alone_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((BASE_MODEL / "config.json").read_bytes())
+    alone = read_groups(tmp_path / "config.json")
+    from provider.catalog.discovery import discover
+    from shared.checkpoint import Checkpoint
+
+    found = discover(Checkpoint(BASE_MODEL)).groups
+    assert shapes_of(alone) == shapes_of(found)
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        read_groups(tmp_path / "nothing")
+
+
+def test_what_moves_for_a_row() -> None:
+    groups = read_groups(BASE_MODEL)[:1]  # 256 to three times 256
+    assumed = {"far": (1e12, 1e12, 1e13)}
+    one = lay_out(groups, ["far", "far"], numerics="ring", assumed=assumed)
+    assert one.moved(0) == (4 * (256 + 768) / 2, 4 * (256 + 768) / 2, 0)
+    assert one.moved(1) == (0, 0, 0)
+    assert one.products_per_second(1, 1) == 0
+    two = lay_out(groups, ["far", "far"], numerics="ring-fine", stripes=2, assumed=assumed)
+    assert two.moved(0) == (4 * (256 + 384) / 2, 2 * 4 * (256 + 384) / 2, 2 * 4 * 256 / 2)
+    assert two.doubts == ("the speed of far is as was said",)
+    assert [each["measured"] for each in described(two)["workers"]] == [False, False]
+
+
+def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = read_groups(BASE_MODEL)
+    monkeypatch.setattr(surveys, "available_memory", lambda: (600e6, "this test"))
+    with pytest.raises(ConfigurationError, match="the weights do not fit: 24 groups take"):
+        place_groups(groups, ["cpu"] * 3, 1, "ring")
+    assert len(set(place_groups(groups, ["cpu"] * 2, 1, "ring").lane_of)) == 2
+    with pytest.raises(ConfigurationError, match="there is no cuda:99 here"):
+        place_groups(groups, ["cuda:99"], 1, "ring")
+    tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, anyway=True)
+    assert tight.misfit.startswith("the weights do not fit")
+    assert "the weights do not fit here" in tight.doubts
