@@ -100,6 +100,15 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
             "one worker: leave out fsdp",
         ),
         ({"launcher": "ray", "workers": 2, "device": "cuda"}, ""),
+        ({"devices": "cpu,cpu", "workers": 2}, "a worker for each device it names: leave out workers=2"),
+        ({"devices": "cuda:0", "device": "cuda"}, "a worker for each device it names: leave out device=cuda"),
+        ({"devices": "cpu,"}, "devices=cpu, names none between two commas, or at an end"),
+        ({"devices": "cpu,cpu,cpu", "stripes": 2}, "devices=cpu,cpu,cpu cannot be divided into stripes=2"),
+        ({"stripes": 2}, "stripes=2 means nothing without workers=N or devices=NAME,NAME"),
+        ({"json": True}, "json=True means nothing without plan=True"),
+        ({"plan": True, "part": "1/2"}, "plan=True is of all layers: leave out part=1/2"),
+        ({"plan": True, "fsdp": True, "workers": 2, "numerics": "float32"}, "and stripes: leave out fsdp"),
+        ({"devices": "cpu,cpu", "stripes": 2}, ""),
         ({"port": 0, "admin_port": 0}, ""),
         ({"tenant_mib": 600, "total_mib": 0}, ""),
         ({"total_mib": 100}, ""),  # the default of one tenant is no wish
@@ -123,13 +132,14 @@ def test_every_option_arrives_at_the_provider(served: list[ServeConfig]) -> None
         for field in dataclasses.fields(ServeConfig)
     } | {"batching": "none", "log_format": "json", "dev": False, "admin_port": 4}
     given["part"] = "2/3"
+    given |= {"devices": "", "plan": False, "json": False}  # instead of workers and part
     given["dev_dir"] = ServeConfig.dev_dir  # which goes with dev alone
     given["stripes"] = 1  # which does not go with fsdp
     given["numerics"] = "float32"
     given["launcher"] = ServeConfig.launcher  # the other one goes neither with stripes nor with every device
     words = ["model_dir"]
     for name, value in given.items():
-        if name not in ("model_dir", "dev", "dev_dir"):
+        if name not in ("model_dir", "dev", "dev_dir", "devices", "plan", "json"):
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     assert serve(*words) == "enough"
     assert [dataclasses.asdict(config) for config in served] == [given]
