@@ -84,12 +84,13 @@ class Cluster:
     devices: int
     link: Link
     depth: int = 2
+    weight_bytes: int = WEIGHT_BYTES
 
     def __post_init__(self) -> None:
         """Place the groups."""
         together = self.way != BY_GROUP
         lanes = [DEVICE] * (1 if together else self.devices)
-        self._lane_of = place(self.shapes, lanes, weight_bytes=WEIGHT_BYTES).lane_of
+        self._lane_of = place(self.shapes, lanes, weight_bytes=self.weight_bytes).lane_of
         self.count = len(lanes)
         self._hops = max(1, math.ceil(math.log2(self.devices))) if together else 1
 
@@ -111,7 +112,7 @@ class Cluster:
                 answering = 2 * share * out / rate
         elif self.way == FSDP:
             multiplying = line.per_row * math.ceil(rows / self.devices)
-            gathering = share * WEIGHT_BYTES * shape.size / rate
+            gathering = share * self.weight_bytes * shape.size / rate
         alphas = self.link.seconds * self._hops * (3 if self.way == FSDP else 2)
         seconds = alphas + gathering + into / rate + reading + multiplying + answering
         return Product(seconds, reading, max(gathering, into / rate, reading + multiplying, answering))
@@ -222,7 +223,7 @@ def _scaled(axis: plt.Axes, ticks: Sequence[int]) -> None:
 # -- two workers of this machine -------------------------------------------------------------------
 
 
-def validate(path: Path) -> list[dict[str, Any]]:
+def validate(path: Path, numerics: str) -> list[dict[str, Any]]:
     """Compare with what ``sharding.py`` measured; its loads of one row and one caller calibrate."""
     measured, found = json.loads(path.read_text()), []
     for shape, told in measured.items():
@@ -235,9 +236,9 @@ def validate(path: Path) -> list[dict[str, Any]]:
         one, by_group, striped, *more = rates
         count = os.cpu_count() or 1
         names = ["cpu"] * count
-        alone = lay_out(groups, ["cpu"], numerics="ring", threads=count, processes=False)
-        spread = lay_out(groups, names, numerics="ring")
-        sharing = lay_out(groups, names, numerics="ring", stripes=count)
+        alone = lay_out(groups, ["cpu"], numerics=numerics, threads=count, processes=False)
+        spread = lay_out(groups, names, numerics=numerics)
+        sharing = lay_out(groups, names, numerics=numerics, stripes=count)
         request = max(1e-6, 1 / rates[one]["1 x 1"] - _one_row(alone))
         hop = max(1e-6, 1 / rates[by_group]["1 x 1"] - request - _one_row(spread))
         copied = _copies()
@@ -248,9 +249,12 @@ def validate(path: Path) -> list[dict[str, Any]]:
             striped: PlacedLanes(sharing.placement, sharing.latency, hop, copied, row, 2),
         }
         for way in more:
-            if FSDP in way:
+            if FSDP in way.lower():
                 link = Link(hop / 3, copied)
-                lanes[way] = Cluster(FSDP, alone.placement.shapes, spread.latency[0], count, link)
+                of = alone.placement
+                lanes[way] = Cluster(
+                    FSDP, of.shapes, spread.latency[0], count, link, weight_bytes=of.weight_bytes
+                )
         console.print(
             f"{shape}: {request * 1e6:.0f} us a request, {hop * 1e6:.0f} us to a worker and back, "
             f"{copied / 1e9:.1f} GB/s copied"
@@ -324,12 +328,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--validate", type=Path, help="What sharding.py wrote")
+    parser.add_argument("--numerics", default="ring", help="with which sharding.py ran")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--redraw", action="store_true", help="what was simulated last")
     parser.add_argument("--output", type=Path, default=Path("out/bench/cluster.png"))
     options = parser.parse_args()
     if options.validate:
-        found = validate(options.validate)
+        found = validate(options.validate, options.numerics)
         show(found)
         options.validate.with_name("cluster-validation.json").write_text(json.dumps(found, indent=1))
         return
