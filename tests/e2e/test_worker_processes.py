@@ -44,7 +44,7 @@ def logits(session: tenant_sdk.Session, passes: int) -> list[torch.Tensor]:
 
 def test_a_tenant_notices_nothing_but_a_moment(serve_process: Callable[..., Executor]) -> None:
     alone = serve_process(BASE_MODEL, "--numerics", RING)
-    shared = serve_process(BASE_MODEL, "--numerics", RING, "--workers", "2")
+    shared = serve_process(BASE_MODEL, "--numerics", RING, "--devices", "cpu,cpu")
     masks = {"privacy": "one-time", "mask_sources": [f"local:{BASE_MODEL}"]}
     with alone.connect(**masks) as session:
         expected = logits(session, 4)
