@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tenant_sdk
-from provider.engine.profiling import shapes_of
-from provider.workers.pool import place
+from provider.workers.pool import place_groups
 from shared.wire.header import Direction
 
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
@@ -108,7 +107,7 @@ def main() -> None:
         write_model(folder, layers=4, width=256, feed_forward=512, heads=4, vocabulary=1000)
         with executor(folder, Path(work) / "served", "--numerics", "ring", "--workers", "2") as running:
             with connect(running) as session:
-                lane_of = place(shapes_of(session.manifest.groups), 2)
+                lane_of = place_groups(session.manifest.groups, ["cpu"] * 2, 1, "ring").lane_of
             for name, fault in FAULTS.items():
                 found[name] = [one_round(running, lane_of, fault, i % 2) for i in range(options.rounds)]
     table = Table(title=f"Seconds, median of {options.rounds} (range), after a worker was lost")

@@ -317,6 +317,8 @@ class ServeConfig:
             raise ConfigurationError(f"part={self.part} is not written k/n, such as 1/2 for the first of two")
         if self.part and self.plan:
             raise ConfigurationError(f"plan=True is of all layers: leave out part={self.part}")
+        if self.fsdp and self.plan:
+            raise ConfigurationError("plan=True is of whole layers and stripes: leave out fsdp")
         for name in ("workers", "device"):
             if self.devices and name in given:
                 raise ConfigurationError(

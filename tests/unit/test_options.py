@@ -107,6 +107,7 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
         ({"stripes": 2}, "stripes=2 means nothing without workers=N or devices=NAME,NAME"),
         ({"json": True}, "json=True means nothing without plan=True"),
         ({"plan": True, "part": "1/2"}, "plan=True is of all layers: leave out part=1/2"),
+        ({"plan": True, "fsdp": True, "workers": 2, "numerics": "float32"}, "and stripes: leave out fsdp"),
         ({"devices": "cpu,cpu", "stripes": 2}, ""),
         ({"port": 0, "admin_port": 0}, ""),
         ({"tenant_mib": 600, "total_mib": 0}, ""),
