@@ -156,7 +156,7 @@ def test_one_that_is_lost_while_it_loads(llama: Sharded) -> None:
 def test_a_worker_that_cannot_load_ends_all(checkpoint: Callable[[str], Path]) -> None:
     """With its sentence, and before those who wait for it give up."""
     with pytest.raises(SymbiosisError, match="no device 'xpu'"):
-        WorkerPool(checkpoint("llama"), 2, numerics="float32", device="xpu", threads=1, fsdp=True)
+        WorkerPool(checkpoint("llama"), ["xpu"] * 2, numerics="float32", threads=1, fsdp=True)
     lane = GatheredLane(
         "0", Share(str(checkpoint("llama")), "float32", "cpu", 1, {0: GROUP}), 2, lambda _: 1.0
     )
