@@ -31,10 +31,10 @@ class GroupExecutor:
     """Computes products of some groups or all, and keeps no state of any tenant (Symbiosis §3.2).
 
     Args:
-        groups: by their numbers in the manifest.
+        groups: by their numbers in the manifest; with a stripe, cut to it.
         numerics: in which they were loaded, a name in ``NUMERICS``.
         device: on which they were.
-        stripe: of each group's outputs, if not all of them are to be here. Requests are whole; answers are
+        stripe: of each group's outputs, if not all of them are here. Requests are whole; answers are
             this stripe's columns forward, and what it adds to the sum backward.
 
     Raises:
@@ -52,10 +52,7 @@ class GroupExecutor:
         self._device = device
         self._stripe = stripe
         self._pipeline = Pipeline(device) if device.type == "cuda" else None
-        self._weights = {
-            group: loaded.weight.striped(stripe) if stripe else loaded.weight
-            for group, loaded in groups.items()
-        }
+        self._weights = {group: loaded.weight for group, loaded in groups.items()}
         self._shapes = {group: GroupShape.of(loaded.info, numerics) for group, loaded in groups.items()}
         self._order = sorted(groups)
 

@@ -70,7 +70,10 @@ def load(share: Share) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
 
         shards = Shards(share.gathering, share.numerics, device)
         load_group = shards.load
-    loaded = {number: load_group(checkpoint, info, device) for number, info in share.groups.items()}
+    loaded = {  # one is cut before the next is read
+        number: load_group(checkpoint, info, device).cut(share.stripe)
+        for number, info in share.groups.items()
+    }
     if shards is not None:
         shards.all_loaded()
     executor = GroupExecutor(loaded, share.numerics, device, share.stripe)

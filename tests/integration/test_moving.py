@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import socket
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -263,11 +264,12 @@ def test_a_lone_executor_may_send_old_sessions_away_too(
 
 
 def test_sessions_of_this_machine_grow_old_too(
-    checkpoint: Callable[[str], Path], tls_dir: Path, token_file: tuple[Path, str], tmp_path: Path
+    checkpoint: Callable[[str], Path], tls_dir: Path, token_file: tuple[Path, str]
 ) -> None:
     """As ``serve`` is told; they come again to the same directory."""
+    here = Path(tempfile.mkdtemp(prefix="symbiosis-"))  # a short path, for sockets
     options: dict[str, Any] = {"tls_dir": tls_dir, "token_file": token_file[0], "port": 0}
-    options |= {"local_dir": tmp_path / "here", "max_connection_seconds": 0.3, "drain_seconds": 1.0}
+    options |= {"local_dir": here, "max_connection_seconds": 0.3, "drain_seconds": 1.0}
     config = ServeConfig(model_dir=checkpoint("llama"), **options)
     with Provider(config) as provider:
         for url in (provider.local_url, provider.url):

@@ -34,7 +34,7 @@ def share_of(
     checkpoint = Checkpoint(folder)
     groups = discover(checkpoint).groups
     load = NUMERICS[numerics].load
-    loaded = {i: load(checkpoint, groups[i], device) for i in SHARE}
+    loaded = {i: load(checkpoint, groups[i], device).cut(stripe) for i in SHARE}
     return GroupExecutor(loaded, numerics, device, stripe)
 
 
