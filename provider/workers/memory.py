@@ -62,6 +62,8 @@ class Segments:
         else:
             self._made += 1
             segment = Segment(self._made, max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
-        while len(self._free) > _MOST_FREE:
-            self.dropped.append(self._free.pop(0).number)
+        while len(self._free) > _MOST_FREE:  # the smallest: larger ones do for all
+            least = min(self._free, key=lambda segment: segment.size)
+            self._free.remove(least)
+            self.dropped.append(least.number)
         return segment, segment.view(self._unused)
