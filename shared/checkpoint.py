@@ -128,8 +128,12 @@ class Checkpoint:
 
         Whoever has the checkpoint gets the same digest, whatever numerics an executor serves it in.
         """
+        return self.digest_of_groups(group for group in groups if not group.head)
+
+    def digest_of_groups(self, groups: Iterable[GroupInfo]) -> str:
+        """The same with the head, if that is among them."""
         total = hashlib.sha256()
-        for tensor in sorted({member.tensor for g in groups if not g.head for member in g.members}):
+        for tensor in sorted({member.tensor for group in groups for member in group.members}):
             weight = self.read(tensor).contiguous()
             total.update(f"{tensor}|{weight.dtype}|{tuple(weight.shape)}|".encode())
             total.update(_bytes(weight))

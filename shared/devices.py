@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -32,24 +34,26 @@ def to_host(blocks: Sequence[torch.Tensor], dtype: torch.dtype | None = None) ->
     return out
 
 
-def pinned(memory: torch.Tensor) -> None:
-    """Have a GPU copy from and to this memory directly, for as long as it is there; without a GPU, nothing.
+def pin(memory: np.ndarray[Any, np.dtype[np.uint8]], device: torch.device) -> None:
+    """Have a GPU copy from and to this memory directly, for as long as it is there; for the CPU, nothing.
 
     Args:
-        memory: uint8, of which all that is copied is a view.
+        memory: of which all that is copied is a view.
+        device: that copies.
     """
-    if not torch.cuda.is_available() or not memory.numel():
+    if device.type != "cuda" or not memory.size:
         return
-    at, runtime = memory.data_ptr(), torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(at, memory.numel(), 0)) == 0:  # else it is copied in two steps
-        weakref.finalize(memory.numpy(), runtime.cudaHostUnregister, at)
+    at = memory.ctypes.data
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(at, memory.size, 0)) == 0:  # else it is copied in two steps
+            weakref.finalize(memory, runtime.cudaHostUnregister, at)
 
 
 class Pipeline:
     """One GPU: copies to it, products and copies from it, each in order on a stream of its own.
 
     So rows of the next batch travel while the last is multiplied, and nothing waits but who reads answers.
-    Not measured: no such device was at hand.
 
     Args:
         device: the GPU.

@@ -54,8 +54,8 @@ def peer_text(text: str, limit: int = 500) -> str:
 
 
 def peer_seconds(seconds: float | None) -> float | None:
-    """How long a peer asks to wait; None if it does not say, or says what no time can be."""
-    return seconds if seconds is not None and 0 <= seconds < math.inf else None
+    """How long a peer asks to wait, an hour at most; None if it does not say, or says what no time can be."""
+    return min(seconds, 3600.0) if seconds is not None and 0 <= seconds < math.inf else None
 
 
 class ConfigurationError(SymbiosisError):

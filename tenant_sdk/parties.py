@@ -105,7 +105,11 @@ class Replicated:
         """See ``LastingConnection``."""
         places = self._places.find()
         most = OPENING_SECONDS if len(places) > 1 else self._config.timeout
-        return {str(place): partial(self._open, place, min(most, self._config.timeout)) for place in places}
+        found: dict[str, Open] = {}
+        for place in places:  # executors in this process may all have one name
+            name = str(place) if str(place) not in found else f"{place} ({len(found) + 1})"
+            found[name] = partial(self._open, place, min(most, self._config.timeout))
+        return found
 
     def _open(self, place: Place, opening: float) -> Channel:
         try:

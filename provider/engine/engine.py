@@ -81,6 +81,7 @@ class Engine:
 
     Attributes:
         loop: whose thread this belongs to; sessions watch their descriptors there.
+        policy: see there.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.loop = Loop(self)
-        self._lanes, self._policy, self._latency = list(lanes), policy, latency
+        self._lanes, self.policy, self._latency = list(lanes), policy, latency
         self._lane_of, self._row_costs, self._clock = lane_of, row_costs or RowCosts(), clock
         self._read_ahead, self._on_batch = read_ahead, on_batch
         self._all = sum(shape.size for shape in latency.shapes)
@@ -150,7 +151,7 @@ class Engine:
         work = self._work(tenant, session, header)
         self._submissions[work] = _Submission(work, Request(header, payload), completed)
         try:
-            self._policy.add(work, work.arrived)
+            self.policy.add(work, work.arrived)
         except Exception as error:
             self._fail(error)
 
@@ -178,11 +179,11 @@ class Engine:
             a for a in self._submissions.values() if (a.work.tenant, a.work.session) == (tenant, session)
         ]:
             submission.left = True
-            self._policy.drop(submission.work)
+            self.policy.drop(submission.work)
             if not submission.under_way:
                 del self._submissions[submission.work]
                 self._complete(submission, ConnectionResetError("the session has ended"))
-        self._policy.left(tenant, session)
+        self.policy.left(tenant, session)
 
     def afterwards(self, what: Callable[[], None]) -> None:
         """Do this when nobody waits for it."""
@@ -217,7 +218,7 @@ class Engine:
                 if not self._submissions or self._under_way[number] >= lane.depth:
                     continue
                 now = self._clock()
-                decision = self._policy.next(now, number)
+                decision = self.policy.next(now, number)
                 if isinstance(decision, float):
                     wait = max(0.0, decision - now) if wait is None else min(wait, max(0.0, decision - now))
                 elif decision is not None:
@@ -301,9 +302,9 @@ class Engine:
         try:
             for submission, done in complete:
                 if isinstance(done, Exception):
-                    self._policy.drop(submission.work)
+                    self.policy.drop(submission.work)
             if not any(isinstance(answer, Exception) for answer in answers):
-                self._policy.finished(batch, ended - started, ended)
+                self.policy.finished(batch, ended - started, ended)
         except Exception as error:
             fault = error
         for submission, done in complete:
@@ -327,7 +328,7 @@ class Engine:
         left, self._submissions = list(self._submissions.values()), {}
         for submission in left:
             with suppress(Exception):
-                self._policy.drop(submission.work)
+                self.policy.drop(submission.work)
             self._complete(submission, RuntimeError(f"the scheduler failed: {error!r}"))
 
 

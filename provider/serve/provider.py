@@ -16,7 +16,7 @@ import torch
 from provider.config import ServeConfig
 from provider.engine.engine import Engine
 from provider.engine.profiling import profiled
-from provider.engine.scheduler import Objective, Opportunistic, Policy, make_policy
+from provider.engine.scheduler import Objective, Opportunistic, make_policy
 from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
@@ -120,9 +120,9 @@ class Provider:
         if config.transcript is not None:
             self.recording = TranscriptWriter(config.transcript, executor.manifest)
             opened.callback(self.recording.close)
-        service, policy = self._make_service(executor, metrics)
+        service = self._make_service(executor, metrics)
         opened.callback(service.close)
-        self._watch(service, policy, status)
+        self._watch(service, status)
         self.server = Server(
             service,
             context=context,
@@ -179,16 +179,11 @@ class Provider:
         self._pool = pool
         return pool
 
-    def _make_service(self, executor: BaseExecutor | WorkerPool, metrics: Metrics) -> tuple[Service, Policy]:
+    def _make_service(self, executor: BaseExecutor | WorkerPool, metrics: Metrics) -> Service:
         config = self.config
         objective = Objective(
             config.decode_objective_ms / 1000, config.decode_rows, wait_seconds=config.batch_wait_ms / 1000
         )
-        if isinstance(executor, WorkerPool):
-            latency = executor.latency
-        else:
-            latency = profiled(executor, executor.manifest)
-        policy = make_policy(config.batching, latency, objective)
         quotas = Quotas(
             Quota(
                 config.tenant_mib << 20,
@@ -198,12 +193,13 @@ class Provider:
             ),
             Quota(config.total_mib << 20),
         )
+        policy = partial(make_policy, config.batching, objective=objective)
         if isinstance(executor, WorkerPool):
-            lane_of = executor.lane_of.__getitem__
-            engine = Engine(executor.lanes, policy, latency, lane_of=lane_of, on_batch=metrics.batch)
+            engine = executor.engine(policy, on_batch=metrics.batch)
         else:
-            engine = Engine.of(executor, lambda _: policy, latency, on_batch=metrics.batch)
-        return Service(executor, engine, metrics, quotas, self.recording), policy
+            latency = profiled(executor, executor.manifest)
+            engine = Engine.of(executor, policy, latency, on_batch=metrics.batch)
+        return Service(executor, engine, metrics, quotas, self.recording)
 
     def _observe(self, tokens: TokenFile, opened: ExitStack) -> tuple[Metrics, Status]:
         """Open the admin port and the usage file, before anything is loaded: both outlive the engine."""
@@ -224,8 +220,8 @@ class Provider:
             opened.callback(Periodic(DAY, warn, name).close)
         return metrics, status
 
-    def _watch(self, service: Service, policy: Policy, status: Status) -> None:
-        config, manifest = self.config, service.executor.manifest
+    def _watch(self, service: Service, status: Status) -> None:
+        config, manifest, policy = self.config, service.executor.manifest, service.engine.policy
         service.metrics.watch(
             lambda: service.engine.waiting,
             lambda: service.quotas.in_flight()[1],

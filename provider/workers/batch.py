@@ -120,8 +120,8 @@ class Layout:
         for place, number in enumerate(self._seeds):
             seed = memory.tensor(place * aligned(SEED_BYTES), torch.uint8, (1, SEED_BYTES))
             part = self._parts[number]
-            rows = MaskStream(seed.numpy().tobytes()).draw(part.start + part.rows, width)
-            yield ranges[number], rows[part.start :]
+            stream = MaskStream(seed.numpy().tobytes(), 4 * part.start * width)
+            yield ranges[number], stream.draw(part.rows, width)
 
     def answers(self, memory: SharedMemory, term: int = 0) -> list[torch.Tensor]:
         """Of all parts, [T, width] for each block."""

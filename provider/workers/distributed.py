@@ -9,10 +9,12 @@ Both ends say every second that they live. Whoever hears nothing for ``SILENCE_S
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -22,26 +24,38 @@ from provider.engine.loop import Loop
 from provider.workers.link import ALIVE, END, FORGET, MEMORY, Link, Rows
 from provider.workers.memory import Segment
 from provider.workers.world import CONNECT_SECONDS
-from shared.devices import pinned
 from shared.errors import SymbiosisError
 from shared.transport.colocated import SharedMemory
+
+log = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 JOIN_SECONDS = 600.0  # for a worker that has not come yet
 _LOOK_SECONDS = 0.1
 _PIECE_BYTES = 8 << 20  # on the way at once: each has its own SILENCE_SECONDS
+_MOST_CONTENT, _MOST_MEMORY = 1 << 30, 1 << 34  # scales of a large model; rows and answers of a batch
 _TAG = 0
+_OVER = "over"
 
 
 def join(store: Store, rank: int) -> DistributedLink:
     """As a worker: say that it is there, and wait for the executor.
 
     Raises:
+        EOFError: it has ended.
         OSError: it does not come.
     """
+    if store.check([_OVER]):
+        raise EOFError("the executor has ended")
     times = store.add(_word(rank), 1)
     return DistributedLink(_pair(store, rank, times, 1), 0)
+
+
+def over(store: Store) -> None:
+    """As the executor: tell also those who are about to join that there is nothing more to do."""
+    with suppress(RuntimeError):  # the store has ended first
+        store.set(_OVER, "1")
 
 
 class Joined:
@@ -76,7 +90,7 @@ class Rank:
             SymbiosisError: it does not.
         """
         deadline = time.monotonic() + JOIN_SECONDS
-        while (times := self._store.add(_word(self._rank), 0)) <= self._times:
+        while (times := self._joined()) <= self._times:
             if stop.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
                 raise SymbiosisError(
                     f"nobody has joined as rank {self._rank} for {JOIN_SECONDS:.0f} s; is it started, with "
@@ -85,8 +99,15 @@ class Rank:
         self._times = times
         try:
             return Joined(DistributedLink(_pair(self._store, self._rank, times, 0), 1))
-        except OSError as error:
-            raise SymbiosisError(f"rank {self._rank} said that it is there, and is not: {error}") from error
+        except OSError as error:  # it has ended meanwhile, and will come again
+            log.info("rank %d said that it is there, and is not: %s", self._rank, error)
+            return self(stop)
+
+    def _joined(self) -> int:
+        try:
+            return int(self._store.add(_word(self._rank), 0))
+        except RuntimeError as error:
+            raise SymbiosisError(f"the store where workers join is gone: {error}") from error
 
 
 def _word(rank: int) -> str:
@@ -109,6 +130,9 @@ class DistributedLink:
     Args:
         group: of two.
         peer: the other rank.
+
+    Attributes:
+        ended: set when nothing can come any more.
     """
 
     def __init__(self, group: ProcessGroupGloo, peer: int) -> None:
@@ -119,6 +143,7 @@ class DistributedLink:
         self._outbox: queue.SimpleQueue[tuple[int, bytes, Rows | None]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[int, bytes] | Exception] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
+        self.ended = threading.Event()
         self._closed = False
         self._sender = threading.Thread(target=self._send_all, name="link-sends", daemon=True)
         self._sender.start()
@@ -152,12 +177,12 @@ class DistributedLink:
         """See Link."""
 
         def take() -> None:
-            while not self._inbox.empty():
+            while not self._closed and not self._inbox.empty():
                 message = self._inbox.get()
                 if isinstance(message, Exception):
                     ended(message)
-                else:
-                    received(*message)
+                    return
+                received(*message)
 
         self._wake = lambda: loop.call(take)
         loop.call(take)  # what came before
@@ -199,22 +224,31 @@ class DistributedLink:
                     self._put(torch.frombuffer(bytearray(content), dtype=torch.uint8))
                 if stop > start and rows:
                     self._put(torch.from_numpy(rows.memory.whole[start:stop]))
-        except RuntimeError as error:
-            self._inbox.put(ConnectionError(str(error).splitlines()[0]))
-            self._wake()
+        except Exception as error:
+            self._end(ConnectionError(str(error).partition("\n")[0]))
+
+    def _end(self, error: Exception) -> None:
+        self._inbox.put(error)
+        self._wake()
+        self.ended.set()
 
     def _receive_all(self) -> None:
         try:
             while not self._closed:
                 kind, length, number, start, stop = self._get(torch.empty(5, dtype=torch.int64)).tolist()
+                if not 0 <= length <= _MOST_CONTENT:
+                    raise RuntimeError(f"a message of {length} bytes")
                 content = self._get(torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
                 memory = self.memory.get(number) or self._answers.pop(number, None)
+                if memory is not None and not 0 <= start <= stop <= memory.size:
+                    raise RuntimeError(f"bytes {start} to {stop} of {memory.size}")
                 if memory is not None and stop > start:
                     self._get(torch.from_numpy(memory.whole[start:stop]))
                 if kind == MEMORY:
                     number, size = (int.from_bytes(content[at : at + 8], "little") for at in (0, 8))
+                    if not 0 < size <= _MOST_MEMORY:
+                        raise RuntimeError(f"memory of {size} bytes")
                     self.memory[number] = SharedMemory.private(size)
-                    pinned(torch.from_numpy(self.memory[number].whole))
                 elif kind == FORGET:
                     self.memory.pop(int.from_bytes(content, "little"), None)
                 elif kind == END:
@@ -222,12 +256,10 @@ class DistributedLink:
                 elif kind != ALIVE:
                     self._inbox.put((kind, content))
                     self._wake()
-        except RuntimeError as error:
-            self._inbox.put(ConnectionError(str(error).splitlines()[0]))
-            self._wake()
         except EOFError as error:
-            self._inbox.put(error)
-            self._wake()
+            self._end(error)
+        except Exception as error:  # RuntimeError of gloo, and whatever a peer's bytes lead to
+            self._end(ConnectionError(str(error).partition("\n")[0]))
 
     def _put(self, tensor: torch.Tensor) -> None:
         patience = timedelta(seconds=SILENCE_SECONDS)

@@ -25,7 +25,9 @@ from shared.wire.protocol import GroupShape
 BATCHES = 2  # under way: the next is there when one is done
 # A worker that takes longer than this for a batch has stopped: seconds, and times what was expected.
 LEAST_PATIENCE, PATIENCE = 2.0, 20.0
+MOST_READ = 8  # pieces of memory whose answers are not copied: who does not read them holds more than theirs
 LOOK_SECONDS = 0.5  # between two looks whether something is late
+LEAST_RATE = 1.6e6  # bytes a second to and from a worker on another machine
 RETRY_SECONDS = 1.0  # after which a tenant asks again for what a worker did not answer
 
 
@@ -35,6 +37,7 @@ class _UnderWay:
 
     layout: Layout
     order: list[int]  # of each part, the place of its answer
+    whole: bool  # it is one request, all of it, and its answer may be read from the memory
     memory: SharedMemory
     future: Future[BatchResult] | None
     began: float
@@ -150,8 +153,15 @@ class WorkerLane:
             return future
         layout.write(memory, batch)
         began = time.monotonic()
-        deadline = began + max(LEAST_PATIENCE, PATIENCE * self._expected(batch))
-        under_way = _UnderWay(layout, order, memory, future, began, deadline, set(self.workers))
+        before = max((each.deadline for each in self._under_way.values()), default=began)
+        travels = 0.0 if all(worker.pid for worker in self.workers) else layout.size / LEAST_RATE
+        deadline = max(began, before) + travels + max(LEAST_PATIENCE, PATIENCE * self._expected(batch))
+        first = batch[0]
+        whole = len(batch) == 1 and first.stop - first.start == first.request.header.rows
+        few = self._segments.held <= MOST_READ and segment.size <= 4 * (layout.size - layout.first)
+        under_way = _UnderWay(
+            layout, order, whole and few, memory, future, began, deadline, set(self.workers)
+        )
         self._under_way[segment.number] = under_way
         asked = Batch(segment.number, header.group, header.direction, header.members, header.dtype, parts)
         message = msgspec.msgpack.encode(asked)
@@ -204,12 +214,15 @@ class WorkerLane:
         batch.failures |= what.failures
         batch.processor_seconds += what.processor_seconds
         worker.multiplied.add(batch.layout.ranges()[-1].stop, batch.began, time.monotonic())
-        if what.failures and worker.link is not None:
-            worker.link.take_back(what.memory)  # which it may not have been able to map: it is lent anew
         if not batch.owing:
             del self._under_way[what.memory]
             if batch.future is not None:
                 batch.future.set_result(_result(batch))
+        if worker.link is not None and not all(failure.code for failure in what.failures.values()):
+            try:
+                worker.link.take_back(what.memory)  # which it may not have been able to map: it is lent anew
+            except OSError as error:
+                worker.fail(error)
 
     def lost(self, worker: WorkerProcess) -> None:
         """See ``provider.workers.process.Owner``."""
@@ -245,7 +258,7 @@ def _result(batch: _UnderWay) -> BatchResult:
             answers[number] = batch.failures[part].error()
         elif len(terms) > 1:
             answers[number] = [_sum([block[rows] for block in blocks]) for blocks in zip(*terms, strict=True)]
-        elif len(batch.order) > 1:  # copies: or who does not read would hold the memory of all
+        elif not batch.whole:  # copies: or who does not read would hold the memory of all
             answers[number] = [block[rows].clone() for block in terms[0]]
         else:
             answers[number] = terms[0]

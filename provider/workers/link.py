@@ -17,20 +17,18 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import msgspec
-import torch
 
 from provider.engine.loop import Loop
 from provider.executor.stripes import Gathering, Stripe
 from provider.workers.memory import Segment
-from shared.devices import pinned
 from shared.errors import WireError
 from shared.transport.colocated import SharedMemory
 from shared.wire.messages import GroupInfo
 
 _FRAME = struct.Struct("<IB")
 # Kinds: what to hold; that it is held, and its scales, or why not; memory, and that it is needed no more;
-# a batch, and that it is done; that an end lives, and that there is nothing more to do.
-SHARE, LOADED, SCALES, REFUSED, MEMORY, FORGET, BATCH, DONE, ALIVE, END = range(10)
+# a batch, and that it is done; that an end lives, or still loads, and that there is nothing more to do.
+SHARE, LOADED, SCALES, REFUSED, MEMORY, FORGET, BATCH, DONE, ALIVE, LOADING, END = range(11)
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -214,8 +212,7 @@ class LocalLink:
             if kind == MEMORY:
                 (descriptor,) = descriptors
                 try:
-                    memory = self.memory[number] = SharedMemory(descriptor, os.fstat(descriptor).st_size)
-                    pinned(torch.from_numpy(memory.whole))
+                    self.memory[number] = SharedMemory(descriptor, os.fstat(descriptor).st_size)
                 except (OSError, MemoryError):
                     pass  # a batch that is there fails
                 finally:

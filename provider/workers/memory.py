@@ -9,7 +9,9 @@ from collections import deque
 from shared.transport.colocated import SharedMemory
 
 _LEAST_BYTES = 1 << 20
-_MOST_FREE = 4  # more are given back to the machine
+# What is free and more than this is given back to the machine: small ones, since large ones do for all, and
+# very large ones.
+_MOST_FREE, _MOST_FREE_BYTES = 16, 256 << 20
 
 
 class Segment:
@@ -39,10 +41,12 @@ class Segments:
 
     Attributes:
         dropped: numbers of those that are no more, for whoever tells the workers.
+        held: how many are not free.
     """
 
     def __init__(self) -> None:
         self.dropped: list[int] = []
+        self.held = 0
         self._free: list[Segment] = []
         self._unused: deque[Segment] = deque()
         self._made = 0
@@ -55,6 +59,7 @@ class Segments:
         """
         while self._unused:
             self._free.append(self._unused.popleft())
+            self.held -= 1
         fitting = [segment for segment in self._free if segment.size >= size]
         if fitting:
             segment = min(fitting, key=lambda segment: segment.size)
@@ -62,8 +67,10 @@ class Segments:
         else:
             self._made += 1
             segment = Segment(self._made, max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
-        while len(self._free) > _MOST_FREE:  # the smallest: larger ones do for all
-            least = min(self._free, key=lambda segment: segment.size)
-            self._free.remove(least)
-            self.dropped.append(least.number)
+        self._free.sort(key=lambda segment: segment.size)
+        while len(self._free) > _MOST_FREE:
+            self.dropped.append(self._free.pop(0).number)
+        while sum(segment.size for segment in self._free) > _MOST_FREE_BYTES:
+            self.dropped.append(self._free.pop().number)
+        self.held += 1
         return segment, segment.view(self._unused)

@@ -7,18 +7,21 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from provider.catalog.catalog import Catalog
 from provider.catalog.discovery import discover, part_of
+from provider.engine.engine import Engine
 from provider.engine.lanes import RowRange
 from provider.engine.latency import LatencyModel, Line
 from provider.engine.profiling import shapes_of
+from provider.engine.scheduler import Opportunistic, Policy
 from provider.executor.loading import Numerics
 from provider.executor.stripes import Stripe
-from provider.workers.distributed import Rank
+from provider.workers.distributed import Rank, over
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.lane import WorkerLane
 from provider.workers.link import Loaded, Share
@@ -43,8 +46,9 @@ def check_stripes(groups: Sequence[GroupInfo], stripes: int) -> None:
         raise ConfigurationError(f"stripes={stripes} is too many: a layer has {least} outputs")
 
 
-def _check_weights(checkpoint: Checkpoint, name: str, loaded: Loaded) -> None:
-    if loaded.weights != checkpoint.weights_digest(loaded.groups.values()):
+def _check_weights(checkpoint: Checkpoint, name: str, share: Share, loaded: Loaded) -> None:
+    same = {number: replace(info, bounds=None) for number, info in loaded.groups.items()} == share.groups
+    if not same or loaded.weights != checkpoint.digest_of_groups(share.groups.values()):
         raise ConfigurationError(
             f"worker {name} has read other weights than the executor from {checkpoint.folder}; give all "
             "machines the same checkpoint"
@@ -137,17 +141,22 @@ class WorkerPool:
         self.placement = place_groups(own_groups, devices, together, numerics, apart=world is not None)
         self.lane_of = [0] * len(groups)
         self.lane_of[slice(*served)] = self.placement.lane_of
+        given = threads
         alone = max(1, (os.cpu_count() or 1) // max(1, devices.count("cpu")))
         threads = threads or (0 if world else alone)
         summons: list[Summon] = [Process] * (len(devices) // together)
+        self._store = None
         if world is not None:
-            store = world.store()
+            self._store = store = world.store()
             summons[len(devices) - world.size + 1 :] = [Rank(store, rank) for rank in range(1, world.size)]
         self.lanes: list[WorkerLane] = []
         scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:
             for number in range(len(devices) // together):
                 own = {group: groups[group] for group in range(*served) if self.lane_of[group] == number}
+                if world is not None and not given:
+                    here = max(1, (os.cpu_count() or 1) // world.local_size)
+                    threads = here if summons[number] is Process else 0  # others know their machine
                 ours = devices[number * together : (number + 1) * together]
                 whole = Share(
                     str(checkpoint.folder), numerics, ours[0], threads, own, digest=world is not None
@@ -167,7 +176,7 @@ class WorkerPool:
             for lane in self.lanes:  # which load at the same time
                 for worker, ready in zip(lane.workers, lane.ready(), strict=True):
                     if world is not None:
-                        _check_weights(checkpoint, worker.name, ready.loaded)
+                        _check_weights(checkpoint, worker.name, worker.share, ready.loaded)
                     scales |= {int(group): tensor for group, tensor in ready.scales.items()}
                     for group, info in ready.loaded.groups.items():
                         groups[group] = info
@@ -186,6 +195,11 @@ class WorkerPool:
             )
             opened.pop_all()
 
+    def engine(self, policy: Callable[[LatencyModel], Policy] = Opportunistic, **options: Any) -> Engine:
+        """An engine with the workers as its lanes; see ``Engine.of``."""
+        lane_of = self.lane_of.__getitem__
+        return Engine(self.lanes, policy(self.latency), self.latency, lane_of=lane_of, **options)
+
     def _expected(self, batch: Sequence[RowRange]) -> float:
         header = batch[0].request.header
         rows = sum(each.stop - each.start for each in batch)
@@ -193,6 +207,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers."""
+        if self._store is not None:
+            over(self._store)
         for lane in self.lanes:
             lane.close()
 

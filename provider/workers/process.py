@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -34,8 +35,10 @@ from shared.errors import SymbiosisError
 
 log = logging.getLogger(__name__)
 
+_SECRET = ("_TOKEN", "_SECRET", "_PASSWORD")  # ends of names of variables that no worker needs
 LOAD_SECONDS = 600.0  # without a word from a worker that loads
 PATIENCE_SECONDS = 5.0  # for the rest of a message that has begun
+STEADY_SECONDS = 60.0  # after which its next loss is a first one again
 BACK_OFF = (0.0, 0.5, 2.0, 10.0)  # before a worker is started again; the last again and again
 
 
@@ -90,7 +93,8 @@ class Process:
         self.link: Link = LocalLink(ours, PATIENCE_SECONDS)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this program
-                [sys.executable, "-m", "provider.workers.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "provider.workers.worker", str(theirs.fileno())],
+                env={name: value for name, value in os.environ.items() if not name.endswith(_SECRET)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # Ctrl-C is for the executor, which ends its workers
@@ -134,6 +138,7 @@ class WorkerProcess:
         self.multiplied = Multiplied()
         self._first: Ready | None = None
         self._loop: Loop | None = None
+        self._tries, self._came = 0, time.monotonic()
         self._closing = threading.Event()
         self._process = self._summoned()
 
@@ -234,7 +239,7 @@ class WorkerProcess:
         ).start()
 
     def _is_back(self) -> None:
-        self.why, self.since = "", time.time()
+        self.why, self.since, self._came = "", time.time(), time.monotonic()
         self.link = self._process.link
         self._listen()
         self._owner.back(self)
@@ -242,7 +247,8 @@ class WorkerProcess:
     # -- a thread that brings it back ----------------------------------------------------------------
 
     def _bring_back(self, error: Exception) -> None:
-        began, tries = time.monotonic(), 0
+        began = time.monotonic()
+        tries = 0 if began - self._came > STEADY_SECONDS else self._tries
         self.why = f"{error}, {self._process.end()}"
         log.error("worker %s is lost (%s); it is started again", self.name, self.why)
         while not self._closing.wait(BACK_OFF[min(tries, len(BACK_OFF) - 1)]):
@@ -251,15 +257,20 @@ class WorkerProcess:
             try:
                 self.share = self._owner.again(self)
                 self._process = self._summoned()
-                self._ready()
-            except (SymbiosisError, OSError) as failure:
+                if not self._closing.is_set():
+                    self._ready()
+            except Exception as failure:  # whatever it is: nobody else brings it back
                 if not self._closing.is_set():
                     log.error("%s", failure)
                 self.why = str(failure)
                 self._process.link.close()
                 self._process.end()
                 continue
-            if self._loop is not None:
+            if self._closing.is_set():
+                self._process.link.close(finished=True)
+                self._process.end()
+            elif self._loop is not None:
+                self._tries = tries
                 log.warning("worker %s is back after %.1f s", self.name, time.monotonic() - began)
                 self._loop.call(self._is_back)
             return

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 LOST = 75  # exit status of a worker that shall join again; EX_TEMPFAIL of sysexits.h
 AGAIN_SECONDS = 1.0  # before it does
+LINGER_SECONDS = 5.0  # for one whose link has ended
 
 
 def look_after(seconds: float) -> None:
@@ -47,7 +49,7 @@ def keep_running(told: threading.Event, seconds: float, environment: Mapping[str
     """
     while True:
         with subprocess.Popen(
-            [sys.executable, "-m", "provider.workers.rank"],
+            [sys.executable, "-P", "-m", "provider.workers.rank"],
             env=os.environ | environment,
             stdin=subprocess.PIPE,  # which ends with this process, however that ends
             process_group=0,
@@ -92,6 +94,13 @@ def end_with_the_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _end_after(ended: threading.Event) -> None:
+    """A worker that hangs in a product does not read that its link has ended."""
+    ended.wait()
+    time.sleep(LINGER_SECONDS)
+    os._exit(LOST)
+
+
 def main() -> None:
     """Entry point of the worker itself."""
     end_with_the_parent()
@@ -102,7 +111,9 @@ def main() -> None:
     if world is None:
         sys.exit("started by hand? torchrun starts workers")
     try:
-        Worker(join(world.store(), world.rank), partial(_adapted, world=world)).run()
+        link = join(world.store(), world.rank)
+        threading.Thread(target=_end_after, args=(link.ended,), daemon=True).start()
+        Worker(link, partial(_adapted, world=world)).run()
     except EOFError:
         status = 0
     except (OSError, ConfigurationError) as error:

@@ -96,13 +96,16 @@ def survey_apart(devices: Sequence[str], numerics: str, shapes: Sequence[Shape])
         ConfigurationError: it failed.
     """
     wish = Wish(list(devices), numerics, [(shape.inputs, shape.outputs) for shape in shapes])
-    done = subprocess.run(
-        [sys.executable, "-m", "provider.workers.survey"],
-        input=msgspec.json.encode(wish),
-        capture_output=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "provider.workers.survey"],
+            input=msgspec.json.encode(wish),
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(f"devices={','.join(devices)} do not answer for {_SECONDS:.0f} s") from error
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigurationError(f"devices={','.join(devices)} cannot be measured: {''.join(last)}")

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from provider.workers.link import (
     BATCH,
     DONE,
     LOADED,
+    LOADING,
     REFUSED,
     SCALES,
     SHARE,
@@ -45,14 +48,19 @@ from provider.workers.link import (
     Share,
 )
 from shared.checkpoint import Checkpoint
+from shared.devices import pin
 from shared.errors import SymbiosisError, WireError
 from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
 from shared.wire.protocol import GroupShape
 
 
-def load(share: Share) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
+def load(
+    share: Share, alive: Callable[[], None] = lambda: None
+) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
     """Read a share out of its checkpoint, and measure its products; with the scales of its groups.
+
+    ``alive`` is called after each group.
 
     Raises:
         SymbiosisError: see ``BaseExecutor``.
@@ -70,10 +78,10 @@ def load(share: Share) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
 
         shards = Shards(share.gathering, share.numerics, device)
         load_group = shards.load
-    loaded = {  # one is cut before the next is read
-        number: load_group(checkpoint, info, device).cut(share.stripe)
-        for number, info in share.groups.items()
-    }
+    loaded = {}
+    for number, info in share.groups.items():  # one is cut before the next is read
+        loaded[number] = load_group(checkpoint, info, device).cut(share.stripe)
+        alive()
     if shards is not None:
         shards.all_loaded()
     executor = GroupExecutor(loaded, share.numerics, device, share.stripe)
@@ -86,7 +94,7 @@ def load(share: Share) -> tuple[GroupExecutor, Loaded, dict[str, torch.Tensor]]:
     if shards is not None:
         shards.give_back()
     scales = {str(number): group.scales for number, group in loaded.items() if group.scales is not None}
-    weights = checkpoint.weights_digest(infos.values()) if share.digest else ""
+    weights = checkpoint.digest_of_groups(share.groups.values()) if share.digest else ""
     return executor, Loaded(infos, lines, weights), scales
 
 
@@ -102,6 +110,8 @@ class Worker:
         self._link, self._adapted = link, adapted
         self._executor: GroupExecutor | None = None
         self._begun: deque[tuple[Done, Rows, Callable[[], None]]] = deque()
+        self._pinned: set[int] = set()  # memory, by number; none has that of another
+        self._device = torch.device("cpu")
         self._shapes: dict[int, GroupShape] = {}
         self._stripe, self._gathering = Stripe(0, 1), ALONE
 
@@ -127,11 +137,12 @@ class Worker:
     def _share(self, share: Share) -> None:
         try:
             with memory_errors(Path(share.folder).name):
-                self._executor, loaded, scales = load(share)
+                self._executor, loaded, scales = load(share, lambda: self._link.send(LOADING))
         except (SymbiosisError, OSError, RuntimeError) as error:
             self._link.send(REFUSED, msgspec.msgpack.encode(Failure(str(error), type(error).__name__)))
             return
         self._shapes = {number: GroupShape.of(info, share.numerics) for number, info in share.groups.items()}
+        self._device = torch.device(share.device)
         self._stripe, self._gathering = share.stripe or self._stripe, share.gathering or ALONE
         self._link.send(SCALES, save(scales))
         self._link.send(LOADED, msgspec.msgpack.encode(loaded))
@@ -140,10 +151,15 @@ class Worker:
         """Multiply, or have a GPU do it; what is begun is finished when there is nothing else to begin."""
         began, memory = time.thread_time(), self._link.memory.get(batch.memory)
         if memory is None:
+            if self._gathering is not ALONE:
+                raise EOFError("no memory for a batch that the others gather for")
             failure = Failure("no memory for a batch of this size")
             done = Done(batch.memory, 0.0, dict.fromkeys(range(len(batch.parts)), failure))
             self._link.send(DONE, msgspec.msgpack.encode(done))
             return
+        if batch.memory not in self._pinned:
+            self._pinned.add(batch.memory)
+            pin(memory.whole, self._device)
         rows, wait = Rows(batch.memory, memory, 0, 0), None
         try:
             layout = self._layout(batch)
@@ -202,9 +218,18 @@ class Worker:
         return failures, None
 
 
+def _end_with(descriptor: int) -> None:
+    """Also in the middle of loading or of a product: whoever started this needs it no more, or is gone."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
 def main() -> None:
     """Entry point."""
     link = LocalLink(socket.socket(fileno=int(sys.argv[1])))
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     try:
         Worker(link).run()
     except (EOFError, ConnectionError):

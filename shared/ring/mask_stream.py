@@ -27,16 +27,19 @@ class MaskStream:
     Args:
         seed: 32 bytes, the key. Fresh from the operating system for every stream, so the counter
             may start at 0: no block is ever encrypted twice under one key.
+        skip: bytes of the stream that others draw.
 
     Raises:
         ValueError: another length.
     """
 
-    def __init__(self, seed: bytes | bytearray | memoryview) -> None:
+    def __init__(self, seed: bytes | bytearray | memoryview, skip: int = 0) -> None:
         if len(seed) != SEED_BYTES:
             raise ValueError(f"a seed has {SEED_BYTES} bytes")
         self._home = Home()
-        self._stream = Cipher(AES(bytes(seed)), CTR(bytes(16))).encryptor()
+        blocks, rest = divmod(skip, 16)
+        self._stream = Cipher(AES(bytes(seed)), CTR(blocks.to_bytes(16, "big"))).encryptor()
+        self._stream.update(bytes(rest))
 
     def draw(self, rows: int, columns: int) -> torch.Tensor:
         """The next ``rows * columns`` integers: int32 [rows, columns], uniform modulo 2^32.

@@ -97,7 +97,8 @@ class Manifest(Message, frozen=True, omit_defaults=True):
 
     def serves(self, group: int) -> bool:
         """Whether a group's products are computed here."""
-        return self.part is None or self.part[0] <= group < self.part[1]
+        first, stop = self.part or (0, len(self.groups))
+        return first <= group < stop
 
 
 def digest_of(manifest: Manifest) -> str:

@@ -172,12 +172,22 @@ class LastingConnection:
 
     def answered(self, channel: Channel) -> None:
         """The executor has answered a request: if it was away, it is back."""
-        if self._rounds and channel is self._channel:
+        if not (self._rounds and channel is self._channel) or channel.broken:
+            return
+        if not self._reconnecting.acquire(blocking=False):
+            return  # somebody opens another channel: the next answer says it
+        try:
             self._rounds, told, self._told, self._cause = 0, self._told, None, None
             self._tried.clear()
             self._replicas.answered(self._replica)
             if told is not None:
                 log.warning("%s is back after %s", self.url, _duration(time.monotonic() - self._gone_since))
+        finally:
+            self._reconnecting.release()
+
+    def keep_to(self, group: int) -> None:
+        """From now on pass over those that serve a part without this one."""
+        self._group = group
 
     def close(self) -> None:
         """End it; it is not opened again, and nobody waits any longer. In a forked child, nothing."""
@@ -246,8 +256,6 @@ class LastingConnection:
             raise ConnectionLost("this party has no replicas any more")
         if since is None or not self.patience or self._replicas.refused:
             raise self._replicas.error()
-        if self._cause is None:
-            return
         now, why = time.monotonic(), self._replicas.why()
         left = since + self.patience - now
         count = len(self._replicas.names)

@@ -11,6 +11,7 @@ import msgspec
 
 from shared.errors import ModelMismatch
 from shared.wire.messages import Limits, Manifest
+from shared.wire.protocol import validate_manifest
 from tenant_sdk.connection.lasting import Find, LastingConnection
 from tenant_sdk.connection.stats import Stats
 
@@ -32,8 +33,15 @@ class Parts:
     def __init__(self, find: Find, stats: Stats, patience: float, party: str = "", digest: str = "") -> None:
         self.all = [LastingConnection(find, stats, patience, party, digest)]
         first = self.all[0].manifest
+        if first.part is not None:
+            self.all[0].keep_to(first.part[0])
         try:
             while (group := self._missing(len(first.groups))) is not None:
+                if len(self.all) >= len(find()):
+                    raise ModelMismatch(
+                        f"{', '.join(find())}: nobody there serves group {group} of {len(first.groups)}; name "
+                        "all executors of the provider, each of which serves a part of the layers"
+                    )
                 name = f"{party}, groups from {group}"
                 self.all.append(LastingConnection(find, stats, patience, name, first.digest, group))
             self.manifest = together([connection.manifest for connection in self.all])
@@ -63,7 +71,7 @@ def together(manifests: Sequence[Manifest]) -> Manifest:
     """What executors serve that have a part each: every group as who serves it says, the least limits.
 
     Raises:
-        ModelMismatch: they compute in different numerics.
+        ModelMismatch: they do not serve the same.
     """
     first = manifests[0]
     if len(manifests) == 1:
@@ -74,7 +82,13 @@ def together(manifests: Sequence[Manifest]) -> Manifest:
             f"executors that serve a part of the layers each compute in {' and '.join(numerics)}; ask their "
             "operator for one of them"
         )
-    return msgspec.structs.replace(
+    for other in manifests[1:]:
+        if _common(other) != _common(first):
+            raise ModelMismatch(
+                "executors that serve a part of the layers each do not group them alike; ask their operator "
+                "to serve the same checkpoint with the same options"
+            )
+    whole = msgspec.structs.replace(
         first,
         part=None,
         groups=tuple(
@@ -86,3 +100,11 @@ def together(manifests: Sequence[Manifest]) -> Manifest:
         ),
         recorded=any(each.recorded for each in manifests),
     )
+    validate_manifest(whole)
+    return whole
+
+
+def _common(manifest: Manifest) -> tuple[object, ...]:
+    """What is the same in whatever part."""
+    groups = tuple(msgspec.structs.replace(group, bounds=None) for group in manifest.groups)
+    return groups, manifest.wire_dtypes, manifest.unavailable, manifest.model

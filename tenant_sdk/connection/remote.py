@@ -42,6 +42,7 @@ from tenant_sdk.connection.stats import Stats
 log = logging.getLogger(__name__)
 
 FETCH_BYTES = 4 << 20
+MOST_ENDED = 5  # parts of an executor with one request on them: it may be what they die of
 PIECE_ROWS = 16  # of a request that is cut, a multiple of this
 
 # Why an executor puts a request off, in the words of its log entry.
@@ -335,7 +336,7 @@ class RemoteExecutor:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
             SymbiosisError: see ``LastingConnection.after``.
         """
-        pending, began, attempt, lost = first, time.monotonic(), 0, Lost()
+        pending, began, attempt, lost, ended = first, time.monotonic(), 0, Lost(), 0
         while True:
             try:
                 answer = channel.wait(pending or ask(channel))
@@ -344,10 +345,13 @@ class RemoteExecutor:
             except RequestRefused as error:
                 if error.code not in _REASONS or error.retry_after is None:
                     raise
+                ended += error.code == "unavailable"
+                if ended > MOST_ENDED:
+                    raise
                 seconds = pause(attempt, error.retry_after, self._chance())
                 if seconds >= began + channel.timeout - time.monotonic():
                     raise
-                self._put_off(seconds, error.code)
+                self._put_off(connection.url, seconds, error.code)
                 attempt += 1
             except SymbiosisError as error:
                 if not connection.waits_after(error):
@@ -356,12 +360,12 @@ class RemoteExecutor:
                 began, attempt = time.monotonic(), 0
             pending = None
 
-    def _put_off(self, seconds: float, code: str) -> None:
+    def _put_off(self, url: str, seconds: float, code: str) -> None:
         """Wait, and say so now and then."""
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
-            log.warning("%s %s; waiting and going on", self.url, _REASONS[code])
+            log.warning("%s %s; waiting and going on", url, _REASONS[code])
         time.sleep(seconds)
         self.stats.add(refusals=1, seconds_throttled=seconds)
 

@@ -22,7 +22,6 @@ from conftest import RING
 
 from provider.engine.engine import Engine
 from provider.engine.lanes import BatchResult, Request, RowRange
-from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
 from provider.workers import process, worker
 from provider.workers.link import REFUSED, Failure, LocalLink, Share
@@ -40,7 +39,7 @@ DIVIDED = [("llama", RING, 3, 1), ("gpt2", RING, 4, 2), ("llama", "float32", ["c
 
 
 def engine_of(pool: WorkerPool) -> Engine:
-    return Engine(pool.lanes, Opportunistic(pool.latency), pool.latency, lane_of=pool.lane_of.__getitem__)
+    return pool.engine()
 
 
 @pytest.fixture(scope="module", params=DIVIDED, ids=str)
@@ -264,7 +263,7 @@ def test_a_worker_without_memory_to_start_is_tried_again_with_pauses(
 def test_a_share_for_which_there_is_no_memory_is_refused_in_a_sentence(
     error: Exception, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(_: Share) -> None:
+    def load(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(worker, "load", load)

@@ -17,7 +17,7 @@ from provider.executor.loading import NUMERICS, LoadedGroup
 from provider.executor.products import GroupExecutor
 from provider.executor.stripes import Stripe
 from shared.checkpoint import Checkpoint
-from shared.devices import pinned
+from shared.devices import pin
 from shared.errors import ConfigurationError
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import DTYPE_CODES, RINGS, Direction, Header, Operation
@@ -200,7 +200,8 @@ def test_a_gpu_is_only_told_to(checkpoint: Callable[[str], Path], stripe: Stripe
         block.copy_(torch.arange(block.numel()).view_as(block) % 7 - 3)
         (wanted,) = here.compute(group, Direction.FORWARD, 1, [block])
         answer = torch.zeros_like(wanted)
-        pinned(answer.view(-1).view(torch.uint8))
+        pin(answer.view(-1).view(torch.uint8).numpy(), torch.device("cuda"))
+        assert answer.is_pinned()
         begun.append((there.begin(group, Direction.FORWARD, 1, [block], [answer]), wanted, answer))
     for wait, wanted, answer in begun:
         assert wait is not None
