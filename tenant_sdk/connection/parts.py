@@ -39,8 +39,8 @@ class Parts:
             while (group := self._missing(len(first.groups))) is not None:
                 if len(self.all) >= len(find()):
                     raise ModelMismatch(
-                        f"{', '.join(find())}: nobody there serves group {group} of {len(first.groups)}; name "
-                        "all executors of the provider, each of which serves a part of the layers"
+                        f"{', '.join(find())}: nobody there serves group {group} of {len(first.groups)}; "
+                        "name all executors of the provider, each of which serves a part of the layers"
                     )
                 name = f"{party}, groups from {group}"
                 self.all.append(LastingConnection(find, stats, patience, name, first.digest, group))

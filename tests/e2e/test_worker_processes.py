@@ -15,16 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from commands import BASE_MODEL
+from commands import BASE_MODEL, ROOT
 from conftest import RING, Executor, executor_processes
 from raw_peers import SECONDS, eventually
 from transformers import AutoModelForCausalLM
 
 import tenant_sdk
 from provider import inprocess
+from provider.workers.link import REFUSED, SHARE, Share
 from provider.workers.pool import place_groups
+from provider.workers.process import Process
 from shared.wire.header import Direction
 
 Kind = tuple[int, Direction]  # of a product: its group
@@ -245,3 +248,18 @@ def test_shards_that_are_gathered(serve_process: Callable[..., Executor]) -> Non
     local = AutoModelForCausalLM.from_pretrained(BASE_MODEL, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(got, local(torch.arange(40).view(1, -1)).logits, atol=1e-3, rtol=1e-3)
+
+
+def test_nothing_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint's folder, or one that others may write to, may hold a module of any name."""
+    (tmp_path / "msgspec.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    made = Process(threading.Event())
+    try:
+        made.link.send(SHARE, msgspec.msgpack.encode(Share(str(tmp_path), RING, "cpu", 1, {})))
+        assert made.link.receive(SECONDS)[0] == REFUSED  # there is no checkpoint
+    finally:
+        made.link.close()
+        made.end()
+    assert not (tmp_path / "ran").exists()

@@ -108,3 +108,10 @@ def test_seeds_of_any_type_of_bytes() -> None:
     changing[:] = bytes(32)
     assert torch.equal(stream.draw(3, 3), expected)
     assert torch.equal(MaskStream(memoryview(SEED)).draw(3, 3), expected)
+
+
+@pytest.mark.parametrize("skip", [0, 4, 16, 20, 4 * 1000])
+def test_a_stream_may_begin_in_the_middle(skip: int) -> None:
+    """As for a piece of a request that stands as a seed."""
+    whole = MaskStream(bytes(range(32))).draw(1, 2000)
+    assert torch.equal(MaskStream(bytes(range(32)), skip).draw(1, 500)[0], whole[0, skip // 4 :][:500])
