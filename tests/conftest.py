@@ -109,11 +109,19 @@ def executor_processes(
     def start(
         folder: Path,
         *options: str,
-        launcher: Sequence[str] = (sys.executable,),
+        launcher: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Executor:
         ready, log = tmp_path / f"ready-{len(processes)}", tmp_path / f"log-{len(processes)}"
-        command = [*launcher, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls_dir)]
+        command = [
+            *(launcher or [sys.executable]),
+            "-m",
+            "provider.cli",
+            "serve",
+            str(folder),
+            "--tls-dir",
+            str(tls_dir),
+        ]
         command += ["--token-file", str(token_file[0]), "--port", "0", "--ready-file", str(ready)]
         command += ["--numerics", "float32", *options]
         with log.open("wb") as output:

@@ -103,6 +103,7 @@ class Engine:
         self._all = sum(shape.size for shape in latency.shapes)
         self._submissions: dict[Work, _Submission] = {}
         self._under_way = [0] * len(self._lanes)
+        self._ended = [0.0] * len(self._lanes)  # when the last batch of each did
         self._afterwards: deque[Callable[[], None]] = deque()
         self._next_group: int | None = None  # to read ahead
         for lane in self._lanes:
@@ -267,6 +268,8 @@ class Engine:
 
     def _arrived(self, number: int, batch: Batch, started: float, future: Future[BatchResult]) -> None:
         self._under_way[number] -= 1
+        # It waited for the one before it: a lane multiplies one after the other.
+        started, self._ended[number] = max(started, self._ended[number]), self._clock()
         error = future.exception()
         self._finished(batch, _at_fault(error, batch) if error else future.result(), started)
 

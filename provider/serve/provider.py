@@ -26,7 +26,7 @@ from provider.observe.transcript import TranscriptWriter
 from provider.observe.usage import UsageFile
 from provider.serve.certificates import CertificateInUse
 from provider.serve.colocated import ColocatedServer
-from provider.serve.descriptors import allow, needed
+from provider.serve.descriptors import OF_A_WORKER, allow, needed
 from provider.serve.listening import bound
 from provider.serve.preflight import withdraw
 from provider.serve.server import Server, server_context
@@ -106,7 +106,8 @@ class Provider:
             withdraw(config.ready_file)
         if config.threads:
             torch.set_num_threads(config.threads)
-        allow(needed(config.max_connections, local=bool(config.local_dir)))
+        own = needed(config.max_connections, local=bool(config.local_dir))
+        allow(own + OF_A_WORKER * len(config.worker_devices))
         context = server_context(config.certificates, config.client_ca)
         self._certificate = CertificateInUse(context, config.certificates, config.client_ca)
         tokens = TokenFile(config.tokens)

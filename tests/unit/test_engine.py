@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +368,40 @@ def test_two_lanes_have_batches_under_way_together(ring: BaseExecutor) -> None:
     lanes[0].go.set()  # type: ignore[attr-defined]
     held.result(60)
     engine.close()
+
+
+class DeepLane(ProcessLane):
+    """Has two batches under way, and multiplies one after the other when it is told to."""
+
+    depth, here = 2, False
+
+    def __init__(self, executor: BaseExecutor) -> None:
+        super().__init__(executor)
+        self.under_way = list[tuple[Sequence[RowRange], Future[BatchResult]]]()
+        self.full = threading.Event()
+
+    def start(self, batch: Sequence[RowRange]) -> Future[BatchResult]:
+        self.under_way.append((batch, Future()))
+        if len(self.under_way) == self.depth:
+            self.full.set()
+        return self.under_way[-1][1]
+
+
+def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecutor) -> None:
+    """Or the latency model would learn that products take twice as long."""
+    now, lane, seconds = [0.0], DeepLane(base), list[float]()
+    latency = LatencyModel(shapes_of(base.manifest.groups))
+    policy = make_policy("none", latency, Objective())
+    policy.finished = lambda batch, took, now: seconds.append(took)  # type: ignore[method-assign]
+    engine = Engine([lane], policy, latency, clock=lambda: now[0])
+    futures = [engine.submit_threadsafe(name, name, *rows_of_group_0(base, 3)) for name in "ab"]
+    assert lane.full.wait(60)
+    for at, (batch, future), asked in zip((1.0, 1.5), lane.under_way, futures, strict=True):
+        now[0] = at
+        future.set_result(lane.multiply(batch))
+        asked.result(60)
+    engine.close()
+    assert seconds == [1.0, 0.5]
 
 
 def test_a_profile_forecasts_products(ring: BaseExecutor) -> None:
