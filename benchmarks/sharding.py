@@ -4,7 +4,8 @@
     python benchmarks/sharding.py --rounds 5 --numerics float32   # also shards that are gathered: --fsdp
 
 Callers submit to the engine itself, each its next request when it has the answer of the last, through all
-groups forward and then backward, as tenants that tune do. No TLS: what is compared is where products run.
+groups forward and then backward, as tenants that tune do; each begins at another place of its pass, or, with
+``--together``, all at the same. No TLS: what is compared is where products run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,11 @@ from provider.engine.profiling import profiled
 from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
 from provider.workers.pool import WorkerPool
-from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation
+from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation, RequestClass
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
 
-SHAPES = {"small": (768, 2048, 4), "large": (4096, 11008, 1)}  # hidden, intermediate, layers
+SHAPES = {"small": (768, 2048, 4), "large": (4096, 11008, 2)}  # hidden, intermediate, layers
 BY_GROUP, GATHERED = "workers, by group", "workers, FSDP"
 LOADS = ((8, 64), (8, 512), (1, 512), (1, 1))  # callers, rows
 
@@ -54,18 +56,29 @@ def requests(manifest: Manifest, rows: int) -> list[tuple[Header, torch.Tensor]]
             members = (1 << len(info.members)) - 1
             columns = GroupShape.of(info, manifest.numerics).plan(direction, members).request_columns
             header = Header(
-                Operation.PRODUCT, direction, DTYPE_CODES[dtype], group, 1, rows, columns, members
+                Operation.PRODUCT,
+                direction,
+                DTYPE_CODES[dtype],
+                group,
+                1,
+                rows,
+                columns,
+                members,
+                request_class=RequestClass.FINETUNING,
             )
             made.append((header, torch.ones((rows, columns), dtype=dtype)))
     return made
 
 
-def products_per_second(engine: Engine, manifest: Manifest, callers: int, rows: int, seconds: float) -> float:
+def products_per_second(
+    engine: Engine, manifest: Manifest, callers: int, rows: int, seconds: float, *, together: bool = False
+) -> float:
     asked, done, ends = requests(manifest, rows), [0] * callers, [time.perf_counter() + seconds]
 
     def call(caller: int) -> None:
+        begin = 0 if together else caller * len(asked) // callers
         while True:
-            for header, payload in asked:
+            for header, payload in asked[begin:] + asked[:begin]:
                 engine.submit_threadsafe(f"tenant-{caller}", caller, header, payload).result()
                 done[caller] += 1
                 if time.perf_counter() > ends[0]:
@@ -103,10 +116,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
     parser.add_argument("--numerics", default="ring")
+    parser.add_argument("--together", action="store_true", help="callers begin at the same group")
     parser.add_argument("--shapes", default="small,large")
     parser.add_argument("--output", type=Path, default=Path("out/sharding.json"))
     options = parser.parse_args()
     count = os.cpu_count() or 1
+    measure = partial(products_per_second, seconds=options.seconds, together=options.together)
     ways: dict[str, Callable[[Path], tuple[Engine, Manifest, list[int]]]] = {
         f"one process, {count} threads": lambda folder: one_process(folder, options.numerics, count),
         f"{count} {BY_GROUP}": lambda folder: workers(folder, options.numerics, count),
@@ -129,7 +144,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 for callers, rows in LOADS:
                     for name, (engine, manifest, _) in made.items():
-                        rate = products_per_second(engine, manifest, callers, rows, options.seconds)
+                        rate = measure(engine, manifest, callers, rows)
                         rates[name].setdefault(f"{callers} x {rows}", []).append(rate)
         found[shape] = {"rates": rates, "memory_mib": memory}
         show(shape, rates, memory)

@@ -23,6 +23,8 @@ QUIET_SECONDS = 0.25  # after the last decode, fine-tuning need not make room fo
 # take longer in all since each reads its weight again, are for when somebody else may wait for a token.
 PIECE_SECONDS = 0.25
 SHORT_PIECE_SECONDS = 0.05
+# However short: a product had better take so many times as long as its weight's way from memory alone.
+LEAST_READINGS = 4.0
 INTERACTIVE_SECONDS = 2.0  # who waited for a token this recently may soon wait for the next
 LEAST_WAIT_SECONDS = 1e-4  # waking up again takes as long
 
@@ -226,6 +228,9 @@ class Opportunistic:
     there on go through the groups with them, in the same products: tenants fall in step where there is
     more to do than time, and none waits for another that does not ask.
 
+    Of prompts one that has begun goes on: a piece of each in turn would have all wait for the last, and then
+    all ask for the next group at once.
+
     Args:
         latency: how long products take.
         objective: see there.
@@ -298,10 +303,11 @@ class Opportunistic:
         """See Policy."""
         self.tokens.left((tenant, session))
 
-    def _precedence(self, work: Work) -> tuple[bool, int, float, int, float]:
+    def _precedence(self, work: Work) -> tuple[bool, int, bool, float, int, float]:
         group = work.key.group if work.decodes else 0
+        goes_on = work.taken > 0 and work.request_class == RequestClass.PREFILL
         served = self.counters.of(work.tenant)
-        return (not work.decodes, group, served, work.request_class, work.arrived)
+        return (not work.decodes, group, not goes_on, served, work.request_class, work.arrived)
 
     def _ripe(self, work: Work) -> float:
         """When a request has waited long enough for others; one that has begun waits no more."""
@@ -323,7 +329,10 @@ class Opportunistic:
         """Rows of a product that this request, no decode, may be part of."""
         group, direction, members, _ = work.key
         others = self._interactive.latest_of_others({work.tenant}, now)
-        seconds = PIECE_SECONDS if others is None else SHORT_PIECE_SECONDS
+        seconds = PIECE_SECONDS
+        if others is not None:
+            reading = self._latency.seconds(group, direction, members, 0)
+            seconds = min(seconds, max(SHORT_PIECE_SECONDS, LEAST_READINGS * reading))
         if now - self._last_decode <= QUIET_SECONDS:
             own = self._latency.seconds(group, Direction.FORWARD, members, 1)
             seconds = min(seconds, self.tokens.room * self._request_seconds - own)
