@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ from simulated import (
     work,
 )
 
-from provider.engine.latency import LatencyModel, Shape
+from provider.engine.latency import LatencyModel, Line, Shape
 from provider.engine.scheduler import (
     INTERACTIVE_SECONDS,
     PIECE_SECONDS,
@@ -154,6 +155,34 @@ def test_pieces_are_shorter_while_somebody_else_may_wait_for_a_token(
     next_batch(policy, 1.1)
     assert seconds(1.2 + QUIET_SECONDS) <= SHORT_PIECE_SECONDS
     assert seconds(1.2 + INTERACTIVE_SECONDS) > SHORT_PIECE_SECONDS
+
+
+def test_no_piece_is_so_short_that_reading_its_weight_is_most_of_it() -> None:
+    """A weight that comes slowly from memory is not read again for every few rows."""
+    slow = LatencyModel(SHAPES)
+    for group in range(GROUPS):
+        slow.set(group, Direction.FORWARD, Line(SHORT_PIECE_SECONDS / 2, 1e-3))
+    policy = Opportunistic(slow)
+    policy.add(work("a", rows=5000, what=PREFILL), 0.0)
+    policy.add(work("b", rows=5000, what=PREFILL), 0.0)
+    rows = rows_of(next_batch(policy, 0.0))
+    assert SHORT_PIECE_SECONDS < slow.seconds(0, Direction.FORWARD, 3, rows) <= 4 * SHORT_PIECE_SECONDS / 2
+    assert rows == 64
+
+
+def test_a_prompt_that_has_begun_goes_on() -> None:
+    """A piece of each in turn would have all wait for the last."""
+    policy = Opportunistic(model())
+    prompts = [work(name, rows=2000, what=PREFILL) for name in "abc"]
+    for prompt in prompts:
+        prompt.row_cost = 1e-3  # a whole one is no more than a tenant may be ahead of others
+        policy.add(prompt, 0.0)
+    order = []
+    while (batch := policy.next(0.01)) is not None:
+        assert isinstance(batch, list)
+        order += [piece.work for piece in batch]
+    assert [each for each, _ in groupby(order)] == prompts
+    assert len(order) > 3
 
 
 def test_who_still_waits_for_a_token_is_not_forgotten() -> None:
