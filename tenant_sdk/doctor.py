@@ -39,7 +39,7 @@ from tenant_sdk.connection.handshake import (
 )
 from tenant_sdk.connection.key_exchange import agreed, hybrid
 from tenant_sdk.connection.lasting import alone
-from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.remedies import remedy_of
@@ -224,6 +224,9 @@ def examine(
         step = "digest"
         yield _digest(remote.manifest, target.digest)
 
+        step = "layers"
+        yield _layers(remote)
+
         step = "speed"
         yield from _speed(remote)
     except SymbiosisError as error:
@@ -395,15 +398,37 @@ def _digest(manifest: Manifest, pinned: str | None) -> CheckResult:
     return CheckResult("digest", True, manifest.digest + (", as pinned" if pinned else ""))
 
 
-def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
-    """Round trips of products of noise, through the same code that sends activations."""
-    groups = [(i, shape) for i, shape in enumerate(remote.shapes) if not remote.manifest.groups[i].head]
+def _layers(remote: RemoteExecutor) -> CheckResult:
+    """One row of noise through every group: each part of an executor has to be there."""
+    groups = [i for i in range(len(remote.shapes)) if remote.manifest.serves(i)]
     if not groups:
         raise ConfigurationError("the executor serves no layers")
+    for pending in [_product(remote, group, 1) for group in groups]:
+        pending.result()
+    return CheckResult("layers", True, f"products of {len(groups)} groups answered")
+
+
+def _product(remote: RemoteExecutor, group: int, rows: int, members: int = 0) -> PendingProduct:
+    """Of noise, by all members if none are said."""
+    shape = remote.shapes[group]
+    members = members or (1 << len(shape.outputs)) - 1
+    x = torch.randn(rows, shape.inputs)
+    return remote.submit(Operation.EFFECT, group, Direction.FORWARD, members, [x])
+
+
+def _speed(remote: RemoteExecutor) -> Iterator[CheckResult]:
+    """Round trips of products of noise, through the same code that sends activations."""
+    manifest = remote.manifest
+    groups = [
+        (i, shape)
+        for i, shape in enumerate(remote.shapes)
+        if manifest.serves(i) and not manifest.groups[i].head
+    ]
+    if not groups:
+        return
 
     def product(group: int, members: int, rows: int) -> Callable[[], object]:
-        x = torch.randn(rows, remote.shapes[group].inputs)
-        return lambda: remote.submit(Operation.EFFECT, group, Direction.FORWARD, members, [x]).result()
+        return lambda: _product(remote, group, rows, members).result()
 
     group, shape = groups[0]
     all_members = (1 << len(shape.outputs)) - 1

@@ -24,12 +24,14 @@ from provider.engine.loop import Loop
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Batch, BatchKey, Opportunistic, Policy, Work, bounded_class, rows_of
 from provider.executor.base import BaseExecutor
+from shared.errors import WireError
 from shared.wire.header import Header, RequestClass
 
 log = logging.getLogger(__name__)
 
 READ_AHEAD_ROWS = 16
 INLINE_SECONDS = 1e-3  # of a product that the loop's thread multiplies itself
+AWAY_SECONDS = 1.0  # for which requests wait for a lane that takes none; then they are asked for again
 
 
 class Completion(NamedTuple):
@@ -216,9 +218,14 @@ class Engine:
         wait: float | None = None
         try:
             for number, lane in enumerate(self._lanes):
-                if not self._submissions or self._under_way[number] >= lane.depth:
+                if not self._submissions:
                     continue
-                now = self._clock()
+                now, depth = self._clock(), lane.depth
+                left = None if depth else self._turn_away(number, now)
+                if left is not None:
+                    wait = left if wait is None else min(wait, left)
+                if self._under_way[number] >= depth:
+                    continue
                 decision = self.policy.next(now, number)
                 if isinstance(decision, float):
                     wait = max(0.0, decision - now) if wait is None else min(wait, max(0.0, decision - now))
@@ -233,6 +240,21 @@ class Engine:
         while len(self._afterwards) > 256:  # there never is nothing to do
             self._afterwards.popleft()()
         return wait
+
+    def _turn_away(self, lane: int, now: float) -> float | None:
+        """Refuse what has waited too long for a lane that takes nothing; seconds until the next has.
+
+        Who asks learns what it waits for, and decides for how long.
+        """
+        waiting = [a for a in self._submissions.values() if a.work.lane == lane and not a.under_way]
+        for submission in waiting:
+            if submission.work.arrived + AWAY_SECONDS <= now:
+                self.policy.drop(submission.work)
+                del self._submissions[submission.work]
+                what = f"what has group {submission.work.key.group} is being started again; ask again"
+                self._complete(submission, WireError("restarting", what, retry_after=AWAY_SECONDS))
+        later = [a.work.arrived + AWAY_SECONDS - now for a in waiting if a.work.arrived + AWAY_SECONDS > now]
+        return min(later, default=None)
 
     def rest(self, stop: Callable[[], bool]) -> None:
         """See ``provider.engine.loop.LoopTask``: read the next group's weight ahead.

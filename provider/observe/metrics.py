@@ -52,6 +52,7 @@ CODES = (
     "place",
     "protocol_version",
     "reserved",
+    "restarting",
     "text",
     "too_large",
     "unauthorized",

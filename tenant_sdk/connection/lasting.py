@@ -312,7 +312,7 @@ class LastingConnection:
         """From now on, in the place of the broken one."""
         moved = name != self._replica
         if moved:
-            why = f": {cause.message}" if cause is not None else ""
+            why = f": {_what(cause)}" if cause is not None else ""
             log.info("moved from %s to %s%s", self._replica, name, why)
         else:
             log.info("connected again to %s", self.url)

@@ -48,7 +48,8 @@ PIECE_ROWS = 16  # of a request that is cut, a multiple of this
 # Why an executor puts a request off, in the words of its log entry.
 _REASONS = {
     "overloaded": "is overloaded, or this tenant over its quota",
-    "unavailable": "is starting a part of itself again",
+    "unavailable": "lost a part of itself with this request on it",
+    "restarting": "is starting a part of itself again",
 }
 
 Ask = Callable[[Channel], Pending]  # sends one request
@@ -334,6 +335,7 @@ class RemoteExecutor:
 
         Raises:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
+            ConnectionLost: the part of it that was asked was away for longer than is waited for.
             SymbiosisError: see ``LastingConnection.after``.
         """
         pending, began, attempt, lost, ended = first, time.monotonic(), 0, Lost(), 0
@@ -349,8 +351,14 @@ class RemoteExecutor:
                 if ended > MOST_ENDED:
                     raise
                 seconds = pause(attempt, error.retry_after, self._chance())
-                if seconds >= began + channel.timeout - time.monotonic():
-                    raise
+                patience = connection.patience if error.code == "restarting" else channel.timeout
+                if seconds >= began + patience - time.monotonic():
+                    if error.code != "restarting":
+                        raise
+                    raise ConnectionLost(
+                        f"{connection.url} {_REASONS[error.code]}, and was not done after "
+                        f"{time.monotonic() - began:.0f} s; to wait longer, give patience=SECONDS"
+                    ) from error
                 self._put_off(connection.url, seconds, error.code)
                 attempt += 1
             except SymbiosisError as error:

@@ -28,6 +28,7 @@ from provider import inprocess
 from provider.workers.link import REFUSED, SHARE, Share
 from provider.workers.pool import place_groups
 from provider.workers.process import Process
+from shared.errors import ConnectionLost
 from shared.wire.header import Direction
 
 Kind = tuple[int, Direction]  # of a product: its group
@@ -63,8 +64,8 @@ class Sharded:
     rows: dict[Kind, list[torch.Tensor]] = field(default_factory=dict)
     expected: dict[Kind, list[torch.Tensor]] = field(default_factory=dict)
 
-    def session(self) -> tenant_sdk.Session:
-        return self.executor.connect(privacy="one-time", mask_sources=[self.masks])
+    def session(self, **options: Any) -> tenant_sdk.Session:
+        return self.executor.connect(privacy="one-time", mask_sources=[self.masks], **options)
 
     def ask(self, session: tenant_sdk.Session, kind: Kind) -> list[torch.Tensor]:
         group, direction = kind
@@ -180,7 +181,7 @@ def test_a_worker_is_lost_under_load(sharded: Sharded, fault: signal.Signals, lo
 def test_a_worker_whose_checkpoint_is_not_there(sharded: Sharded) -> None:
     """It is told why, and tried again and again; what the other one holds is served meanwhile."""
     executor, lost = sharded.executor, workers(sharded.executor)[0]
-    elsewhere = sharded.folder.with_name("moved")
+    elsewhere, kind = sharded.folder.with_name("moved"), sharded.with_worker(0)[0]
     with asking(sharded, sharded.with_worker(1)) as askers, sharded.session() as session:
         sharded.folder.rename(elsewhere)
         try:
@@ -192,9 +193,13 @@ def test_a_worker_whose_checkpoint_is_not_there(sharded: Sharded) -> None:
             assert 'symbiosis_worker_up{worker="1"} 1.0' in metrics
             eventually(lambda: workers(executor)[0]["restarts"] > lost["restarts"] + 1)
             assert goes_on(askers)
+            with (
+                sharded.session(patience=2) as hasty,
+                pytest.raises(ConnectionLost, match=r"is starting a part .* to wait longer, give patience="),
+            ):
+                sharded.ask(hasty, kind)
         finally:
             elsewhere.rename(sharded.folder)
-        kind = sharded.with_worker(0)[0]
         assert all(map(torch.equal, sharded.ask(session, kind), sharded.expected[kind]))
     assert executor.log is not None
     assert "worker 0 cannot load its share" in executor.log.read_text()

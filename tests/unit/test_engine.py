@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from provider.engine.engine import Completion, Engine
+from provider.engine.engine import AWAY_SECONDS, Completion, Engine
 from provider.engine.lanes import BatchResult, ProcessLane, RowRange
 from provider.engine.latency import LatencyModel
 from provider.engine.profiling import profiled, shapes_of
@@ -402,6 +402,48 @@ def test_a_batch_that_waits_for_another_took_only_its_own_time(base: BaseExecuto
         asked.result(60)
     engine.close()
     assert seconds == [1.0, 0.5]
+
+
+class AwayLane(ProcessLane):
+    """Takes nothing until it is told to."""
+
+    here, away = False, True
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        return 0 if self.away else 1
+
+
+def test_who_waits_for_a_lane_that_is_away_is_told(base: BaseExecutor) -> None:
+    """In a second, so that it can say so; who came later waits for a second of its own."""
+    now, lane = [0.0], AwayLane(base)
+    latency = LatencyModel(shapes_of(base.manifest.groups))
+    engine = Engine([lane], Opportunistic(latency), latency, clock=lambda: now[0])
+    early = engine.submit_threadsafe("a", 0, *rows_of_group_0(base, 3))
+    wait_for(engine)
+    now[0] = 0.5
+    header, payload = rows_of_group_0(base, 2)
+    late = engine.submit_threadsafe("b", 1, header, payload)
+    wait_for(engine)
+    assert not early.done()
+    now[0] = 1.2
+    wait_for(engine)
+    with pytest.raises(WireError, match="group 0 is being started again; ask again") as refused:
+        early.result(60)
+    assert (refused.value.code, refused.value.retry_after) == ("restarting", AWAY_SECONDS)
+    assert not late.done()
+    lane.away = False
+    wait_for(engine)
+    assert torch.equal(joined(late.result(60)), alone(base, header, payload))
+    engine.close()
+
+
+def wait_for(engine: Engine) -> None:
+    """Until its loop has done what it had to do, and has decided anew."""
+    for _ in range(2):
+        there = threading.Event()
+        engine.loop.call(there.set)
+        assert there.wait(60)
 
 
 def test_a_profile_forecasts_products(ring: BaseExecutor) -> None:
