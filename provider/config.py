@@ -315,6 +315,10 @@ class ServeConfig:
                 )
         if self.part and not re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", self.part):
             raise ConfigurationError(f"part={self.part} is not written k/n, such as 1/2 for the first of two")
+        if (own := self.part_of_groups) is not None and own[0] > own[1]:
+            raise ConfigurationError(
+                f"part={self.part} cannot be: of {own[1]} parts there is no number {own[0]}"
+            )
         if self.part and self.plan:
             raise ConfigurationError(f"plan=True is of all layers: leave out part={self.part}")
         if self.fsdp and self.plan:

@@ -269,7 +269,10 @@ def part_of(groups: Sequence[GroupInfo], index: int, count: int) -> tuple[int, i
         ConfigurationError: there are fewer groups than parts.
     """
     if not 0 < index <= count <= len(groups):
-        raise ConfigurationError(f"part={index}/{count} cannot be: {len(groups)} groups are to be divided")
+        raise ConfigurationError(
+            f"part={index}/{count} cannot be: this model has {len(groups)} groups of layers, so {len(groups)} "
+            "parts at most"
+        )
     sizes = [group.inputs * sum(member.outputs for member in group.members) for group in groups]
     ends, total = list(accumulate(sizes)), sum(sizes)
     # Each has one at least, whatever the others weigh.

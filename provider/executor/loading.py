@@ -92,5 +92,9 @@ def device_of(name: str) -> torch.device:
         torch.empty(1, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigurationError(f"no device {name!r} here: {reason}") from error
+        raise ConfigurationError(f"no device {name!r} here; there are {', '.join(devices_here())}") from error
+
+
+def devices_here() -> list[str]:
+    """Names of what can multiply on this machine."""
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]

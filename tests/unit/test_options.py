@@ -86,6 +86,7 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
         ({"local_mib": 60}, "local_mib=60 means nothing without local_dir=FOLDER"),
         ({"dev_dir": Path("d")}, "dev_dir=d means nothing without dev=True"),
         ({"part": "0/2"}, "part=0/2 is not written k/n"),
+        ({"part": "3/2"}, "part=3/2 cannot be: of 2 parts there is no number 3"),
         ({"fsdp": True}, "fsdp=True means nothing without workers=N"),
         ({"fsdp": True, "workers": 2}, "numerics='ring' cannot be served so; choose float32 or bfloat16, or"),
         ({"fsdp": True, "workers": 2, "numerics": "ring-fine"}, "numerics='ring-fine' cannot be served so"),
