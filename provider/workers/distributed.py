@@ -2,7 +2,8 @@
 
 Each worker and the executor are a process group of two, which has its own prefix in the store for every time
 that the worker joins: one that is lost takes nothing with it, and one that comes again meets nothing of the
-last. Only bytes are sent, as tensors of a length that was said before; nothing is unpickled.
+last. Only bytes are sent, as tensors of a length that was said before; nothing is unpickled. What the bytes
+mean depends on the version: both ends leave theirs in the store, and there is no group of two that differ.
 
 Both ends say every second that they live. Whoever hears nothing for ``SILENCE_SECONDS`` gives the other up.
 """
@@ -24,7 +25,8 @@ from provider.engine.loop import Loop
 from provider.workers.link import ALIVE, END, FORGET, MEMORY, Link, Rows
 from provider.workers.memory import Segment
 from provider.workers.world import CONNECT_SECONDS
-from shared.errors import SymbiosisError
+from shared.errors import ConfigurationError, SymbiosisError, peer_text
+from shared.options import version
 from shared.transport.colocated import SharedMemory
 
 log = logging.getLogger(__name__)
@@ -36,19 +38,26 @@ _LOOK_SECONDS = 0.1
 _PIECE_BYTES = 8 << 20  # on the way at once: each has its own SILENCE_SECONDS
 _MOST_CONTENT, _MOST_MEMORY = 1 << 30, 1 << 34  # scales of a large model; rows and answers of a batch
 _TAG = 0
-_OVER = "over"
+_OVER, _VERSION = "over", "version"
 
 
 def join(store: Store, rank: int) -> DistributedLink:
     """As a worker: say that it is there, and wait for the executor.
 
     Raises:
+        ConfigurationError: it is of another version.
         EOFError: it has ended.
         OSError: it does not come.
     """
     if store.check([_OVER]):
         raise EOFError("the executor has ended")
+    store.set(_version_of(rank), version())  # which is there when the executor looks
     times = store.add(_word(rank), 1)
+    try:
+        executor = store.get(_VERSION)
+    except RuntimeError as error:
+        raise ConnectionError(f"the executor does not say its version: {_first_line(error)}") from error
+    _check_versions(rank, version(), _text(executor))
     return DistributedLink(_pair(store, rank, times, 1), 0)
 
 
@@ -81,12 +90,15 @@ class Rank:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
+        self._version = version()  # of what runs: another may be installed meanwhile
+        store.set(_VERSION, self._version)
         self._times = 0  # that it joined, as far as is known
 
     def __call__(self, stop: threading.Event) -> Joined:
         """The next time that it joins.
 
         Raises:
+            ConfigurationError: it is of another version.
             SymbiosisError: it does not.
         """
         deadline = time.monotonic() + JOIN_SECONDS
@@ -97,6 +109,9 @@ class Rank:
                     "the same MASTER_ADDR and MASTER_PORT?"
                 )
         self._times = times
+        said = self._store.check([_version_of(self._rank)])
+        worker = _text(self._store.get(_version_of(self._rank))) if said else "unknown"
+        _check_versions(self._rank, worker, self._version)
         try:
             return Joined(DistributedLink(_pair(self._store, self._rank, times, 0), 1))
         except OSError as error:  # it has ended meanwhile, and will come again
@@ -114,12 +129,32 @@ def _word(rank: int) -> str:
     return f"worker/{rank}"
 
 
+def _version_of(rank: int) -> str:
+    return f"{_word(rank)}/{_VERSION}"
+
+
+def _text(said: bytes) -> str:
+    return peer_text(said.decode(errors="replace"), 80)
+
+
+def _check_versions(rank: int, worker: str, executor: str) -> None:
+    if worker != executor:
+        raise ConfigurationError(
+            f"rank {rank} is of version {worker}, and the executor of version {executor}: install the same "
+            "version of this program on all machines"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 def _pair(store: Store, rank: int, times: int, own: int) -> ProcessGroupGloo:
     prefix = PrefixStore(f"{_word(rank)}/{times}", store)
     try:
         return ProcessGroupGloo(prefix, own, 2, timedelta(seconds=CONNECT_SECONDS))
     except RuntimeError as error:
-        raise ConnectionError(str(error).splitlines()[0]) from error
+        raise ConnectionError(_first_line(error)) from error
 
 
 class DistributedLink:
@@ -225,7 +260,7 @@ class DistributedLink:
                 if stop > start and rows:
                     self._put(torch.from_numpy(rows.memory.whole[start:stop]))
         except Exception as error:
-            self._end(ConnectionError(str(error).partition("\n")[0]))
+            self._end(ConnectionError(_first_line(error)))
 
     def _end(self, error: Exception) -> None:
         self._inbox.put(error)
@@ -259,7 +294,7 @@ class DistributedLink:
         except EOFError as error:
             self._end(error)
         except Exception as error:  # RuntimeError of gloo, and whatever a peer's bytes lead to
-            self._end(ConnectionError(str(error).partition("\n")[0]))
+            self._end(ConnectionError(_first_line(error)))
 
     def _put(self, tensor: torch.Tensor) -> None:
         patience = timedelta(seconds=SILENCE_SECONDS)

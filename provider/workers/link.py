@@ -2,7 +2,8 @@
 
 On one machine control goes through a pair of sockets that the worker inherits, rows through memory that both
 have mapped: no copy of a row ever goes through a socket. ``provider.workers.distributed`` is for other
-machines. Nothing is unpickled; both ends are the same program of the same version.
+machines. Nothing is unpickled; both ends are the same program of the same version, which ends on different
+machines compare before they are linked.
 
 An end that closes ends the other one.
 """

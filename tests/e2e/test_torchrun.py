@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,8 +19,13 @@ import pytest
 import torch
 from commands import BASE_MODEL, ROOT
 from conftest import RING, Executor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import tenant_sdk
+from provider.workers.distributed import Rank
+from provider.workers.rank import LOST
+from shared.errors import ConfigurationError
+from shared.options import version
 
 SECONDS = 60.0
 MASKED = {"privacy": "one-time", "mask_sources": [f"local:{BASE_MODEL}"], "patience": SECONDS}
@@ -173,3 +179,38 @@ def test_a_worker_ends_with_what_looks_after_it() -> None:
     with worker:
         _, said = worker.communicate(timeout=SECONDS)  # which closes standard input
         assert (worker.returncode, said) == (1, b"")  # and not that of one that shall join again
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_rank_of_another_version_is_refused_by_both_ends(store: TCPStore, tmp_path: Path) -> None:
+    """Before they are linked, and with both versions."""
+    (tmp_path / "symbiosis-9.9.dist-info").mkdir()
+    (tmp_path / "symbiosis-9.9.dist-info" / "METADATA").write_text("Name: symbiosis\nVersion: 9.9\n")
+    world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(store.port)}
+    world |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TORCHELASTIC_RUN_ID": "run"}
+    said = f"rank 1 is of version 9.9, and the executor of version {version()}"
+    rank = Rank(PrefixStore("symbiosis/run/0", store), 1)
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "provider.workers.rank"],
+        env={**os.environ, **LOCAL, **world},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as worker:
+        with pytest.raises(ConfigurationError, match=said):
+            rank(threading.Event())
+        assert worker.stderr is not None
+        assert said in worker.stderr.read()
+        assert worker.wait(SECONDS) == LOST  # so that it joins once it is the same version
+
+
+def test_a_rank_that_says_no_version_is_refused(store: TCPStore) -> None:
+    """As none did before they were compared."""
+    rank = Rank(store, 1)
+    store.add("worker/1", 1)
+    with pytest.raises(ConfigurationError, match="rank 1 is of version unknown, and the executor of version"):
+        rank(threading.Event())
