@@ -41,7 +41,8 @@ class Share(msgspec.Struct, frozen=True):
         threads: of one product; 0: one a core.
         groups: by their numbers in the manifest.
         stripe: of these groups' outputs; None: all of them.
-        digest: whether to say what was read: another machine's folder may hold something else.
+        digest: whether to say what was read: another machine's folder may hold something else, and the same
+            one later. Of floats nothing else shows it.
         gathering: a shard of each of these groups, which is gathered for each product; None: the whole.
     """
 

@@ -32,6 +32,7 @@ from provider.workers.survey import Found, devices_of, survey_apart
 from provider.workers.world import World
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
+from shared.wire.header import RINGS
 from shared.wire.messages import GroupInfo, Limits, Manifest
 
 
@@ -158,9 +159,8 @@ class WorkerPool:
                     here = max(1, (os.cpu_count() or 1) // world.local_size)
                     threads = here if summons[number] is Process else 0  # others know their machine
                 ours = devices[number * together : (number + 1) * together]
-                whole = Share(
-                    str(checkpoint.folder), numerics, ours[0], threads, own, digest=world is not None
-                )
+                digest = world is not None or numerics not in RINGS
+                whole = Share(str(checkpoint.folder), numerics, ours[0], threads, own, digest=digest)
                 lane: WorkerLane
                 if fsdp:
                     lane = GatheredLane(str(number), whole, len(devices), self._expected)

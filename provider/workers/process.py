@@ -200,7 +200,7 @@ class WorkerProcess:
             ) from error
 
     def _same(self, ready: Ready) -> Ready:
-        """What it has, which on the ring, where bounds and scales show it, is what it had at first.
+        """What it has, which is what it had at first: on the ring bounds and scales show it, else a digest.
 
         Raises:
             SymbiosisError: somebody replaced the checkpoint; tenants would call the answers wrong.

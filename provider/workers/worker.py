@@ -94,6 +94,7 @@ def load(
     if shards is not None:
         shards.give_back()
     scales = {str(number): group.scales for number, group in loaded.items() if group.scales is not None}
+    # After they were loaded: of a file that was replaced in between, it names what is new.
     weights = checkpoint.digest_of_groups(share.groups.values()) if share.digest else ""
     return executor, Loaded(infos, lines, weights), scales
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import resource
+import shutil
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ import msgspec
 import pytest
 import torch
 from conftest import RING
+from safetensors.torch import load_file, save_file
 
 from provider.engine.engine import Engine
 from provider.engine.lanes import BatchResult, Request, RowRange
@@ -245,6 +247,32 @@ def test_a_worker_without_memory_to_start_is_tried_again_with_pauses(
         assert (lost.restarts, other.restarts) == (3, 0)
         header, payload = next((h, p) for h, p in served if pool.lane_of[h.group] == 0)
         answered(engine, header, payload)
+    finally:
+        engine.close()
+
+
+def test_other_floats_in_the_same_folder_are_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By a worker that is started again; bounds and scales, which show it on the ring, floats have none."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    pool = WorkerPool(folder, 1, numerics="float32", threads=1)
+    engine, (lost,) = engine_of(pool), pool.lanes[0].workers
+    header, payload = next(requests(BaseExecutor(folder, numerics="float32"), 3))
+    weights, kept = folder / "model.safetensors", tmp_path / "kept"
+    try:
+        expected, _ = answered(engine, header, payload)
+        weights.rename(kept)
+        others = {name: tensor + 1 for name, tensor in load_file(kept).items()}
+        save_file(others, weights, {"format": "pt"})
+        os.kill(lost.pid, signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        while "finds other weights than before" not in pool.not_ready():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        kept.rename(weights)
+        answer, _ = answered(engine, header, payload)
+        assert torch.allclose(answer, expected, atol=1e-5)
     finally:
         engine.close()
 
