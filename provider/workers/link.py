@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from provider.engine.latency import Line
 from provider.engine.loop import Loop
 from provider.executor.stripes import Gathering, Stripe
 from provider.workers.memory import Segment
@@ -56,26 +57,17 @@ class Share(msgspec.Struct, frozen=True):
     gathering: Gathering | None = None
 
 
-class Line(msgspec.Struct, frozen=True):
-    """What ``provider.engine.profiling`` measured: see ``provider.engine.latency.Line``."""
-
-    group: int
-    direction: int
-    fixed: float
-    per_row: float
-
-
 class Loaded(msgspec.Struct, frozen=True):
     """A worker has its share.
 
     Attributes:
         groups: as the manifest names them, on the ring with bounds.
-        lines: how long its products take.
+        lines: how long its products take, by group and direction.
         weights: digest of what it read, if it was asked for.
     """
 
     groups: dict[int, GroupInfo]
-    lines: list[Line]
+    lines: list[tuple[int, int, Line]]
     weights: str = ""
 
 

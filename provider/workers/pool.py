@@ -16,7 +16,7 @@ from provider.catalog.catalog import Catalog
 from provider.catalog.discovery import discover, part_of
 from provider.engine.engine import Engine
 from provider.engine.lanes import RowRange
-from provider.engine.latency import LatencyModel, Line
+from provider.engine.latency import LatencyModel
 from provider.engine.profiling import shapes_of
 from provider.engine.scheduler import Opportunistic, Policy
 from provider.executor.loading import Numerics
@@ -180,8 +180,8 @@ class WorkerPool:
                     scales |= {int(group): tensor for group, tensor in ready.scales.items()}
                     for group, info in ready.loaded.groups.items():
                         groups[group] = info
-                    for line in ready.loaded.lines:
-                        self.latency.set(line.group, line.direction, Line(line.fixed, line.per_row))
+                    for group, direction, line in ready.loaded.lines:
+                        self.latency.set(group, direction, line)
             self.catalog = Catalog(
                 checkpoint,
                 found,

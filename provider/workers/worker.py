@@ -24,6 +24,7 @@ import msgspec
 import torch
 from safetensors.torch import save
 
+from provider.engine.latency import Line
 from provider.engine.profiling import profile
 from provider.executor.loading import Numerics, device_of
 from provider.executor.products import GroupExecutor, check_finite
@@ -40,7 +41,6 @@ from provider.workers.link import (
     SHARE,
     Done,
     Failure,
-    Line,
     Link,
     Loaded,
     LocalLink,
@@ -88,7 +88,7 @@ def load(
     infos = {number: group.info for number, group in loaded.items()}
     sharing = (share.gathering or ALONE).count  # what was measured is one's part of the rows
     lines = [
-        Line(group, int(direction), line.fixed, line.per_row / sharing)
+        (group, int(direction), Line(line.fixed, line.per_row / sharing))
         for (group, direction), line in profile(executor, infos).items()
     ]
     if shards is not None:
