@@ -36,7 +36,7 @@ from provider.engine.engine import Engine
 from provider.engine.profiling import profiled
 from provider.engine.scheduler import Opportunistic
 from provider.executor.base import BaseExecutor
-from provider.workers.pool import WorkerPool
+from provider.workers.pool import Sharding, WorkerPool
 from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, Direction, Header, Operation, RequestClass
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
@@ -103,7 +103,7 @@ def one_process(folder: Path, numerics: str, threads: int) -> tuple[Engine, Mani
 def workers(
     folder: Path, numerics: str, count: int, stripes: int = 1, *, fsdp: bool = False
 ) -> tuple[Engine, Manifest, list[int]]:
-    pool = WorkerPool(folder, count, stripes, numerics=numerics, fsdp=fsdp)
+    pool = WorkerPool(folder, Sharding(["cpu"] * count, stripes, fsdp=fsdp), numerics=numerics)
     policy = Opportunistic(pool.latency)
     engine = Engine(pool.lanes, policy, pool.latency, lane_of=pool.lane_of.__getitem__)
     return engine, pool.manifest, [worker.pid for lane in pool.lanes for worker in lane.workers]

@@ -34,7 +34,7 @@ from provider.serve.tokens import TokenFile
 from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
 from provider.workers.actors import placed
-from provider.workers.pool import WorkerPool
+from provider.workers.pool import Sharding, WorkerPool
 from provider.workers.world import World
 from shared.errors import ConfigurationError
 from shared.wire.messages import Manifest
@@ -167,15 +167,8 @@ class Provider:
         if not devices:
             return BaseExecutor(config.model_dir, device=config.device, **options)
         options.pop("progress", None)
-        pool = WorkerPool(
-            config.model_dir,
-            devices,
-            config.stripes,
-            threads=threads,
-            world=world,
-            fsdp=config.fsdp,
-            **options,
-        )
+        sharding = Sharding(devices, config.stripes, threads, world, config.fsdp)
+        pool = WorkerPool(config.model_dir, sharding, **options)
         opened.callback(pool.close)
         self._pool = pool
         return pool

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from provider.catalog.catalog import Catalog
 from provider.catalog.discovery import discover, part_of
@@ -29,7 +30,7 @@ from provider.workers.planner import Placement, place
 from provider.workers.process import Process, Summon
 from provider.workers.state import WorkerState
 from provider.workers.survey import Found, devices_of, survey_apart
-from provider.workers.world import World
+from provider.workers.world import World, processors_each
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigurationError
 from shared.wire.header import RINGS
@@ -87,20 +88,58 @@ def place_groups(
     return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)
 
 
-class WorkerPool:
-    """Processes that hold a share of the weights each.
+@dataclass(frozen=True)
+class Sharding:
+    """How a checkpoint is shared among workers.
 
-    Args:
-        folder: the checkpoint.
-        workers: the device of each, or how many there are on the CPU; a multiple of ``stripes``.
+    Attributes:
+        devices: of each worker; a multiple of ``stripes``.
         stripes: how many of them share each weight's outputs; 1: each group is with one worker alone, so that
             nothing is gathered.
-        numerics, limits, serve_head, recorded, part: see ``BaseExecutor``.
         threads: of one product; 0: all workers on a machine's processors together have one a core.
         world: who else takes part. Workers are its last ranks; rank 0, if it is one, is a process of this
             machine, others join.
         fsdp: each worker holds a shard of each weight, and all gather it for each product. Floats only, no
             ``world``.
+    """
+
+    devices: Sequence[str]
+    stripes: int = 1
+    threads: int = 0
+    world: World | None = None
+    fsdp: bool = False
+
+    @property
+    def together(self) -> int:
+        """How many workers a lane has."""
+        return len(self.devices) if self.fsdp else self.stripes
+
+    def of_lane(self, number: int) -> Sequence[str]:
+        """Devices of a lane's workers."""
+        return self.devices[number * self.together : (number + 1) * self.together]
+
+    def summons(self, store: Store | None) -> list[Summon]:
+        """What brings the workers of each lane; ``store``: the world's."""
+        summons: list[Summon] = [Process] * (len(self.devices) // self.together)
+        if self.world is not None and store is not None:
+            ranks = range(1, self.world.size)
+            summons[len(summons) - len(ranks) :] = [Rank(store, rank) for rank in ranks]
+        return summons
+
+    def threads_of(self, summon: Summon) -> int:
+        """Of one product of a worker; 0: it knows itself, for it is on another machine."""
+        if self.world is None:
+            return self.threads or processors_each(self.devices.count("cpu"))
+        return self.threads or (processors_each(self.world.local_size) if summon is Process else 0)
+
+
+class WorkerPool:
+    """Processes that hold a share of the weights each.
+
+    Args:
+        folder: the checkpoint.
+        sharding: who holds what.
+        numerics, limits, serve_head, recorded, part: see ``BaseExecutor``.
 
     Attributes:
         catalog: the manifest, and what tenants download.
@@ -118,75 +157,39 @@ class WorkerPool:
     def __init__(
         self,
         folder: str | Path,
-        workers: int | Sequence[str],
-        stripes: int = 1,
+        sharding: Sharding,
         *,
         numerics: str,
-        threads: int = 0,
         limits: Limits | None = None,
         serve_head: bool = False,
         recorded: bool = False,
         part: tuple[int, int] | None = None,
-        world: World | None = None,
-        fsdp: bool = False,
     ) -> None:
-        kind, checkpoint = Numerics.named(numerics), Checkpoint(folder)
+        checkpoint, world = Checkpoint(folder), sharding.world
         found = discover(checkpoint, serve_head=serve_head)
         groups: list[GroupInfo] = list(found.groups)
-        self.latency = (GatheredLatency if fsdp else LatencyModel)(shapes_of(groups))
-        check_stripes(groups, stripes)
+        self.latency = (GatheredLatency if sharding.fsdp else LatencyModel)(shapes_of(groups))
+        check_stripes(groups, sharding.stripes)
         served = part_of(groups, *part) if part else (0, len(groups))
-        devices = ["cpu"] * workers if isinstance(workers, int) else list(workers)
-        together = len(devices) if fsdp else stripes
-        own_groups = groups[slice(*served)]
-        self.placement = place_groups(own_groups, devices, together, numerics, apart=world is not None)
+        self.placement = place_groups(
+            groups[slice(*served)], sharding.devices, sharding.together, numerics, apart=world is not None
+        )
         self.lane_of = [0] * len(groups)
         self.lane_of[slice(*served)] = self.placement.lane_of
-        given = threads
-        alone = max(1, (os.cpu_count() or 1) // max(1, devices.count("cpu")))
-        threads = threads or (0 if world else alone)
-        summons: list[Summon] = [Process] * (len(devices) // together)
-        self._store = None
-        if world is not None:
-            self._store = store = world.store()
-            summons[len(devices) - world.size + 1 :] = [Rank(store, rank) for rank in range(1, world.size)]
+        self._store = world.store() if world is not None else None
         self.lanes: list[WorkerLane] = []
-        scales: dict[int, torch.Tensor] = {}
         with ExitStack() as opened:
-            for number in range(len(devices) // together):
+            for number, summon in enumerate(sharding.summons(self._store)):
                 own = {group: groups[group] for group in range(*served) if self.lane_of[group] == number}
-                if world is not None and not given:
-                    here = max(1, (os.cpu_count() or 1) // world.local_size)
-                    threads = here if summons[number] is Process else 0  # others know their machine
-                ours = devices[number * together : (number + 1) * together]
-                digest = world is not None or numerics not in RINGS
-                whole = Share(str(checkpoint.folder), numerics, ours[0], threads, own, digest=digest)
-                lane: WorkerLane
-                if fsdp:
-                    lane = GatheredLane(str(number), whole, len(devices), self._expected)
-                else:
-                    cut = [Stripe(index, stripes) if stripes > 1 else None for index in range(stripes)]
-                    shares = [
-                        replace(whole, stripe=stripe, device=device)
-                        for stripe, device in zip(cut, ours, strict=True)
-                    ]
-                    lane = WorkerLane(str(number), shares, self._expected, summons[number])
+                lane = self._lane(number, own, sharding, summon, checkpoint, numerics)
                 opened.callback(lane.close)
                 self.lanes.append(lane)
-            for lane in self.lanes:  # which load at the same time
-                for worker, ready in zip(lane.workers, lane.ready(), strict=True):
-                    if world is not None:
-                        _check_weights(checkpoint, worker.name, worker.share, ready.loaded)
-                    scales |= {int(group): tensor for group, tensor in ready.scales.items()}
-                    for group, info in ready.loaded.groups.items():
-                        groups[group] = info
-                    for group, direction, line in ready.loaded.lines:
-                        self.latency.set(group, direction, line)
+            scales = self._loaded(groups, checkpoint if world is not None else None)
             self.catalog = Catalog(
                 checkpoint,
                 found,
                 numerics=numerics,
-                wire_dtypes=kind.wire_dtypes,
+                wire_dtypes=Numerics.named(numerics).wire_dtypes,
                 groups=groups,
                 scales=scales,
                 limits=limits,
@@ -194,6 +197,46 @@ class WorkerPool:
                 part=served if part else None,
             )
             opened.pop_all()
+
+    def _lane(
+        self,
+        number: int,
+        own: dict[int, GroupInfo],
+        sharding: Sharding,
+        summon: Summon,
+        checkpoint: Checkpoint,
+        numerics: str,
+    ) -> WorkerLane:
+        devices, stripes = sharding.of_lane(number), sharding.stripes
+        digest = sharding.world is not None or numerics not in RINGS
+        threads = sharding.threads_of(summon)
+        whole = Share(str(checkpoint.folder), numerics, devices[0], threads, own, digest=digest)
+        if sharding.fsdp:
+            return GatheredLane(str(number), whole, len(devices), self._expected)
+        cut = [Stripe(index, stripes) if stripes > 1 else None for index in range(stripes)]
+        shares = [
+            replace(whole, stripe=stripe, device=device) for stripe, device in zip(cut, devices, strict=True)
+        ]
+        return WorkerLane(str(number), shares, self._expected, summon)
+
+    def _loaded(self, groups: list[GroupInfo], checkpoint: Checkpoint | None) -> dict[int, torch.Tensor]:
+        """Wait until all workers, which load at the same time, have their shares; their groups' scales.
+
+        Args:
+            groups: of all; they get the workers' bounds.
+            checkpoint: to compare their weights with.
+        """
+        scales: dict[int, torch.Tensor] = {}
+        for lane in self.lanes:
+            for worker, ready in zip(lane.workers, lane.ready(), strict=True):
+                if checkpoint is not None:
+                    _check_weights(checkpoint, worker.name, worker.share, ready.loaded)
+                scales |= {int(group): tensor for group, tensor in ready.scales.items()}
+                for group, info in ready.loaded.groups.items():
+                    groups[group] = info
+                for group, direction, line in ready.loaded.lines:
+                    self.latency.set(group, direction, line)
+        return scales
 
     def engine(self, policy: Callable[[LatencyModel], Policy] = Opportunistic, **options: Any) -> Engine:
         """An engine with the workers as its lanes; see ``Engine.of``."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from provider.workers.world import World
+from provider.workers.world import World, processors_each
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _wait(worker: subprocess.Popen[bytes], told: threading.Event, seconds: float
 
 def _adapted(share: Share, world: World) -> Share:
     """A share as the executor describes it, with what it cannot know of this machine."""
-    threads = share.threads or max(1, (os.cpu_count() or 1) // world.local_size)
+    threads = share.threads or processors_each(world.local_size)
     device = f"cuda:{world.local_rank}" if share.device == "cuda" else share.device
     return msgspec.structs.replace(share, threads=threads, device=device)
 

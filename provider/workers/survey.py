@@ -6,7 +6,6 @@ executor asks about accelerators, on which it keeps nothing itself.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -28,6 +27,7 @@ from provider.executor.products import GroupExecutor
 from provider.executor.room import BASE_BYTES, STORED_BYTES, available_memory
 from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from provider.workers.planner import Device
+from provider.workers.world import processors_each
 from shared.errors import ConfigurationError
 from shared.ring.fixed_point import LARGEST
 from shared.wire.header import RINGS, Direction
@@ -78,7 +78,7 @@ def survey(devices: Sequence[str], numerics: str, shapes: Sequence[Shape], threa
         workers = list(devices).count(name)
         before = torch.get_num_threads()
         if device.type == "cpu":
-            torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // workers))
+            torch.set_num_threads(threads or processors_each(workers))
         try:
             lines = _measured(shapes, numerics, device)
         finally:

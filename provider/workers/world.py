@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 30.0
 
 
+def processors_each(workers: int) -> int:
+    """How many threads of one product each of so many workers has that share this machine's processors."""
+    return max(1, (os.cpu_count() or 1) // max(1, workers))
+
+
 class World(NamedTuple):
     """Who takes part, as ``torchrun`` and others say in the environment.
 

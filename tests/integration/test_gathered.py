@@ -19,7 +19,7 @@ from provider.engine.latency import Line, Shape
 from provider.executor.base import BaseExecutor
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.link import Share
-from provider.workers.pool import WorkerPool
+from provider.workers.pool import Sharding, WorkerPool
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Member
@@ -37,7 +37,7 @@ class Sharded(NamedTuple):
 
 
 def sharded(folder: Path, numerics: str, workers: int, tolerance: float) -> Iterator[Sharded]:
-    pool = WorkerPool(folder, workers, numerics=numerics, threads=1, fsdp=True)
+    pool = WorkerPool(folder, Sharding(["cpu"] * workers, threads=1, fsdp=True), numerics=numerics)
     engine = engine_of(pool)
     try:
         yield Sharded(BaseExecutor(folder, numerics=numerics), engine, pool, tolerance)
@@ -156,7 +156,7 @@ def test_one_that_is_lost_while_it_loads(llama: Sharded) -> None:
 def test_a_worker_that_cannot_load_ends_all(checkpoint: Callable[[str], Path]) -> None:
     """With its sentence, and before those who wait for it give up."""
     with pytest.raises(SymbiosisError, match="xpu"):
-        WorkerPool(checkpoint("llama"), ["xpu"] * 2, numerics="float32", threads=1, fsdp=True)
+        WorkerPool(checkpoint("llama"), Sharding(["xpu"] * 2, threads=1, fsdp=True), numerics="float32")
     lane = GatheredLane(
         "0", Share(str(checkpoint("llama")), "float32", "cpu", 1, {0: GROUP}), 2, lambda _: 1.0
     )
@@ -186,7 +186,7 @@ def test_each_worker_holds_its_shard_alone(llama: Sharded, tmp_path: Path) -> No
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     without = max(anonymous_mib(worker.pid) for worker in llama.pool.lanes[0].workers)
-    pool = WorkerPool(tmp_path, 2, numerics="float32", threads=1, fsdp=True)
+    pool = WorkerPool(tmp_path, Sharding(["cpu"] * 2, threads=1, fsdp=True), numerics="float32")
     try:
         held = [anonymous_mib(worker.pid) for worker in pool.lanes[0].workers]
     finally:

@@ -28,7 +28,7 @@ from provider.executor.base import BaseExecutor
 from provider.workers import process, worker
 from provider.workers.link import REFUSED, Failure, LocalLink, Share
 from provider.workers.memory import Segments
-from provider.workers.pool import WorkerPool
+from provider.workers.pool import Sharding, WorkerPool
 from provider.workers.process import Process
 from shared.errors import WireError
 from shared.wire.header import DTYPE_CODES, DTYPE_NAMES, SEED_BYTES, Direction, Header, Operation
@@ -37,7 +37,7 @@ from shared.wire.protocol import GroupShape
 SECONDS = 60.0
 
 
-DIVIDED = [("llama", RING, 3, 1), ("gpt2", RING, 4, 2), ("llama", "float32", ["cpu", "cpu"], 2)]
+DIVIDED = [("llama", RING, 3, 1), ("gpt2", RING, 4, 2), ("llama", "float32", 2, 2)]
 
 
 def engine_of(pool: WorkerPool) -> Engine:
@@ -50,7 +50,7 @@ def both(
 ) -> Iterator[tuple[BaseExecutor, Engine, WorkerPool]]:
     architecture, numerics, workers, stripes = request.param
     folder = checkpoint(architecture)
-    pool = WorkerPool(folder, workers, stripes, numerics=numerics, threads=1)
+    pool = WorkerPool(folder, Sharding(["cpu"] * workers, stripes, threads=1), numerics=numerics)
     engine = engine_of(pool)
     try:
         yield BaseExecutor(folder, numerics=numerics), engine, pool
@@ -121,7 +121,7 @@ def test_a_worker_that_is_lost_is_started_again(
 ) -> None:
     """Whoever asked it asks again; what the other worker holds is answered meanwhile."""
     executor = BaseExecutor(checkpoint("llama"), numerics=RING)
-    pool = WorkerPool(checkpoint("llama"), 2, numerics=RING, threads=1)
+    pool = WorkerPool(checkpoint("llama"), Sharding(["cpu"] * 2, threads=1), numerics=RING)
     engine = engine_of(pool)
     try:
         lost, other = (lane.workers[0] for lane in pool.lanes)
@@ -172,7 +172,7 @@ def address_space(pid: int) -> int:
 
 def test_a_product_for_which_there_is_no_memory_fails_alone(checkpoint: Callable[[str], Path]) -> None:
     """In the product itself, and where the memory of its rows cannot be mapped; the worker stays."""
-    pool = WorkerPool(checkpoint("llama"), 1, numerics=RING, threads=1)
+    pool = WorkerPool(checkpoint("llama"), Sharding(["cpu"] * 1, threads=1), numerics=RING)
     engine, (worker,) = engine_of(pool), pool.lanes[0].workers
     pid, no_limit = worker.pid, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     group = max(range(len(pool.manifest.groups)), key=lambda g: len(pool.manifest.groups[g].members))
@@ -214,7 +214,7 @@ def test_a_product_for_which_there_is_no_memory_fails_alone(checkpoint: Callable
 def test_a_worker_without_memory_to_start_is_tried_again_with_pauses(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = WorkerPool(checkpoint("llama"), 2, numerics=RING, threads=1)
+    pool = WorkerPool(checkpoint("llama"), Sharding(["cpu"] * 2, threads=1), numerics=RING)
     engine = engine_of(pool)
     lost, other = (lane.workers[0] for lane in pool.lanes)
     pauses, tries = list[float](), list[int]()
@@ -256,7 +256,7 @@ def test_other_floats_in_the_same_folder_are_refused(
 ) -> None:
     """By a worker that is started again; bounds and scales, which show it on the ring, floats have none."""
     folder = shutil.copytree(checkpoint("llama"), tmp_path / "model")
-    pool = WorkerPool(folder, 1, numerics="float32", threads=1)
+    pool = WorkerPool(folder, Sharding(["cpu"] * 1, threads=1), numerics="float32")
     engine, (lost,) = engine_of(pool), pool.lanes[0].workers
     header, payload = next(requests(BaseExecutor(folder, numerics="float32"), 3))
     weights, kept = folder / "model.safetensors", tmp_path / "kept"
@@ -309,7 +309,7 @@ def test_a_share_for_which_there_is_no_memory_is_refused_in_a_sentence(
 def test_an_executor_without_memory_for_a_batch_fails_that_alone(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = WorkerPool(checkpoint("llama"), 1, numerics=RING, threads=1)
+    pool = WorkerPool(checkpoint("llama"), Sharding(["cpu"] * 1, threads=1), numerics=RING)
     engine = engine_of(pool)
 
     def full(*_: int) -> None:
