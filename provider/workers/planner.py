@@ -247,7 +247,7 @@ def _refusal(
         advice.append(f"stripes={wider} would fit, where each device has its part of each layer")
     widest = max(memory.values())
     if widest > 0 and max(memory, key=lambda name: memory[name]) != "cpu":
-        least = max(math.ceil(needed / widest), len(devices) + 1)
+        least = max(math.ceil(needed / widest), len(memory) + 1)
         advice.append(f"it takes at least {least} devices of {gib(widest)}")
     advice.append("choose a smaller model, or free memory")
     return (

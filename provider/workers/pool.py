@@ -58,7 +58,7 @@ def _check_weights(checkpoint: Checkpoint, name: str, share: Share, loaded: Load
 
 
 def place_groups(
-    groups: Sequence[GroupInfo], devices: Sequence[str], stripes: int, numerics: str, *, apart: bool = False
+    groups: Sequence[GroupInfo], devices: Sequence[str], stripes: int, numerics: str, *, per_host: int = 0
 ) -> Placement:
     """Decide which worker has which groups.
 
@@ -66,17 +66,22 @@ def place_groups(
 
     Args:
         devices: of each worker.
-        apart: each worker is on a machine of its own, which is taken to be like this one.
+        per_host: each so many workers, in order, are on a machine of their own, which is taken to be like
+            this one; 0: all are on this one.
 
     Raises:
         ConfigurationError: one of the devices is not here, or they have no room for the weights.
     """
     shapes, found = shapes_of(groups), list[Found]()
     weight_bytes = Numerics.named(numerics).weight_bytes
-    if apart:
-        like = [devices_of([name], groups, weight_bytes)[0] for name in devices]
-        ranks = [dataclasses.replace(device, name=f"rank {rank}") for rank, device in enumerate(like)]
-        return place(shapes, ranks, weight_bytes=weight_bytes, stripes=stripes)
+    if per_host:
+        known = []
+        for rank, name in enumerate(devices):
+            (like,) = set(devices_of([name] * per_host, groups, weight_bytes))
+            # Devices of one name share its memory; a worker on an accelerator has one of its own.
+            where = f"machine {rank // per_host}" if name == "cpu" else f"rank {rank}"
+            known.append(dataclasses.replace(like, name=where))
+        return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)
     if set(devices) != {"cpu"}:
         found = survey_apart(devices, numerics, shapes)
         for each in found:
@@ -171,8 +176,9 @@ class WorkerPool:
         self.latency = (GatheredLatency if sharding.fsdp else LatencyModel)(shapes_of(groups))
         check_stripes(groups, sharding.stripes)
         served = part_of(groups, *part) if part else (0, len(groups))
+        per_host = world.local_size if world is not None else 0
         self.placement = place_groups(
-            groups[slice(*served)], sharding.devices, sharding.together, numerics, apart=world is not None
+            groups[slice(*served)], sharding.devices, sharding.together, numerics, per_host=per_host
         )
         self.lane_of = [0] * len(groups)
         self.lane_of[slice(*served)] = self.placement.lane_of

@@ -118,6 +118,7 @@ def test_stripes_are_as_wide_as_the_last_and_as_slow_as_the_slowest() -> None:
         ),
         ([("cuda:0", 60), ("cuda:1", 60)], 1, 2, "stripes=2 would fit"),
         ([("cuda:0", 40)], 1, 2, "it takes at least 3 devices of 0.00 GiB"),
+        ([("cuda:0", 60)] * 2, 1, 2, "it takes at least 2 devices of 0.00 GiB"),
         ([("cpu", 40)], 1, 2, "find room. choose a smaller model, or free memory"),
     ],
 )

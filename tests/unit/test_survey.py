@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from provider.engine.latency import Shape
 from provider.engine.profiling import shapes_of
 from provider.planning.layout import described, lay_out, read_groups
 from provider.workers import survey as surveys
-from provider.workers.pool import place_groups
+from provider.workers.pool import Sharding, WorkerPool, place_groups
 from provider.workers.survey import GUESSED_ACCELERATOR, devices_of, latency_of, survey, survey_apart
+from provider.workers.world import World
 from shared.errors import CheckpointError, ConfigurationError
 from shared.wire.header import Direction
 
@@ -99,3 +101,26 @@ def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -
     tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, anyway=True)
     assert tight.misfit.startswith("the weights do not fit")
     assert "the weights do not fit here" in tight.doubts
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two find room on it; three do, each on a machine of its own."""
+    groups = read_groups(BASE_MODEL)
+    monkeypatch.setattr(surveys, "available_memory", lambda: (600e6, "this test"))
+    four = place_groups(groups, ["cpu"] * 4, 1, "ring", per_host=2)
+    assert [device.name for device in four.devices] == ["machine 0"] * 2 + ["machine 1"] * 2
+    assert [four.lane_of.count(lane) for lane in range(4)] == [6] * 4
+    assert set(place_groups(groups, ["cpu"] * 3, 1, "ring", per_host=1).lane_of) == {0, 1, 2}
+    with pytest.raises(ConfigurationError, match=r"machine 0 has .* for weights; 0 of 24 find room"):
+        place_groups(groups, ["cpu"] * 3, 1, "ring", per_host=3)
+    two = place_groups(groups, ["cuda"] * 2, 1, "ring", per_host=2)
+    assert [device.name for device in two.devices] == ["rank 0", "rank 1"]
+
+
+def test_the_pool_says_how_many_ranks_a_machine_has(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surveys, "available_memory", lambda: (600e6, "this test"))
+    world = World(0, 3, 0, 3, "127.0.0.1", 0, hosts_store=True)
+    with pytest.raises(ConfigurationError, match="machine 0 has"):
+        WorkerPool(checkpoint("llama"), Sharding(["cpu"] * 3, world=world), numerics="ring")
