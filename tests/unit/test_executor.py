@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shared.checkpoint import Checkpoint
 from shared.devices import pin
 from shared.errors import ConfigurationError
 from shared.ring.mask_stream import MaskStream
+from shared.transport.colocated import SharedMemory
 from shared.wire.header import DTYPE_CODES, RINGS, Direction, Header, Operation
 from shared.wire.messages import GroupInfo, Member
 
@@ -170,6 +172,35 @@ def test_rows_on_the_cpu_are_not_copied() -> None:
     assert out is weight.answer
 
 
+class Runtime:
+    """Of CUDA, as far as memory is made known to it."""
+
+    def __init__(self) -> None:
+        self.known = set[int]()
+
+    def cudaHostRegister(self, at: int, size: int, flags: int) -> int:
+        self.known.add(at)
+        return 0
+
+    def cudaHostUnregister(self, at: int) -> None:
+        self.known.remove(at)
+
+
+def test_memory_stays_pinned_until_its_last_tensor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer: what is there next at this address is somebody else's."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    memory = SharedMemory.private(256)
+    pin(memory.whole, torch.device("cuda:0"))
+    rows = memory.tensor(64, torch.int32, (2, 3))
+    assert runtime.known == {memory.whole.ctypes.data}
+    del memory
+    assert len(runtime.known) == 1
+    del rows
+    assert runtime.known == set()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_gpu_answers_into_pinned_memory(checkpoint: Callable[[str], Path], numerics: str) -> None:
     """On the ring the same bits; floats as far as the order of additions goes, and bfloat16 rounds."""
@@ -200,7 +231,9 @@ def test_a_gpu_is_only_told_to(checkpoint: Callable[[str], Path], stripe: Stripe
         block.copy_(torch.arange(block.numel()).view_as(block) % 7 - 3)
         (wanted,) = here.compute(group, Direction.FORWARD, 1, [block])
         answer = torch.zeros_like(wanted)
-        pin(answer.view(-1).view(torch.uint8).numpy(), torch.device("cuda"))
+        memory = SharedMemory.private(answer.nbytes)
+        pin(memory.whole, torch.device("cuda"))
+        answer = memory.tensor(0, answer.dtype, (answer.shape[0], answer.shape[1])).zero_()
         assert answer.is_pinned()
         begun.append((there.begin(group, Direction.FORWARD, 1, [block], [answer]), wanted, answer))
     for wait, wanted, answer in begun:
