@@ -85,7 +85,8 @@ def placed(workers: int, threads: int, device: str) -> Iterator[World]:
                 f"Ray cannot start the workers' actors ({reason}); install the same version of this program "
                 "on all its machines"
             ) from error
-        _store, world = _hosted(address, workers)
+        # Of a cluster's machines it is not known which has how many: each is taken to have one.
+        _store, world = _hosted(address, workers, 1 if os.environ.get("RAY_ADDRESS") else workers)
         _runs = [  # kept: Ray need not run again what nobody waits for
             actor.run.options(max_task_retries=-1, retry_exceptions=True).remote(world.environment(rank))
             for rank, actor in enumerate(actors, 1)
@@ -176,7 +177,7 @@ def _actors(workers: int, bundle: Mapping[str, int], opened: ExitStack) -> list[
     return actors
 
 
-def _hosted(address: str, workers: int) -> tuple[Store, World]:
+def _hosted(address: str, workers: int, local_size: int) -> tuple[Store, World]:
     """Where workers leave word, at a free port of this address and of no other."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -190,4 +191,4 @@ def _hosted(address: str, workers: int) -> tuple[Store, World]:
             timeout=timedelta(seconds=CONNECT_SECONDS),
             master_listen_fd=listener.detach(),
         )
-    return store, World(0, workers + 1, 0, 1, address, port, hosts_store=False)
+    return store, World(0, workers + 1, 0, local_size, address, port, hosts_store=False)

@@ -80,7 +80,8 @@ def test_actors_are_told_where_to_join_and_are_gone_at_the_end(ray: MagicMock) -
 
 
 def test_a_ray_of_its_own_asks_for_a_token_and_reports_nothing(ray: MagicMock) -> None:
-    with placed(2, 3, "cpu"):
+    with placed(2, 3, "cpu") as world:
+        assert world.local_size == 2  # which share this machine's memory
         asked = ray.init.call_args.kwargs
         assert (asked["address"], asked["num_cpus"], asked["include_dashboard"]) == ("local", 6, False)
         assert os.environ["RAY_AUTH_MODE"] == "token"
@@ -92,7 +93,8 @@ def test_a_cluster_that_is_there(ray: MagicMock) -> None:
     ray.util.get_node_ip_address.return_value = "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as head:
         os.environ["RAY_ADDRESS"] = address = f"127.0.0.1:{head.getsockname()[1]}"
-        with placed(1, 1, "cpu"):
+        with placed(1, 1, "cpu") as world:
+            assert world.local_size == 1
             ray.init.assert_called_once_with(address=address, log_to_driver=False, configure_logging=False)
         assert "RAY_AUTH_TOKEN" not in os.environ
 
