@@ -75,12 +75,13 @@ def place_groups(
     shapes, found = shapes_of(groups), list[Found]()
     weight_bytes = Numerics.named(numerics).weight_bytes
     if per_host:
+        # Once for all: what is free changes.
+        like = {name: devices_of([name] * per_host, groups, weight_bytes)[0] for name in set(devices)}
         known = []
         for rank, name in enumerate(devices):
-            (like,) = set(devices_of([name] * per_host, groups, weight_bytes))
             # Devices of one name share its memory; a worker on an accelerator has one of its own.
             where = f"machine {rank // per_host}" if name == "cpu" else f"rank {rank}"
-            known.append(dataclasses.replace(like, name=where))
+            known.append(dataclasses.replace(like[name], name=where))
         return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)
     if set(devices) != {"cpu"}:
         found = survey_apart(devices, numerics, shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -105,8 +106,8 @@ def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two find room on it; three do, each on a machine of its own."""
-    groups = read_groups(BASE_MODEL)
-    monkeypatch.setattr(surveys, "available_memory", lambda: (600e6, "this test"))
+    groups, free = read_groups(BASE_MODEL), itertools.count(600_000_000)  # others give memory back meanwhile
+    monkeypatch.setattr(surveys, "available_memory", lambda: (next(free), "this test"))
     four = place_groups(groups, ["cpu"] * 4, 1, "ring", per_host=2)
     assert [device.name for device in four.devices] == ["machine 0"] * 2 + ["machine 1"] * 2
     assert [four.lane_of.count(lane) for lane in range(4)] == [6] * 4
