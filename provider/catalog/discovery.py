@@ -270,8 +270,8 @@ def part_of(groups: Sequence[GroupInfo], index: int, count: int) -> tuple[int, i
     """
     if not 0 < index <= count <= len(groups):
         raise ConfigurationError(
-            f"part={index}/{count} cannot be: this model's layers are in {len(groups)} groups, and a part has "
-            "one at least"
+            f"part={index}/{count} cannot be: a part has at least one of the groups of layers, and there are "
+            f"{len(groups)}"
         )
     sizes = [group.inputs * sum(member.outputs for member in group.members) for group in groups]
     ends, total = list(accumulate(sizes)), sum(sizes)
