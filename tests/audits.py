@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ SHORT_PLAN = replace(
 )
 
 
+@cache
+def loaded(model: Path, numerics: str) -> BaseExecutor:
+    """It has no state, so all audits may have the same."""
+    return BaseExecutor(model, numerics=numerics, recorded=True)
+
+
 class Mortal(Engine):
     """May stop answering."""
 
@@ -59,7 +66,7 @@ class Here(ExecutorProcess):
 
     def launch(self, port: int = 0) -> None:
         """See Executor."""
-        base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
+        base = loaded(self.model, self.numerics)
         self.recording = TranscriptWriter(self.folder / "transcripts", base.manifest)
         # Named after the second and the process, of which this one has several in a second.
         name = f"{len(self._recordings())}.transcript"
