@@ -113,11 +113,11 @@ def lines() -> list[str]:
 
 
 class Short(Audit):
-    """One session with one-time, executors in this process, a crash, and what was recorded."""
+    """One session with one-time, executors in this process, and what was recorded; a crash if wanted."""
 
-    def __init__(self, plan: AuditPlan = SHORT_PLAN) -> None:
+    def __init__(self, plan: AuditPlan = SHORT_PLAN, *, crash: bool = False) -> None:
         super().__init__(MODEL, lines(), plan, silent)
-        self.lengths = {}
+        self.lengths, self.crash = {}, crash
 
     @contextmanager
     def executors(self, folder: Path) -> Iterator[Parties]:
@@ -138,6 +138,10 @@ class Short(Audit):
     def texts(self, parties: Parties) -> dict[str, str]:
         """Without the metrics of processes."""
         return {"the tenant's log": self.book.text, "the tenant's objects, printed": self.printed}
+
+    def _crash(self, parties: Parties) -> None:
+        if self.crash:
+            super()._crash(parties)
 
     def _traffic(self, parties: Parties) -> None:
         pass
@@ -165,9 +169,9 @@ class Short(Audit):
         } - {"control-reuse"}
 
 
-def structure(folder: Path) -> tuple[Evidence, AuditResult, set[str]]:
+def structure(folder: Path, *, crash: bool = False) -> tuple[Evidence, AuditResult, set[str]]:
     """A short session, what is found without attacks on its rows, and the claims that this refutes."""
-    audit = Short()
+    audit = Short(crash=crash)
     passive = audit.passive(folder)
     passive.structure()
     return passive.evidence, audit.result, audit.refuted()
