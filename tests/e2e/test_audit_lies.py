@@ -111,15 +111,15 @@ def test_canaries_that_always_get_another_tenants_answer(
 
 @pytest.mark.parametrize("enough", [0, 1000])
 def test_canaries_here_and_elsewhere(enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, or in others if there are enough, which are threads here."""
-    asked = list[object]()
+    """In this process, or in others if there are enough: here a thread, as models are loaded one by one."""
+    asked = list[int]()
 
-    def pool(workers: int, mp_context: object) -> ThreadPoolExecutor:
-        asked.append(mp_context)
-        return ThreadPoolExecutor(workers)
+    def pool(processes: int, mp_context: object) -> ThreadPoolExecutor:
+        asked.append(processes)
+        return ThreadPoolExecutor(1)
 
     monkeypatch.setattr(audit, "PROCESS_REPLIES", enough)
     monkeypatch.setattr(audit, "ProcessPoolExecutor", pool)
     found = Short(replace(PLAN, replies=640))._canaries()
     assert [(each.wrong, each.replies) for each in found] == [(0, 320)] * 2
-    assert len(asked) == (enough == 0)
+    assert asked == ([] if enough else [2])
