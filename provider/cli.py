@@ -41,6 +41,7 @@ from provider.serve.preflight import check_inputs, check_outputs, check_world
 from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
 from provider.workers.rank import look_after
 from provider.workers.world import World
+from shared import imports
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
 from shared.options import in_options, option_names, prints_version, takes
@@ -219,8 +220,9 @@ def _show_layout(config: ServeConfig) -> None:
     """Print which worker would have what."""
     check_shapes(config.model_dir)
     log.info("loading torch, and measuring products")
-    from provider.planning.layout import described, lay_out, read_groups
-    from provider.planning.tables import reasons, workers_table
+    with imports.at_once():
+        from provider.planning.layout import described, lay_out, read_groups
+        from provider.planning.tables import reasons, workers_table
 
     layout = lay_out(
         read_groups(config.model_dir, serve_head=config.serve_head),
@@ -265,9 +267,10 @@ def plan_capacity(
         raise ConfigurationError(f"devices={devices} cannot be divided into stripes={stripes}")
     check_shapes(model)
     _errors.print("loading torch, and measuring products", highlight=False)
-    from provider.planning.capacity import plan
-    from provider.planning.layout import described, lay_out, read_groups
-    from provider.planning.tables import plan_described, plan_table, reasons, source, workers_table
+    with imports.at_once():
+        from provider.planning.capacity import plan
+        from provider.planning.layout import described, lay_out, read_groups
+        from provider.planning.tables import plan_described, plan_table, reasons, source, workers_table
 
     layout = lay_out(
         read_groups(model),
@@ -303,7 +306,7 @@ def _serve(
 
     signal.signal(signal.SIGHUP, hung_up)
     log.info("loading torch")
-    with memory_errors(config.model_dir.name):
+    with memory_errors(config.model_dir.name), imports.at_once():
         from provider.serve.provider import Provider
     log.info("loading weights")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
 from security import capture, environment
-from security.attacks.active import CoTenantTiming, LyingProvider, Poison, WeightExtraction, canaries
+from security.attacks.active import (
+    CoTenantTiming,
+    CrossTalk,
+    LyingProvider,
+    Poison,
+    WeightExtraction,
+    canaries,
+)
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, CapturedSession, Parties
 from security.executors import AuditError, ExecutorProcess
 from security.findings import Finding
@@ -41,6 +49,8 @@ from shared.wire.header import Direction, Operation
 from shared.wire.messages import Limits
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.products.forecast import Kind
+
+PROCESS_REPLIES = 50_000  # fewer are here sooner than another process has imported torch
 
 
 class Audit:
@@ -264,16 +274,19 @@ class Audit:
                     real = PublicModel(self.model, session.manifest).weight(group)
                 self.result.figures[f"weight extraction, {mode}"] = float((copy - real).norm() / real.norm())
         with self.stage(f"canaries of many tenants in {self.plan.replies:,} replies"):
-            # In processes of their own, at the same time: the threads of one queue for Python's lock.
-            with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-                runs = [
-                    processes.submit(canaries, self.model, numerics, self.plan.replies // 2)
-                    for numerics in ("float32", "ring")
-                ]
-                found = [asdict(run.result()) for run in runs]
+            found = [asdict(each) for each in self._canaries()]
             self.result.figures["canaries"] = {key: sum(each[key] for each in found) for key in found[0]}
         with self.stage("one tenant times another"):
             self._timing(parties)
+
+    def _canaries(self) -> list[CrossTalk]:
+        """On floats and on the ring."""
+        numerics, each = ("float32", "ring"), self.plan.replies // 2
+        if each < PROCESS_REPLIES:
+            return [canaries(self.model, kind, each) for kind in numerics]
+        # In processes of their own, at the same time: the threads of one queue for Python's lock.
+        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+            return list(processes.map(partial(canaries, self.model, replies=each), numerics))
 
     def _lies(self, parties: Parties) -> None:
         """By the provider, checked and unchecked, and by the mask source."""

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shared import imports
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.options import prints_version
 
@@ -91,7 +92,7 @@ def run(
         if not path.exists():
             raise ConfigurationError(f"there is no {path}; name one with --{what}")
     _check_writable(report)
-    with stage("loading"):
+    with stage("loading"), imports.at_once():
         import transformers
 
         transformers.logging.disable_progress_bar()
@@ -184,7 +185,7 @@ def attack(
         recorded = read_transcript(transcript, cut=cut)
         source = read_transcript(with_, digest=recorded.manifest.digest, cut=cut) if with_ else None
         check_served(recorded, model)
-    with stage("loading"):
+    with stage("loading"), imports.at_once():
         import transformers
 
         transformers.logging.disable_progress_bar()

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, track
 
+from shared import imports
 from shared.errors import ConfigurationError, SymbiosisError, peer_text
 from shared.options import in_options, prints_version
 from tenant_sdk import cli_options as options
@@ -83,9 +84,12 @@ def _load(
     return (model.to("cuda") if torch.cuda.is_available() else model), words
 
 
-def _say_loading() -> None:
-    """Libraries that take seconds to import come after this."""
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Around imports that take seconds."""
     _status.print("loading torch and transformers")
+    with imports.at_once():
+        yield
 
 
 def _say_connecting(config: SessionConfig) -> None:
@@ -213,11 +217,11 @@ def finetune(
     TrainingCheckpoints(check_new_folder(output), {}).check(resume=resume)
     config = connection.session()
     check_data([*data, *(held_out or ())])
-    _say_loading()
-    from tenant_sdk.composition import open_session
-    from tenant_sdk.tuning.finetuning import TrainingOptions
-    from tenant_sdk.tuning.finetuning import finetune as train
-    from tenant_sdk.tuning.progress import TrainingStep
+    with _loading():
+        from tenant_sdk.composition import open_session
+        from tenant_sdk.tuning.finetuning import TrainingOptions
+        from tenant_sdk.tuning.finetuning import finetune as train
+        from tenant_sdk.tuning.progress import TrainingStep
 
     # Beside the adapter: what lies in the folder of the training goes when it is done.
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{output}.runs")
@@ -355,11 +359,11 @@ def generate(
         stop=tuple(stop or ()),
         stop_loops=not allow_loops,
     )
-    _say_loading()
-    from tenant_sdk.composition import open_session
-    from tenant_sdk.tuning.folders import load_adapter
-    from tenant_sdk.tuning.generation import stream
-    from tenant_sdk.tuning.own import tokenizer_in
+    with _loading():
+        from tenant_sdk.composition import open_session
+        from tenant_sdk.tuning.folders import load_adapter
+        from tenant_sdk.tuning.generation import stream
+        from tenant_sdk.tuning.own import tokenizer_in
 
     _say_connecting(config)
     if tokenizer is None and adapter is not None and (tokenizer := tokenizer_in(adapter)):
@@ -398,7 +402,8 @@ def fingerprint(
 
     A new key is printed once: with it answers can be forged, so keep it apart from the file.
     """
-    from tenant_sdk.products.fingerprints import write_fingerprints
+    with imports.at_once():
+        from tenant_sdk.products.fingerprints import write_fingerprints
 
     def progress(layers: Any, what: str) -> Any:
         return track(layers, what, console=_status, transient=True)
@@ -427,7 +432,8 @@ def doctor(
     targets, terms = executors.targets(wait)
     urls = escape(" and ".join(target.party for target in targets))
     _status.print(f"examining {urls} (loading torch takes some seconds)")
-    from tenant_sdk.doctor import diagnose
+    with imports.at_once():
+        from tenant_sdk.doctor import diagnose
 
     failed = False
     for title, results in diagnose(targets, terms):

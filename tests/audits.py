@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ SHORT_PLAN = replace(
 )
 
 
+@cache
+def loaded(model: Path, numerics: str) -> BaseExecutor:
+    """It has no state, so all audits may have the same."""
+    return BaseExecutor(model, numerics=numerics, recorded=True)
+
+
 class Mortal(Engine):
     """May stop answering."""
 
@@ -59,7 +66,7 @@ class Here(ExecutorProcess):
 
     def launch(self, port: int = 0) -> None:
         """See Executor."""
-        base = BaseExecutor(self.model, numerics=self.numerics, recorded=True)
+        base = loaded(self.model, self.numerics)
         self.recording = TranscriptWriter(self.folder / "transcripts", base.manifest)
         # Named after the second and the process, of which this one has several in a second.
         name = f"{len(self._recordings())}.transcript"
@@ -106,11 +113,11 @@ def lines() -> list[str]:
 
 
 class Short(Audit):
-    """One session with one-time, executors in this process, a crash, and what was recorded."""
+    """One session with one-time, executors in this process, and what was recorded; a crash if wanted."""
 
-    def __init__(self, plan: AuditPlan = SHORT_PLAN) -> None:
+    def __init__(self, plan: AuditPlan = SHORT_PLAN, *, crash: bool = False) -> None:
         super().__init__(MODEL, lines(), plan, silent)
-        self.lengths = {}
+        self.lengths, self.crash = {}, crash
 
     @contextmanager
     def executors(self, folder: Path) -> Iterator[Parties]:
@@ -131,6 +138,10 @@ class Short(Audit):
     def texts(self, parties: Parties) -> dict[str, str]:
         """Without the metrics of processes."""
         return {"the tenant's log": self.book.text, "the tenant's objects, printed": self.printed}
+
+    def _crash(self, parties: Parties) -> None:
+        if self.crash:
+            super()._crash(parties)
 
     def _traffic(self, parties: Parties) -> None:
         pass
@@ -158,9 +169,9 @@ class Short(Audit):
         } - {"control-reuse"}
 
 
-def structure(folder: Path) -> tuple[Evidence, AuditResult, set[str]]:
+def structure(folder: Path, *, crash: bool = False) -> tuple[Evidence, AuditResult, set[str]]:
     """A short session, what is found without attacks on its rows, and the claims that this refutes."""
-    audit = Short()
+    audit = Short(crash=crash)
     passive = audit.passive(folder)
     passive.structure()
     return passive.evidence, audit.result, audit.refuted()

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from click.testing import Result
 from conftest import Executor
+from typer.testing import CliRunner
+
+from tenant_sdk.cli import app
 
 ROOT = Path(__file__).parents[1]
 BASE_MODEL = ROOT / "examples" / "base_model"
@@ -49,12 +53,29 @@ def ok(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, err
 
 
+def at(executor: Executor) -> tuple[object, ...]:
+    """The options that a tenant gives to reach an executor."""
+    return ("--provider", executor.url, "--ca", executor.ca, "--token-env", "TENANT_TOKEN")
+
+
 def tenant(command: str, executor: Executor, *more: object, **options: object) -> subprocess.Popen[str]:
-    where = ("--provider", executor.url, "--ca", executor.ca, "--token-env", "TENANT_TOKEN")
     return start(
         "tenant_sdk.cli",
         command,
-        *where,
+        *at(executor),
         *more,
         **({"token": executor.token} | options),  # type: ignore[arg-type]
     )
+
+
+def here(command: str, executor: Executor, *more: object, secrets: dict[str, str] | None = None) -> Result:
+    """What ``tenant`` starts, in this process, which has imported already what takes seconds."""
+    environment = {"TENANT_TOKEN": executor.token, **(secrets or {})}
+    return CliRunner().invoke(app, list(map(str, (command, *at(executor), *more))), env=environment)
+
+
+def ok_here(command: str, executor: Executor, *more: object, **options: dict[str, str]) -> tuple[str, str]:
+    """As ``ok``."""
+    done = here(command, executor, *more, **options)
+    assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
+    return done.stdout, done.stderr

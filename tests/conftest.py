@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,18 @@ torch.set_num_threads(1)
 # The same examples in every run: a property test that fails must fail for everybody.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """As ``shared.imports``: what all tests import is not looked through for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 TENANT = "alice"
 # Most tests of integers run with one numerics, which may be the other: TEST_RING=ring-fine pytest ...

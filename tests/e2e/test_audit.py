@@ -23,7 +23,7 @@ from security.transcript import TranscriptError
 def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     """Attacks on the record of what nobody changed: its folder, and the claims that they refute."""
     folder = tmp_path_factory.mktemp("honest")
-    audit = Short(PLAN)
+    audit = Short(PLAN, crash=True)
     audit.passive(folder).attack()
     return folder, audit.refuted()
 

@@ -31,8 +31,6 @@ GAME_BATCH = 2048  # rows of a request of the game
 
 
 def without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a mask source's crash is nothing to be tried."""
-    monkeypatch.setattr(Short, "_crash", lambda *_: None)
     monkeypatch.setattr(
         masks.OneTimeMasks, "take", lambda self, kind, rows, **_: masks.NoMasks(self._shapes).take(kind, rows)
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from audits import MODEL, lied_to
+from audits import MODEL, PLAN, Short, lied_to
 
 from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
+from security import audit
 from security.attacks import active
 from security.attacks.active import POISONED_ROWS, CanaryRows, LyingProvider, Poison
 from security.executors import AuditError
@@ -104,3 +107,19 @@ def test_canaries_that_always_get_another_tenants_answer(
 
     monkeypatch.setattr(Engine, "submit", another)
     assert canaries().wrong == 320
+
+
+@pytest.mark.parametrize("enough", [0, 1000])
+def test_canaries_here_and_elsewhere(enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, or in others if there are enough: here a thread, as models are loaded one by one."""
+    asked = list[int]()
+
+    def pool(processes: int, mp_context: object) -> ThreadPoolExecutor:
+        asked.append(processes)
+        return ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(audit, "PROCESS_REPLIES", enough)
+    monkeypatch.setattr(audit, "ProcessPoolExecutor", pool)
+    found = Short(replace(PLAN, replies=640))._canaries()
+    assert [(each.wrong, each.replies) for each in found] == [(0, 320)] * 2
+    assert asked == ([] if enough else [2])

@@ -51,7 +51,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch, entropy: Callable[[int], bytes]) ->
 
 
 def test_an_honest_product(tmp_path: Path) -> None:
-    evidence, result, refuted = structure(tmp_path)
+    evidence, result, refuted = structure(tmp_path, crash=True)
     assert refuted == set()
     assert set(evidence.operations) == {PROVIDER, SOURCE}
     assert result.seeds is not None
@@ -137,7 +137,7 @@ def test_a_seed_that_serves_again_after_a_crash(tmp_path: Path, monkeypatch: pyt
         self._entropy = draw
 
     monkeypatch.setattr(masks.OneTimeMasks, "_order", thrifty)
-    evidence, result, refuted = structure(tmp_path)
+    evidence, result, refuted = structure(tmp_path, crash=True)
     assert refuted == {"one-time-uniform", "one-time-mask-source"}
     assert result.seeds is not None
     assert result.seeds.repeated < 10  # what went on without a failure had seeds of its own

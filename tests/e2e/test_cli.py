@@ -11,18 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import BASE_MODEL, HELD_OUT, TRAIN, finish, ok, start, tenant
+from commands import BASE_MODEL, HELD_OUT, TRAIN, finish, here, ok, ok_here, start, tenant
 from conftest import RING, Executor
 from typer.testing import CliRunner
 
 from shared.errors import ConfigurationError, RequestRefused
+from shared.options import in_options
 from tenant_sdk import cli
 from tenant_sdk.cli import app
+from tenant_sdk.cli_options import NAMES
 from tenant_sdk.config import SessionConfig
 
 
 def test_from_certificates_to_a_generated_text(
-    tmp_path: Path, serve_process: Callable[..., Executor]
+    tmp_path: Path, serve_process: Callable[..., Executor], serve: Callable[..., Executor]
 ) -> None:
     """Two executors with authorities and tokens of their own, one-time masks, a fingerprint file."""
     tls, tokens = tmp_path / "tls", tmp_path / "tokens.json"
@@ -36,15 +38,15 @@ def test_from_certificates_to_a_generated_text(
     assert len(token) == 43
     assert token not in tokens.read_text()
 
-    ring = ("--numerics", RING)
-    served = serve_process(BASE_MODEL, "--tls-dir", str(tls), "--token-file", str(tokens), *ring)
+    own = ("--tls-dir", str(tls), "--token-file", str(tokens))
+    served = serve_process(BASE_MODEL, *own, "--numerics", RING)
     executor = Executor(served.url.replace("127.0.0.1", "localhost"), token, tls / "ca.pem")
-    other = serve_process(BASE_MODEL, *ring)
+    other = serve(BASE_MODEL, numerics=RING)
 
     prints = tmp_path / "prints"
-    out, err = ok(start("tenant_sdk.cli", "fingerprint", BASE_MODEL, "--output", prints))
-    assert f"--fingerprints {prints} --fingerprint-key-env FINGERPRINT_KEY" in err
-    secrets = {"SOURCE_TOKEN": other.token, "FINGERPRINT_KEY": out.strip()}
+    made = CliRunner().invoke(app, ["fingerprint", str(BASE_MODEL), "--output", str(prints)])
+    assert f"--fingerprints {prints} --fingerprint-key-env FINGERPRINT_KEY" in made.stderr
+    secrets = {"SOURCE_TOKEN": other.token, "FINGERPRINT_KEY": made.stdout.strip()}
     source = (
         "--mask-source",
         other.url,
@@ -58,12 +60,12 @@ def test_from_certificates_to_a_generated_text(
     adapter = tmp_path / "new" / "adapter"
     learn = ("finetune", executor, "--data", TRAIN, "--held-out", HELD_OUT, "--output", adapter)
     learn += ("--steps", 8, "--batch-size", 4, "--sequence-length", 32, "--learning-rate", 5e-3)
-    status, _, err = finish(tenant(*learn, *source[:2], *source[4:], secrets=secrets))
-    assert (status, "give the mask source's own authority" in err) == (1, True)
-    status, _, err = finish(tenant(*learn, *source, secrets=secrets))
-    assert status == 1
-    assert "have the same address, machine: provider and mask sources must be run by operators" in err
-    assert "--allow-same-operator" in err
+    refused = here(*learn, *source[:2], *source[4:], secrets=secrets)
+    assert "give the mask source's own authority" in str(refused.exception)
+    refused = here(*learn, *source, secrets=secrets)
+    why = in_options(str(refused.exception), NAMES)
+    assert "have the same address, machine: provider and mask sources must be run by operators" in why
+    assert "--allow-same-operator" in why
     out, err = ok(tenant(*learn, *source, "--allow-same-operator", secrets=secrets))
     assert "these masks hide nothing from it" in err
     before, after = map(float, re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after", out).groups())  # type: ignore[union-attr]
@@ -84,17 +86,15 @@ def test_from_certificates_to_a_generated_text(
     local = ("--mask-source", f"local:{BASE_MODEL}")
     sampling = ("--temperature", 0.9, "--top-p", 0.9, "--seed", 3)
     runs = [
-        tenant(*prompt, *local, *checked, secrets=secrets),
-        tenant(*prompt, *source, "--allow-same-operator", "--adapter", adapter, secrets=secrets),
-        tenant(*prompt, *local, *sampling, "--verify", "off"),
+        ok_here(*prompt, *local, *checked, secrets=secrets),
+        ok(tenant(*prompt, *source, "--allow-same-operator", "--adapter", adapter, secrets=secrets)),
+        ok_here(*prompt, *local, *sampling, "--verify", "off", secrets=secrets),
     ]
     said = (r"checked: (\d+) of \1 rows\n", "the rest prepared these checks", "checked: nothing")
-    texts = []
-    for run, expected in zip(runs, said, strict=True):
-        out, err = ok(run)
+    for (_, err), expected in zip(runs, said, strict=True):
         assert "12 tokens" in err
         assert re.search(expected, err)
-        texts.append(out)
+    texts = [out for out, _ in runs]
     assert all(text.strip() for text in texts)
     assert len(set(texts)) == 3
 

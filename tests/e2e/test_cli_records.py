@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from commands import BASE_MODEL, TRAIN, finish, ok, tenant
+from commands import BASE_MODEL, TRAIN, here, ok, ok_here, tenant
 from conftest import Executor
 
 from tenant_sdk.storage import check_new_folder
@@ -32,9 +32,9 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
     assert after < before / 5
     note = json.loads(few.read_text().splitlines()[0])["prompt"]
     write = ("generate", executor, *plain, "--adapter", adapter, "--prompt", note, "--max-new-tokens", 20)
-    out, err = ok(tenant(*write, "--stop", ":"))
+    out, err = ok_here(*write, "--stop", ":")
     assert out.rstrip("\n").count(":") == 1
     assert "ended by: --stop" in err
-    status, _, err = finish(tenant(*write, "--chat"))
-    assert (status, "the prompt: a chat needs a chat template" in err) == (1, True)
-    assert note not in err
+    refused = here(*write, "--chat")
+    assert "the prompt: a chat needs a chat template" in str(refused.exception)
+    assert note not in refused.output + str(refused.exception)

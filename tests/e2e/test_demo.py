@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("--steps", "3", "--batch-size", "2", "--sequence-length", "64", "--new-tokens", "8")
+SMALL = ("--steps", "3", "--batch-size", "8", "--sequence-length", "64", "--new-tokens", "8")
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

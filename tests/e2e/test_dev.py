@@ -77,14 +77,6 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
         assert ends(source)
 
     assert "allow_transcript" not in (tmp_path / "symbiosis-dev" / "symbiosis.toml").read_text()
-    # The folder is used again: the same authorities, other tokens.
-    authority = (tmp_path / "symbiosis-dev" / "provider" / "ca.pem").read_bytes()
-    with development(tmp_path, "--numerics", RING) as again:
-        assert (tmp_path / "symbiosis-dev" / "provider" / "ca.pem").read_bytes() == authority
-        assert not set(again.tokens.values()) & set(running.tokens.values())
-        source = source_of(tmp_path)
-        again.process.kill()
-        assert ends(source)  # who is killed says nothing to anybody
 
 
 def free_port() -> int:
@@ -93,7 +85,7 @@ def free_port() -> int:
 
 
 def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:
-    """Its session finds both executors again, with the tokens of the first run; new ones are valid, too."""
+    """In the folder, with the authorities and tokens of the first run; new ones are valid, too."""
     port, folder = free_port(), tmp_path / "symbiosis-dev"
     with contextlib.ExitStack() as opened:
         with development(tmp_path, "--numerics", RING, "--port", port, "--transcript", "t") as first:
@@ -118,6 +110,7 @@ def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:
             model = session.load_model(progress=False)
             words = torch.arange(8)[None]
             before = model(words).logits
+            authority = (folder / "provider" / "ca.pem").read_bytes()
             first.process.send_signal(signal.SIGTERM)
             assert first.process.wait(60) == 0
         with development(tmp_path, "--numerics", RING, "--port", port, "--transcript", "t") as second:
@@ -125,11 +118,16 @@ def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:
             assert (again["provider"], again["mask_sources"]) == (profile["provider"], [source])
             assert torch.equal(model(words).logits, before)
             assert session.stats.reconnections >= 2
+            assert (folder / "provider" / "ca.pem").read_bytes() == authority
+            assert not set(first.tokens.values()) & set(second.tokens.values())
             for name, folder_of in (("SYMBIOSIS_TOKEN", "provider"), ("SYMBIOSIS_MASK_TOKEN", "masks")):
                 tokens = TokenFile(folder / folder_of / "tokens.json")
                 assert tokens.tenant_of(second.tokens[name]) == "dev"
-                ends = [each.expires for _, each in tokens.listed()]
-                assert [each is None for each in ends] == [False, True]  # the old one, in a day
+                expiries = [each.expires for _, each in tokens.listed()]
+                assert [each is None for each in expiries] == [False, True]  # the old one, in a day
+            masks = source_of(tmp_path)
+            second.process.kill()
+            assert ends(masks)  # who is killed says nothing to anybody
 
 
 @pytest.mark.parametrize("taken", [False, True])

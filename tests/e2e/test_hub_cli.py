@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from commands import BASE_MODEL, TRAIN, ok, tenant
+from commands import BASE_MODEL, TRAIN, here, ok, tenant
 from conftest import RING, Executor, make_model
 from hubs import COMMIT, hub
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from shared.errors import CheckpointError, ModelMismatch
-from tenant_sdk.cli import app
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.products.fingerprints import write_fingerprints
 from tenant_sdk.tuning.own import attach_own
@@ -79,12 +77,9 @@ def test_the_tenants_own_copy(
     monkeypatch.setattr(RemoteExecutor, "parameter", download)
     monkeypatch.setattr(RemoteExecutor, "file", download)
     executor, adapter = serve(BASE_MODEL), tmp_path / "adapter"
-    monkeypatch.setenv("TENANT_TOKEN", executor.token)
-    where = ("--provider", executor.url, "--ca", executor.ca, "--token-env", "TENANT_TOKEN")
 
     def run(command: str, *arguments: object) -> Result:
-        given = (command, *where, "--privacy", "plain", "--model", BASE_MODEL, *arguments)
-        return CliRunner().invoke(app, list(map(str, given)))
+        return here(command, executor, "--privacy", "plain", "--model", BASE_MODEL, *arguments)
 
     more = ("--steps", 2, "--batch-size", 2, "--sequence-length", 16)
     learned = run("finetune", "--data", TRAIN, *more, "--output", adapter)
@@ -107,7 +102,7 @@ def test_the_tenants_own_copy(
 
 
 def test_an_adapter_remembers_the_tokenizer_that_it_was_trained_with(
-    tmp_path: Path, serve: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, serve: Callable[..., Executor]
 ) -> None:
     """From a folder of its own, with a chat template that the executor's has not."""
     tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
@@ -116,12 +111,9 @@ def test_an_adapter_remembers_the_tokenizer_that_it_was_trained_with(
     chat = {"messages": [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes."}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(chat))
     executor, adapter = serve(BASE_MODEL), tmp_path / "adapter"
-    monkeypatch.setenv("TENANT_TOKEN", executor.token)
-    where = ("--provider", executor.url, "--ca", executor.ca, "--token-env", "TENANT_TOKEN")
 
     def run(command: str, *arguments: object) -> Result:
-        given = (command, *where, "--privacy", "plain", *arguments)
-        return CliRunner().invoke(app, list(map(str, given)))
+        return here(command, executor, "--privacy", "plain", *arguments)
 
     learn = ("--data", tmp_path / "chat.jsonl", "--steps", 1, "--tokenizer", tmp_path / "words")
     learned = run("finetune", *learn, "--output", adapter)

@@ -1,4 +1,4 @@
-"""The example of the README runs as it stands there, against `serve --dev`."""
+"""The examples run as they stand there, the README's and those of TRL, against `serve --dev`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from commands import ENVIRONMENT, SECONDS
 from conftest import RING
-from developments import development
+from developments import Development, development
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
@@ -22,26 +24,54 @@ def test_the_readme_shows_the_example_verbatim() -> None:
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
-    """Beside `serve --dev`, in the same folder, with the variables that it printed."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    with development(tmp_path, "--numerics", RING) as running:
-        done = subprocess.run(
-            [sys.executable, QUICKSTART],
-            cwd=tmp_path,
-            env={**ENVIRONMENT, **running.tokens},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Development]]:
+    """`serve --dev`, and its folder, in which the examples are."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    with development(folder, "--numerics", RING) as started:
+        yield folder, started
+
+
+def run(running: tuple[Path, Development], name: str, *arguments: str, **environment: str) -> str:
+    """What an example prints, in that folder, with the variables that `serve` printed."""
+    folder, started = running
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / name, *arguments],
+        cwd=folder,
+        env={**ENVIRONMENT, **started.tokens, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert done.returncode == 0, done.stderr
-    assert "Plan:" in done.stdout
+    return done.stdout
+
+
+def test_the_example_runs(running: tuple[Path, Development]) -> None:
+    printed = run(running, QUICKSTART.name)
+    assert "Plan:" in printed
     requests, rows, verified = (
-        int(re.search(rf"\b{name}=(\d+)", done.stdout)[1])  # type: ignore[index]
+        int(re.search(rf"\b{name}=(\d+)", printed)[1])  # type: ignore[index]
         for name in ("requests", "rows", "verified_rows")
     )
     assert requests > 10 * 24  # ten steps and a text
     assert 0 < rows - verified < rows / 100  # those unchecked made the fingerprints
-    adapter = tmp_path / "out" / "quickstart" / "adapter"
+    adapter = running[0] / "out" / "quickstart" / "adapter"
     assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] == "LORA"
     assert (adapter / "adapter_model.safetensors").is_file()
+
+
+def test_supervised_tuning_and_then_preferences(running: tuple[Path, Development]) -> None:
+    """The examples of TRL, in fewer steps."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    folder = running[0]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    for name, steps, said in (
+        ("sft", "3", " Fields:"),
+        ("dpo", "2", "margins of rewards: 0.000 at the start"),
+    ):
+        printed = run(running, f"{name}.py", steps, **offline)
+        assert said in printed
+        assert re.search(r"verified_rows=[1-9]", printed)
+        assert (folder / "out" / name / "adapter" / "adapter_model.safetensors").is_file()

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 import torch
-from commands import BASE_MODEL, TRAIN, ok, tenant
+from commands import BASE_MODEL, TRAIN, ok_here, tenant
 from conftest import RING, Executor
 from peft import get_peft_model_state_dict
 from ring_sessions import Trio, one_time
@@ -117,9 +117,13 @@ MASKS = ("--mask-source", f"local:{BASE_MODEL}")
 STEPS = 4
 
 
-def finetune(executor: Executor, output: Path, *more: object) -> subprocess.Popen[str]:
+def learning(executor: Executor, output: Path, *more: object) -> tuple[Any, ...]:
     training = ("--steps", STEPS, "--batch-size", 2, "--sequence-length", 24)
-    return tenant("finetune", executor, *MASKS, "--data", TRAIN, "--output", output, *training, *more)
+    return ("finetune", executor, *MASKS, "--data", TRAIN, "--output", output, *training, *more)
+
+
+def finetune(executor: Executor, output: Path, *more: object) -> subprocess.Popen[str]:
+    return tenant(*learning(executor, output, *more))
 
 
 def until(stream: IO[str] | None, text: str) -> str:
@@ -155,7 +159,7 @@ def base(serve: Callable[..., Executor]) -> Executor:
 def undisturbed(base: Executor, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The adapter of a training that nothing happens to."""
     output = tmp_path_factory.mktemp("undisturbed") / "adapter"
-    ok(finetune(base, output))
+    ok_here(*learning(base, output))
     return weights(output)
 
 
@@ -176,7 +180,7 @@ def test_finetune_and_generate_go_on_after_a_restart(
     phoenix.settle()
 
     prompt = ("--prompt", "Mon 6 January.", "--max-new-tokens", 80, "--adapter", tmp_path / "adapter")
-    expected, _ = ok(tenant("generate", base, *MASKS, *prompt))
+    expected, _ = ok_here("generate", base, *MASKS, *prompt)
     run = tenant("generate", phoenix.executor, *MASKS, *prompt)
     assert run.stdout is not None
     begun = run.stdout.read(1)
@@ -206,7 +210,7 @@ def test_ctrl_c_and_resume_end_with_the_same_adapter(
     assert "training" not in err.partition("interrupted")[2]
     assert "Traceback" not in err
     assert not output.exists()
-    ok(finetune(base, output, "--resume"))
+    ok_here(*learning(base, output, "--resume"))
     assert weights(output) == undisturbed
 
 
@@ -255,5 +259,5 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     assert status == 1, err
     assert f"error: {phoenix.executor.url} was tried again and again for 2." in err
     assert f"is kept in {output}.checkpoints; to go on from it, add --resume to the same command" in err
-    ok(finetune(base, output, "--resume"))
+    ok_here(*learning(base, output, "--resume"))
     assert weights(output) == undisturbed

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_workers import SECONDS, answered, engine_of, requests
+from test_workers import SECONDS, answered, compare, engine_of, requests
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from provider.engine.engine import Engine
@@ -67,22 +67,10 @@ def both(request: pytest.FixtureRequest) -> Sharded:
     return found
 
 
-def compare(both: Sharded, rows: int) -> None:
-    executor, engine, _, tolerance = both
-    asked = list(requests(executor, rows))
-    futures = [engine.submit_threadsafe("a", 1, header, payload) for header, payload in asked]
-    for (header, payload), future in zip(asked, futures, strict=True):
-        blocks = executor.blocks(header, payload)
-        expected = executor.compute(header.group, header.direction, header.members, blocks)
-        answer = torch.cat([block.reshape(-1) for block in future.result(SECONDS).blocks])
-        wanted = torch.cat([block.reshape(-1) for block in expected])
-        torch.testing.assert_close(answer, wanted, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_products_are_those_of_one_process(both: Sharded, rows: int) -> None:
     """Also with fewer rows than workers, of which some then only gather."""
-    compare(both, rows)
+    compare(both.executor, both.engine, rows, both.tolerance)
 
 
 def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
@@ -105,7 +93,7 @@ def test_rows_of_several_tenants_in_one_batch(both: Sharded) -> None:
                 torch.testing.assert_close(block, wanted, atol=2 * tolerance, rtol=tolerance)
     with pytest.raises(WireError, match="NaN"):  # a batch in which there is nothing to multiply
         engine.submit_threadsafe("a", 1, header, wrong).result(SECONDS)
-    compare(both, 3)
+    compare(executor, engine, 3, tolerance)
 
 
 def test_windows_are_worth_a_gather() -> None:

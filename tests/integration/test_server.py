@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import RING, TENANT, Executor
 from lanes import BrokenLane, HeldLane, service_on
-from raw_peers import REPLY, SECONDS, eventually, header, metric, open_raw, product
+from raw_peers import REPLY, SECONDS, Peer, eventually, header, metric, open_raw, product
 
 from provider.engine.lanes import ProcessLane
 from provider.executor.base import BaseExecutor
@@ -281,14 +281,20 @@ def test_the_admin_port_listens_on_loopback_and_says_how_it_is() -> None:
 # -- ending ----------------------------------------------------------------------------------------
 
 
-def test_draining_answers_what_is_under_way(another: Callable[..., Executor], llama: Executor) -> None:
-    service, held = service_of(llama, HeldLane)
+@pytest.fixture
+def held(another: Callable[..., Executor], llama: Executor) -> tuple[Executor, Server, Any]:
+    """An executor whose products wait until the test lets them go, and its lane."""
+    service, lane = service_of(llama, HeldLane)
     executor = another(service)
-    server = executor.server
-    assert server is not None
+    assert executor.server is not None
+    return executor, executor.server, lane
+
+
+def test_draining_answers_what_is_under_way(held: tuple[Executor, Server, Any]) -> None:
+    executor, server, lane = held
     with ThreadPoolExecutor(4) as threads, executor.connect() as busy, executor.connect() as idle:
         request = threads.submit(ask, busy)
-        assert held.started.acquire(timeout=SECONDS)
+        assert lane.started.acquire(timeout=SECONDS)
         drained = threads.submit(server.drain, SECONDS)
         eventually(lambda: server.draining)
         eventually(lambda: metric(executor, "symbiosis_connections") == 1)
@@ -296,7 +302,7 @@ def test_draining_answers_what_is_under_way(another: Callable[..., Executor], ll
             ask(idle)
         assert caught.value.retry_after is not None
         assert not request.done()
-        held.go.set()
+        lane.go.set()
         assert request.result(timeout=SECONDS).shape == (1, 64)
         assert drained.result(timeout=SECONDS)
         with pytest.raises(ConnectionLost, match="shutting down"):
@@ -305,66 +311,64 @@ def test_draining_answers_what_is_under_way(another: Callable[..., Executor], ll
             executor.connect()
 
 
-def test_draining_answers_what_has_arrived_behind_it(
-    another: Callable[..., Executor], llama: Executor
-) -> None:
-    service, held = service_of(llama, HeldLane)
-    executor = another(service)
-    server = executor.server
-    assert server is not None
+@contextlib.contextmanager
+def drained(held: tuple[Executor, Server, Any]) -> Iterator[tuple[Peer, Callable[[], None]]]:
+    """A peer, and what begins to drain once a product is under way; after the block nothing is left."""
+    executor, server, lane = held
     with ThreadPoolExecutor(1) as threads, open_raw(executor) as peer:
+        draining = list[Future[bool]]()
+
+        def drain() -> None:
+            assert lane.started.acquire(timeout=SECONDS)
+            draining.append(threads.submit(server.drain, SECONDS))
+
         peer.hello()
+        yield peer, drain
+        assert peer.receive_close() == 1001
+        peer.close()
+        assert draining[0].result(timeout=SECONDS)
+
+
+def test_draining_answers_what_has_arrived_behind_it(held: tuple[Executor, Server, Any]) -> None:
+    _, server, lane = held
+    with drained(held) as (peer, drain):
         data = [peer.frame(product(1, 64, request_id=i) + ROW) for i in (1, 2, 3)]
         peer.send(data[0] + data[1] + data[2][:100])  # the last one is still arriving
-        assert held.started.acquire(timeout=SECONDS)
-        drained = threads.submit(server.drain, SECONDS)
+        drain()
         eventually(lambda: server.draining)
-        held.go.set()
+        lane.go.set()
         assert [peer.receive()[0].request_id for _ in (1, 2)] == [1, 2]
         peer.send(data[2][100:])
         assert peer.receive()[0].request_id == 3
-        assert peer.receive_close() == 1001
-        peer.close()
-        assert drained.result(timeout=SECONDS)
 
 
-def test_draining_reads_no_more_than_had_arrived(another: Callable[..., Executor], llama: Executor) -> None:
+def test_draining_reads_no_more_than_had_arrived(held: tuple[Executor, Server, Any]) -> None:
     """Or who always has a request under way would never be told; what is not answered is sent again."""
-    service, held = service_of(llama, HeldLane)
-    executor = another(service)
-    server = executor.server
-    assert server is not None
-    with ThreadPoolExecutor(1) as threads, open_raw(executor) as peer:
-        peer.hello()
-        peer.message(product(1, 64, request_id=1), ROW)
-        assert held.started.acquire(timeout=SECONDS)
+    _, server, lane = held
+    with drained(held) as (peer, drain):
         (connection,) = server.connections._open
-        drained = threads.submit(server.drain, SECONDS)
+        peer.message(product(1, 64, request_id=1), ROW)
+        drain()
         eventually(lambda: connection._deaf)  # type: ignore[attr-defined]
         for number in (2, 3):
             peer.message(product(1, 64, request_id=number), ROW)
-        held.go.set()
+        lane.go.set()
         assert peer.receive()[0].request_id == 1
-        assert peer.receive_close() == 1001
-        peer.close()
-        assert drained.result(timeout=SECONDS)
 
 
-def test_draining_gives_up_in_time(another: Callable[..., Executor], llama: Executor) -> None:
+def test_draining_gives_up_in_time(held: tuple[Executor, Server, Any]) -> None:
     """The time is for all sessions together, however many there are."""
-    service, held = service_of(llama, HeldLane)
-    executor = another(service)
-    assert executor.server is not None
+    executor, server, lane = held
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(open_raw(executor)) for _ in range(6)]
         for peer in peers:
             peer.hello()
             peer.message(product(1, 64), ROW)
-        assert held.started.acquire(timeout=SECONDS)
+        assert lane.started.acquire(timeout=SECONDS)
         started = time.monotonic()
-        assert not executor.server.drain(0.2)
+        assert not server.drain(0.2)
         assert time.monotonic() - started < SECONDS / 2
-        held.go.set()
+        lane.go.set()
         for peer in peers:
             assert peer.receive()[0].operation == REPLY
 

@@ -24,6 +24,7 @@ ROOMS = {
         "forks",
         "memory",
         "devices",
+        "imports",
         "compat",
         "hub",
         "wire",

@@ -168,6 +168,24 @@ def test_the_first_line_comes_before_what_takes_seconds(tmp_path: Path) -> None:
         assert first_line(*arguments) == (said, []), arguments
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_nobody_looks_for_garbage_in_libraries(there: bool) -> None:
+    """While they are imported and afterwards, unless a program with objects of its own has done so before."""
+    program = f"""
+import gc, sys
+from shared import imports
+if {there}:
+    sys.modules["torch"] = sys
+try:
+    with imports.at_once():
+        made, collects = [[] for _ in range(1000)], gc.isenabled()
+        raise ImportError
+except ImportError:
+    print(collects, gc.isenabled(), gc.get_freeze_count() > 1000)
+"""
+    assert run(program)[1] == f"{there} True {not there}\n"
+
+
 def test_connecting_is_said_when_what_takes_seconds_is_there() -> None:
     program = """
 import sys
