@@ -60,7 +60,7 @@ def test_doctor_finds_nothing(examined: dict[str, tuple[int, str]]) -> None:
     assert status == 0, out
     assert "✗" not in out
     steps = ("url", "dns", "tcp", "tls", "certificate", "token", "protocol", "manifest", "digest")
-    for step in (*steps, "round trip", "upload", "download"):
+    for step in (*steps, "layers", "round trip", "upload", "download"):
         assert f"✓ {step}" in out
     assert "TLSv1.3" in out
     assert "LlamaForCausalLM" in out

@@ -26,7 +26,7 @@ from tenant_sdk.profiles import Secret
 TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]
 ALL = [*TLS, "token", "protocol", "manifest", "digest"]
 TOKEN = Secret("the token", "TENANT_TOKEN")
-SPEED = ["round trip", "upload", "download"]
+SPEED = ["layers", "round trip", "upload", "download"]
 
 
 @pytest.fixture(autouse=True)

@@ -105,7 +105,7 @@ def test_windows_are_worth_a_gather() -> None:
 
 
 def answers_again(both: Sharded) -> int:
-    """Everything is asked for, and right; how often it had to be asked for again."""
+    """Everything is asked for, and right; how often an answer was lost."""
     executor, engine, pool, tolerance = both
     repeated = 0
     for header, payload in requests(executor, 3):

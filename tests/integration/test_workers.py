@@ -108,13 +108,15 @@ def test_answers_are_those_of_one_process_to_the_bit(
 
 
 def answered(engine: Engine, header: Header, payload: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """An answer, and how often it had to be asked for again."""
-    for lost in range(60):  # each waits for a second, if the worker is away
+    """An answer, and how often it was lost."""
+    lost = 0
+    for _ in range(60):  # for a second each, if the worker is away
         try:
             return engine.submit_threadsafe("a", 1, header, payload).result(SECONDS).blocks[0], lost
         except WireError as error:
             if error.code not in ("unavailable", "restarting"):
                 raise
+            lost += error.code == "unavailable"
     raise AssertionError("it is never there")
 
 
@@ -132,7 +134,7 @@ def test_a_worker_that_is_lost_is_started_again(
         os.kill(lost.pid, kill)
         for header, payload in requests(executor, 3):
             answer, repeated = answered(engine, header, payload)
-            assert not repeated or pool.lane_of[header.group] == 0
+            assert repeated <= (pool.lane_of[header.group] == 0)
             blocks = executor.blocks(header, payload)
             assert torch.equal(
                 answer, executor.compute(header.group, header.direction, header.members, blocks)[0]
