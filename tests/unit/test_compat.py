@@ -29,7 +29,7 @@ def raises(*_: Any) -> Any:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Each is tried once; other tests shall not get what was found here."""
-    found = compat.websocket_mask, compat.int8_product, compat.onednn_products
+    found = compat.websocket_mask, compat.int8_product, compat.onednn_products, compat.conversions
     for each in found:
         each.cache_clear()
     yield

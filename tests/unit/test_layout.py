@@ -27,6 +27,7 @@ ROOMS = {
         "compat",
         "hub",
         "wire",
+        "stored",
         "checkpoint",
         "ring",
         "transport",
@@ -82,7 +83,7 @@ NO_IO = [
     "tenant_sdk/products/forecast.py",
 ]
 SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq", "triton"}
-SHARED_LIBRARIES |= {"huggingface_hub"}
+SHARED_LIBRARIES |= {"huggingface_hub", "transformers"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 
