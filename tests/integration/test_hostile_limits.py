@@ -16,7 +16,7 @@ from conftest import RING, Executor, make_model
 from hostile_files import BYTE_LEVEL, RULES, changed, config_of, replace, sequence
 from lanes import HeldLane, service_on
 from raw_peers import eventually
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
