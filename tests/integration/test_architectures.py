@@ -36,7 +36,7 @@ from torch import nn
 import tenant_sdk
 from tenant_sdk.model.remote_weight import RemoteWeight
 
-# Mixtral's experts are 3-D parameters, which adapters of all linear layers pass over; see the end of this file.
+# Mixtral's experts are 3-D parameters, which need adapters of their own; see the end of this file.
 LOADABLE = [name for name in ARCHITECTURES if name != "mixtral"]
 ROUND_TRIPS = dict.fromkeys(LOADABLE, 4 * 2) | {"bert": 4 * 2 + 1}  # two blocks; BERT's pooler
 
@@ -255,7 +255,7 @@ def test_mixtral(
     checkpoint: Folder,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its experts, each three tensors of the checkpoint, are merged by the executor and held by the tenant."""
+    """Its experts, three tensors each, are merged by the executor and held by the tenant."""
     ids = token_ids()
     local = load_local(checkpoint("mixtral"))
     with executor("mixtral").connect(privacy=privacy) as session:
