@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 from torch import nn
 
@@ -278,10 +279,20 @@ class Stored:
     @cached_property
     def _recipes(self) -> dict[str, _Recipe]:
         """By the parameter that is made."""
-        found = compat.conversions()
-        if found is None:
+        found, said = compat.conversions(), quantisation_of(self._tensors.folder)
+        if found is None and said is None:
             return self._of_own_names()
-        mapping = found.rules(self.model)
+        if found is None:
+            raise CheckpointError(
+                f"{self._tensors.folder} is quantised, and dense weights can be made of it with another version "
+                "of transformers alone; see the log"
+            )
+        quantizer = None
+        if said is not None:
+            from shared.quantised import check_complete, quantizer_of
+
+            quantizer = quantizer_of(said)
+        mapping = found.rules(self.model, hf_quantizer=quantizer)
         converters = [rule for rule in mapping if isinstance(rule, found.Converter)]
         renamings = [rule for rule in mapping if isinstance(rule, found.Renaming)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -296,7 +307,18 @@ class Stored:
         for recipe in list(recipes.values()):
             if recipe.converter is not None and recipe.makes_several:
                 recipes |= dict.fromkeys(self._make(recipe, self._empty), recipe)
+        if quantizer is not None:
+            recipes = {name: self._plain(recipe) for name, recipe in recipes.items()}
+            used = {key for recipe in recipes.values() for key in recipe.all_keys}
+            check_complete(set(self._tensors.names()) - used, used)
         return {name: recipe for name, recipe in recipes.items() if name in state}
+
+    def _plain(self, recipe: _Recipe) -> _Recipe:
+        """Of a quantised checkpoint, whose rules take every weight: without them if this one is dense."""
+        if recipe.converter is None or recipe.steps or len(recipe.all_keys) > 1:
+            return recipe
+        dense = self._tensors.layout(recipe.all_keys[0])[1] in DTYPE_CODES
+        return _Recipe(None, recipe.first, recipe.keys) if dense else recipe
 
     def _of_own_names(self) -> dict[str, _Recipe]:
         """Of tensors that have the parameters' names, with or without the prefix, or those of old norms."""
@@ -378,6 +400,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat
 
 
+def quantisation_of(folder: Path) -> dict[str, Any] | None:
+    """What a ``config.json`` says of how the checkpoint was quantised; None: it was not.
+
+    Raises:
+        CheckpointError: it is no configuration.
+    """
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder}/config.json cannot be used: {error}") from error
+    for each in (config, config.get("text_config")):
+        said = each.get("quantization_config") if isinstance(each, dict) else None
+        if said:
+            return dict(said)
+    return None
+
+
 def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model that a folder's ``config.json`` describes, without values, dense.
 
@@ -391,6 +430,8 @@ def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         classes = [getattr(transformers, name, None) for name in config.architectures or []]
         for each in classes:
             if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel):
+                for part in (config, config.get_text_config(decoder=True)):
+                    vars(part).pop("quantization_config", None)
                 config._attn_implementation = "eager"
                 config.dtype = dtype
                 with torch.device("meta"):

@@ -27,6 +27,7 @@ ROOMS = {
         "compat",
         "hub",
         "wire",
+        "quantised",
         "stored",
         "checkpoint",
         "ring",
