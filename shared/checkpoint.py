@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from shared.errors import CheckpointError
 from shared.hub import checkpoint_folder, id_of_snapshot
 from shared.options import WEIGHTS, WEIGHTS_INDEX, check_model_folder
-from shared.stored import Layout, Stored, bytes_of
+from shared.recipes import Layout
+from shared.stored import Stored, bytes_of
 from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers import AutoHfQuantizer, HfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shared.errors import CheckpointError
 
@@ -53,8 +55,13 @@ def quantizer_of(said: Mapping[str, Any]) -> Any:
             "the checkpoint was quantised by compressed-tensors, which needs the package of that name: "
             "pip install 'symbiosis[quantised]'"
         )
-    quantizer = AutoHfQuantizer.from_config({**said, "dequantize": True}, pre_quantized=True)
-    quantizer.validate_environment()
+    try:
+        quantizer = AutoHfQuantizer.from_config({**said, "dequantize": True}, pre_quantized=True)
+        quantizer.validate_environment()
+    except Exception as error:  # each refuses nonsense in a way of its own
+        raise CheckpointError(
+            f"the checkpoint's quantization_config cannot be used: {error!r:.300}"
+        ) from error
     return quantizer
 
 
@@ -82,21 +89,21 @@ Unpack = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 def _gptq(said: Mapping[str, Any]) -> Unpack:
-    form = said.get("checkpoint_format") or said.get("format") or "gptq"
-    if said.get("bits") != 4 or form not in ("gptq", "gptq_v2") or said.get("pack_dtype", "int32") != "int32":
+    form, bits = said.get("checkpoint_format") or said.get("format") or "gptq", said.get("bits")
+    if bits != 4 or form not in ("gptq", "gptq_v2") or said.get("pack_dtype", "int32") != "int32":
         raise CheckpointError(
-            f"the checkpoint was quantised by gptq with {said.get('bits')} bits in the format {form}; with 4 "
-            "bits in the formats gptq and gptq_v2 it could be served"
+            f"the checkpoint was quantised by gptq with {bits} bits in the format {form}; with 4 bits in the "
+            "formats gptq or gptq_v2 it could be served"
         )
     return partial(gptq_weight, offset=0 if form == "gptq_v2" else 1)
 
 
 def _awq(said: Mapping[str, Any]) -> Unpack:
-    form = str(said.get("version") or said.get("format") or "gemm").lower()
-    if said.get("bits", said.get("w_bit")) != 4 or form != "gemm" or not said.get("zero_point", True):
+    form, bits = str(said.get("version") or said.get("format") or "gemm").lower(), said.get("bits")
+    if bits != 4 or form != "gemm" or not said.get("zero_point", True):
         raise CheckpointError(
-            f"the checkpoint was quantised by awq with {said.get('bits')} bits in the format {form}; with 4 "
-            "bits and zero points in the format gemm it could be served"
+            f"the checkpoint was quantised by awq with {bits} bits in the format {form}; with 4 bits and "
+            "zero points in the format gemm it could be served"
         )
     return awq_weight
 
@@ -105,8 +112,8 @@ def gptq_weight(stored: Mapping[str, torch.Tensor], offset: int) -> torch.Tensor
     """A weight W [O, I] of 4-bit integers, float32.
 
     Args:
-        stored: ``qweight`` int32 [I / 8, O], eight rows in a word; ``qzeros`` int32 [G, O / 8], eight columns;
-            ``scales`` [G, O]; ``g_idx`` [I], to which group a row belongs, or none: they are in order.
+        stored: ``qweight`` int32 [I / 8, O], eight rows in a word; ``qzeros`` int32 [G, O / 8], eight
+            columns; ``scales`` [G, O]; ``g_idx`` [I], to which group a row belongs, or none: they are in order.
         offset: what is stored of each zero is less by this.
     """
     numbers = _rows(stored["qweight"])
@@ -145,13 +152,15 @@ def _in_order(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.reshape(len(numbers), -1, 8)[:, :, _AWQ_ORDER.argsort()].flatten(1)
 
 
-class _Dequantize(ConversionOps):  # type: ignore[misc]
+class _Dequantize(ConversionOps):
     """A step of transformers' conversions: what is stored of each layer becomes its weight."""
 
     def __init__(self, quantizer: _Int4) -> None:
         self._unpack = quantizer.unpack
 
-    def convert(self, input_dict: dict[str, Any], **where: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **where: Any
+    ) -> dict[str, Any]:
         """Of one layer, under the names of its tensors, or of experts, lists under patterns of names."""
         if "weight" in input_dict or "qweight" in input_dict:
             one = {name: each[0] if isinstance(each, list) else each for name, each in input_dict.items()}
@@ -169,22 +178,22 @@ class _Dequantize(ConversionOps):  # type: ignore[misc]
         return made
 
 
-class _Int4(HfQuantizer):  # type: ignore[misc]
+class _Dequantised(QuantizationConfigMixin):
+    dequantize = True
+
+
+class _Int4(HfQuantizer):
     """transformers' rules for layers whose weights are four tensors each.
 
     Its base class finds where experts are merged, and has them unpacked before.
     """
 
-    requires_calibration = False
     is_trainable = False
     serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012 - its form
 
-    class _Said:
-        dequantize = True
-        quant_method = "int4"
-
     def __init__(self, unpack: Unpack) -> None:
-        self.unpack, self.pre_quantized, self.quantization_config = unpack, True, self._Said()
+        super().__init__(_Dequantised(quant_method="int4"), pre_quantized=True)  # type: ignore[arg-type]
+        self.unpack = unpack
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         """The step."""

@@ -1,51 +1,27 @@
-"""How the parameters of a model are stored in a checkpoint, as transformers maps them.
+"""How the parameters of a model are stored in a checkpoint, and how one of them, or an expert of it, is read.
 
-A parameter may have another name in the checkpoint, be one of several tensors that are merged, be a piece of
-one, lie transposed, or be quantised. The rules are transformers' own (``shared.compat.conversions``); here
-they are followed for one parameter, or one expert of it, at a time. Nothing is known of any architecture.
+A parameter may have another name in the checkpoint, be merged of several tensors, be a piece of one, lie
+transposed, or be quantised (``shared.recipes``). Nothing is known of any architecture.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import torch
 from torch import nn
 
-from shared import compat
 from shared.errors import CheckpointError
+from shared.recipes import Layout, Recipe, Tensors, below, prefix_of, recipes_of, skeleton
 from shared.wire.header import DTYPE_CODES
 from shared.wire.messages import Member
 
 if TYPE_CHECKING:  # which takes seconds, and whoever serves what is stored as it is needs none of it
     from transformers import PreTrainedModel
-
-Layout = tuple[tuple[int, ...], torch.dtype]
-
-
-class Tensors(Protocol):
-    """Of a checkpoint's files (``shared.checkpoint.Checkpoint``)."""
-
-    folder: Path
-
-    def names(self) -> list[str]:
-        """Of all."""
-        ...
-
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """One as it is stored, or rows of its first axis."""
-        ...
-
-    def layout(self, name: str) -> Layout:
-        """Shape and dtype of one as it is stored."""
-        ...
 
 
 class Source(NamedTuple):
@@ -67,35 +43,6 @@ class Source(NamedTuple):
         return self.parameter if self.made else self.keys[0]
 
 
-class _Recipe(NamedTuple):
-    """Tensors by the converter's pattern that takes them, and the first parameter that it makes of them."""
-
-    converter: Any  # None: the only tensor is the parameter
-    first: str
-    keys: dict[str, list[str]]
-
-    @property
-    def all_keys(self) -> tuple[str, ...]:
-        return tuple(key for keys in self.keys.values() for key in keys)
-
-    @property
-    def makes_several(self) -> bool:
-        targets = self.converter.target_patterns
-        return len(targets) > 1 or "*" in targets[0]
-
-    @property
-    def steps(self) -> list[Any]:
-        """Of the conversion, without dequantising."""
-        return [each for each in self.converter.operations if not type(each).__name__.endswith("Dequantize")]
-
-    @property
-    def merges(self) -> bool:
-        """Whether each expert is a tensor of its own, and they are stacked in the first step."""
-        return (
-            bool(self.steps) and type(self.steps[0]).__name__ == "MergeModulelist" and self.steps[0].dim == 0
-        )
-
-
 class Stored:
     """The parameters of the model that a checkpoint's ``config.json`` describes.
 
@@ -107,9 +54,9 @@ class Stored:
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
-        self._last: tuple[_Recipe, dict[str, torch.Tensor]] | None = None
-        self._apart: dict[str, int] = {}  # see ``_experts``
-        self._lock = threading.RLock()
+        self._last: tuple[Recipe, dict[str, torch.Tensor]] | None = None
+        self._alone: dict[str, int] = {}  # see ``_experts``
+        self._lock = threading.Lock()
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -123,8 +70,7 @@ class Stored:
     @property
     def prefix(self) -> str:
         """The attribute of the model that holds its base model, or nothing."""
-        prefix: str = self.model.base_model_prefix
-        return prefix if hasattr(self.model, prefix) else ""
+        return prefix_of(self.model)
 
     @cached_property
     def tied(self) -> list[list[str]]:
@@ -140,6 +86,17 @@ class Stored:
         used = {key for recipe in self._recipes.values() for key in recipe.all_keys}
         return tuple(name for name in self._tensors.names() if name not in used)
 
+    @cached_property
+    def largest_conversion(self) -> int:
+        """Bytes that the largest conversion, of a parameter or an expert, takes under way, about."""
+        most = 0
+        for name, recipe in self._recipes.items():
+            if recipe.converter is not None:
+                pieces = sum(each is recipe for each in self._recipes.values()) if recipe.makes_several else 1
+                most = max(most, pieces * self._state[name].numel() // (self._experts(name) or 1))
+        # float32, before and after the last step, and what is stored, which is no larger
+        return 3 * 4 * most
+
     def source(self, name: str) -> Source | None:
         """What holds a parameter or persistent buffer, or one that is tied to it; None: nothing."""
         held = next((each for each in self._names.get(name, ()) if each in self._recipes), None)
@@ -154,16 +111,8 @@ class Stored:
         Raises:
             CheckpointError: nothing holds it; not what the configuration asks for; an unsupported dtype.
         """
-        source = self._known(name)
-        recipe, expected = self._recipes[source.parameter], tuple(self._state[name].shape)
-        if not source.made:
-            shape, dtype = self._tensors.layout(source.tensor)
-        elif self._experts(source.parameter):
-            made = self._make(recipe, self._empty, slice(0, 1))[source.parameter]
-            shape, dtype = (expected[0], *made.shape[1:]), made.dtype
-        else:
-            made = self._make(recipe, self._empty)[source.parameter]
-            shape, dtype = tuple(made.shape), made.dtype
+        source, expected = self._known(name), tuple(self._state[name].shape)
+        shape, dtype = self._made_layout(source) if source.made else self._tensors.layout(source.tensor)
         if dtype not in DTYPE_CODES:
             raise CheckpointError(f"{source.tensor} has dtype {dtype}, which is not supported")
         if shape != expected:
@@ -179,11 +128,11 @@ class Stored:
         Args:
             name: in the model's state dict.
             rows: from where to where.
-            expert: gives this one of the first axis, without that axis. Where experts are stored one by one
-                or one after the other, nothing else is read for either.
+            expert: gives this one of the first axis, without that axis. Where the checkpoint has experts
+                one by one, or one after the other, nothing else is read for either.
 
         Raises:
-            CheckpointError: nothing holds it, or it cannot be made.
+            CheckpointError: nothing holds it, there is no such expert, or it cannot be made.
         """
         source = self._known(name)
         if expert is not None:
@@ -193,16 +142,11 @@ class Stored:
             return self.read(name, slice(expert, expert + 1))[0]
         if not source.made:
             return self._tensors.read(source.tensor, rows)
-        recipe, read = self._recipes[source.parameter], self._tensors.read
+        recipe = self._recipes[source.parameter]
+        if rows is not None and self._experts(source.parameter):
+            return recipe.make(self.model, self._tensors.read, rows)[source.parameter]
         with self._lock:
-            if rows is not None and self._experts(source.parameter):
-                return self._make(recipe, read, rows)[source.parameter]
-            if self._last is None or self._last[0] is not recipe:
-                self._last = None  # so that not both are there
-                self._last = recipe, self._make(recipe, read)
-            made = self._last[1][source.parameter]
-            if rows is None and len(self._last[1]) == 1:
-                self._last = None  # nobody asks for more of it
+            made = self._whole(recipe, again=rows is not None)[source.parameter]
         return made if rows is None else made[rows]
 
     def sha256(self, name: str) -> str:
@@ -214,10 +158,10 @@ class Stored:
             CheckpointError: see ``describe`` and ``read``.
         """
         shape, dtype = self.describe(name)
-        total = parameter_hash(str(dtype).removeprefix("torch."), shape)
-        source = self._known(name)
-        apart = self._experts(source.parameter) if source.made else 0
-        for rows in (slice(at, at + 1) for at in range(apart)) if apart else (None,):
+        source, total = self._known(name), parameter_hash(str(dtype).removeprefix("torch."), shape)
+        count = self._experts(source.parameter) if source.made else 0
+        # One expert at a time: all together may be as large as the rest of the model.
+        for rows in (slice(at, at + 1) for at in range(count)) if count else (None,):
             total.update(bytes_of(self.read(name, rows)))
         return total.hexdigest()
 
@@ -247,16 +191,18 @@ class Stored:
                 yield found
 
     @cached_property
-    def largest(self) -> int:
-        """Bytes that the largest conversion takes while it is under way, about."""
-        return max((self._bytes(name) for name, each in self._recipes.items() if each.converter), default=0)
+    def _state(self) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.model.state_dict()
+        return state
 
-    def _bytes(self, name: str) -> int:
-        recipe, experts = self._recipes[name], self._experts(name)
-        count = self._state[name].numel() // (experts or 1)
-        results = sum(each is recipe for each in self._recipes.values())
-        # What is made, before and after the last step; what is stored is no larger.
-        return 4 * count * results * 3
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        """Each name first, then those that are tied to it."""
+        return {name: sorted(names, key=lambda each: each != name) for names in self.tied for name in names}
+
+    @cached_property
+    def _recipes(self) -> dict[str, Recipe]:
+        return recipes_of(self._tensors, self.model)
 
     def _known(self, name: str) -> Source:
         source = self.source(name)
@@ -264,129 +210,35 @@ class Stored:
             raise CheckpointError(f"{self._tensors.folder} has nothing for {name}")
         return source
 
-    @cached_property
-    def _state(self) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self.model.state_dict()
-        return state
-
-    @cached_property
-    def _names(self) -> dict[str, list[str]]:
-        """Of each name itself, and those that are tied to it."""
-        return {
-            name: [name, *(each for each in names if each != name)] for names in self.tied for name in names
-        }
-
-    @cached_property
-    def _recipes(self) -> dict[str, _Recipe]:
-        """By the parameter that is made."""
-        found, said = compat.conversions(), quantisation_of(self._tensors.folder)
-        if found is None and said is None:
-            return self._of_own_names()
-        if found is None:
-            raise CheckpointError(
-                f"{self._tensors.folder} is quantised, and dense weights can be made of it with another version "
-                "of transformers alone; see the log"
-            )
-        quantizer = None
-        if said is not None:
-            from shared.quantised import check_complete, quantizer_of
-
-            quantizer = quantizer_of(said)
-        mapping = found.rules(self.model, hf_quantizer=quantizer)
-        converters = [rule for rule in mapping if isinstance(rule, found.Converter)]
-        renamings = [rule for rule in mapping if isinstance(rule, found.Renaming)]
-        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        prefix, state, recipes = self.model.base_model_prefix, self._state, dict[str, _Recipe]()
-        for key in sorted(self._tensors.names(), key=found.order):
-            name, pattern = found.rename(key, renamings, converters, prefix, state)
-            if name not in state and key in state:
-                name, pattern = found.rename(key, [], [], prefix, state)
-            if name in state:
-                recipe = recipes.setdefault(name, _Recipe(by_pattern.get(pattern), name, {}))
-                recipe.keys.setdefault(pattern or key, []).append(key)
-        for recipe in list(recipes.values()):
-            if recipe.converter is not None and recipe.makes_several:
-                recipes |= dict.fromkeys(self._make(recipe, self._empty), recipe)
-        if quantizer is not None:
-            recipes = {name: self._plain(recipe) for name, recipe in recipes.items()}
-            used = {key for recipe in recipes.values() for key in recipe.all_keys}
-            check_complete(set(self._tensors.names()) - used, used)
-        return {name: recipe for name, recipe in recipes.items() if name in state}
-
-    def _plain(self, recipe: _Recipe) -> _Recipe:
-        """Of a quantised checkpoint, whose rules take every weight: without them if this one is dense."""
-        if recipe.converter is None or recipe.steps or len(recipe.all_keys) > 1:
-            return recipe
-        dense = self._tensors.layout(recipe.all_keys[0])[1] in DTYPE_CODES
-        return _Recipe(None, recipe.first, recipe.keys) if dense else recipe
-
-    def _of_own_names(self) -> dict[str, _Recipe]:
-        """Of tensors that have the parameters' names, with or without the prefix, or those of old norms."""
-        there, recipes = set(self._tensors.names()), dict[str, _Recipe]()
-        for name in self._state:
-            candidates = [name, below(name, self.prefix), f"{self.prefix}.{name}"]
-            candidates += [each.replace("LayerNorm.weight", "LayerNorm.gamma") for each in candidates]
-            candidates += [each.replace("LayerNorm.bias", "LayerNorm.beta") for each in candidates]
-            key = next((each for each in candidates if each in there), None)
-            if key is not None:
-                recipes[name] = _Recipe(None, name, {key: [key]})
-        return recipes
-
     def _experts(self, name: str) -> int:
-        """How many experts of a parameter can be made one at a time; 0: it is made as a whole."""
-        if name not in self._apart:
-            recipe, shape = self._recipes[name], tuple(self._state[name].shape)
-            if len(shape) != 3 or not all(map(_changes_each_alone, recipe.steps[recipe.merges :])):
-                counts = set()
-            elif recipe.merges:
-                counts = {len(keys) for keys in recipe.keys.values()}
-            else:
-                counts = {(*self._tensors.layout(key)[0], 0)[0] for key in recipe.all_keys}
-            self._apart[name] = shape[0] if counts == {shape[0]} else 0
-        return self._apart[name]
+        """How many experts of a made parameter can be made alone."""
+        if name not in self._alone:
+            shape = tuple(self._state[name].shape)
+            self._alone[name] = self._recipes[name].experts(shape, self._tensors.layout)
+        return self._alone[name]
 
-    def _empty(self, key: str, rows: slice | None = None) -> torch.Tensor:
-        """Like a tensor of the checkpoint, without memory."""
-        shape, dtype = self._tensors.layout(key)
-        empty = torch.empty(shape, dtype=dtype, device="meta")
-        return empty if rows is None else empty[rows]
+    def _made_layout(self, source: Source) -> Layout:
+        """Of what is made of tensors without values."""
 
-    def _make(
-        self, recipe: _Recipe, read: Callable[..., torch.Tensor], experts: slice | None = None
-    ) -> dict[str, torch.Tensor]:
-        """The parameters that a converter makes, or those experts of the only one.
+        def empty(key: str, rows: slice | None) -> torch.Tensor:
+            shape, dtype = self._tensors.layout(key)
+            whole = torch.empty(shape, dtype=dtype, device="meta")
+            return whole if rows is None else whole[rows]
 
-        Raises:
-            CheckpointError: it cannot.
-        """
-        converter = copy.deepcopy(recipe.converter)
-        for pattern, keys in recipe.keys.items():
-            if experts and recipe.merges:
-                keys = keys[experts]
-            for key in keys:
-                cut = experts and not recipe.merges
-                converter.add_tensor(recipe.first, key, pattern, partial(read, key, experts if cut else None))
-        try:
-            made = converter.convert(recipe.first, model=self.model, config=self.model.config)
-        except CheckpointError:
-            raise
-        except Exception as error:  # every step fails in a way of its own on tensors that do not fit
-            raise CheckpointError(
-                f"{self._tensors.folder}: {recipe.first} cannot be made of {', '.join(recipe.all_keys[:4])}: "
-                f"{str(error)[:200] or repr(error)}"
-            ) from error
-        return {name: (each[0] if isinstance(each, list) else each).detach() for name, each in made.items()}
+        experts = self._experts(source.parameter)
+        recipe = self._recipes[source.parameter]
+        made = recipe.make(self.model, empty, slice(0, 1) if experts else None)[source.parameter]
+        return (experts, *made.shape[1:]) if experts else tuple(made.shape), made.dtype
 
-
-def _changes_each_alone(step: Any) -> bool:
-    """Whether a step of a conversion does the same to each expert, along other axes than the first."""
-    axes = [getattr(step, axis, 1) for axis in ("dim", "dim0", "dim1")]
-    return type(step).__name__ in ("Concatenate", "Transpose", "Chunk", "Interleave") and min(axes) > 0
-
-
-def below(name: str, prefix: str) -> str:
-    """A name as it is below the base model."""
-    return name.removeprefix(f"{prefix}.") if prefix else name
+    def _whole(self, recipe: Recipe, *, again: bool) -> dict[str, torch.Tensor]:
+        """All that a recipe makes, which is kept if more of it will be asked for."""
+        if self._last is not None and self._last[0] is recipe:
+            return self._last[1]
+        self._last = None  # so that not both are there
+        made = recipe.make(self.model, self._tensors.read)
+        if again or recipe.makes_several:
+            self._last = recipe, made
+        return made
 
 
 def parameter_hash(dtype: str, shape: Iterable[int]) -> hashlib._Hash:
@@ -398,49 +250,3 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Of a tensor, not copied if it is contiguous."""
     flat: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return flat
-
-
-def quantisation_of(folder: Path) -> dict[str, Any] | None:
-    """What a ``config.json`` says of how the checkpoint was quantised; None: it was not.
-
-    Raises:
-        CheckpointError: it is no configuration.
-    """
-    try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder}/config.json cannot be used: {error}") from error
-    for each in (config, config.get("text_config")):
-        said = each.get("quantization_config") if isinstance(each, dict) else None
-        if said:
-            return dict(said)
-    return None
-
-
-def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that a folder's ``config.json`` describes, without values, dense.
-
-    Raises:
-        CheckpointError: transformers does not know it.
-    """
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        classes = [getattr(transformers, name, None) for name in config.architectures or []]
-        for each in classes:
-            if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel):
-                for part in (config, config.get_text_config(decoder=True)):
-                    vars(part).pop("quantization_config", None)
-                config._attn_implementation = "eager"
-                config.dtype = dtype
-                with torch.device("meta"):
-                    model: PreTrainedModel = each._from_config(config)
-                return model.eval()
-    except Exception as error:
-        # Every architecture fails in a way of its own on a configuration that makes no sense.
-        raise CheckpointError(f"{folder}/config.json cannot be used: {error!r}") from error
-    raise CheckpointError(
-        f"{folder}/config.json names no architecture that transformers "
-        f"{transformers.__version__} has (architectures: {config.architectures})"
-    )

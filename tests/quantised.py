@@ -146,7 +146,9 @@ def quantise(folder: Path, method: str) -> dict[str, torch.Tensor]:
     stored, dense = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         experts = tensor.dim() == 3 and name.endswith("_proj")
-        layer = tensor.dim() == 2 and name.endswith("proj.weight") and not any(n % GROUP for n in tensor.shape)
+        layer = (
+            tensor.dim() == 2 and name.endswith("proj.weight") and not any(n % GROUP for n in tensor.shape)
+        )
         if experts if method == "mxfp4" else layer:
             parts, dense[name] = ENCODE[method](tensor)
             stem = name.removesuffix("weight")

@@ -20,7 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
-from shared.stored import Stored, skeleton
+from shared.recipes import skeleton
+from shared.stored import Stored
 from shared.wire.header import MAX_MEMBERS
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
 

@@ -28,6 +28,7 @@ ROOMS = {
         "hub",
         "wire",
         "quantised",
+        "recipes",
         "stored",
         "checkpoint",
         "ring",
