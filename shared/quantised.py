@@ -113,7 +113,7 @@ def gptq_weight(stored: Mapping[str, torch.Tensor], offset: int) -> torch.Tensor
 
     Args:
         stored: ``qweight`` int32 [I / 8, O], eight rows in a word; ``qzeros`` int32 [G, O / 8], eight
-            columns; ``scales`` [G, O]; ``g_idx`` [I], to which group a row belongs, or none: they are in order.
+            columns; ``scales`` [G, O]; ``g_idx`` [I], to which group a row belongs, or none: in order.
         offset: what is stored of each zero is less by this.
     """
     numbers = _rows(stored["qweight"])

@@ -110,6 +110,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 16}, 4),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_PLAIN, **_EXPERTS, **_LATENT}, 12),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**_GROUPED, **_EXPERTS, "head_dim": 16}, 4),
+    "nomic_bert": ("NomicBertForMaskedLM", "NomicBertConfig", _PLAIN, 9),
     "qwen2_vl": (
         "Qwen2VLForConditionalGeneration",
         "Qwen2VLConfig",
