@@ -183,9 +183,12 @@ def conversions() -> Conversions | None:
         sources = ["experts.*.up", "experts.*.gate"]
         experts = found.Converter(sources, "experts.both", [MergeModulelist(dim=0), Concatenate(dim=1)])
         state = {"model.mlp.experts.both": torch.empty(11, 4, 3)}
-        keys = [f"old.experts.{at}.{part}" for part in ("gate", "up") for at in (10, *range(10))]
-        tensors = {key: torch.full((2, 3), float(at)) for at, key in enumerate(sorted(keys, key=found.order))}
-        for key in tensors:
+        tensors = {
+            f"old.experts.{at}.{part}": torch.full((2, 3), 2.0 * at + (part == "up"))
+            for at in range(11)
+            for part in ("gate", "up")
+        }
+        for key in sorted(tensors, key=found.order):
             name, pattern = found.rename(key, [found.Renaming("old", "mlp")], [experts], "model", state)
             if name not in state or pattern not in sources:
                 return False

@@ -40,9 +40,8 @@ def quantizer_of(said: Mapping[str, Any]) -> Any:
     Raises:
         CheckpointError: this method is not served, or not so, or needs a package that is not installed.
     """
-    method = str(
-        said.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in said else "no known method")
-    )
+    bitsandbytes = said.get("load_in_4bit") or said.get("load_in_8bit")  # old ones do not name themselves
+    method = str(said.get("quant_method") or ("bitsandbytes" if bitsandbytes else "no known method"))
     if method in ("gptq", "awq"):
         return _Int4({"gptq": _gptq, "awq": _awq}[method](said))
     if method not in ("fp8", "mxfp4", "compressed-tensors"):
