@@ -120,7 +120,8 @@ class Recipe(NamedTuple):
 def _changes_each_alone(step: Any) -> bool:
     """Whether a step of a conversion does the same to each expert, along other axes than the first."""
     axes = [getattr(step, axis, 1) for axis in ("dim", "dim0", "dim1")]
-    return type(step).__name__ in ("Concatenate", "Transpose", "Chunk", "Interleave") and min(axes) > 0
+    known = type(step).__name__ in ("Concatenate", "Transpose", "Chunk", "Interleave") and min(axes) > 0
+    return known and not getattr(step, "check_dims", False)  # that looks at the shape of all together
 
 
 def recipes_of(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:

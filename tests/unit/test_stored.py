@@ -13,13 +13,14 @@ import transformers
 from conftest import ARCHITECTURES, make_model
 from safetensors.torch import load_file, save_file
 from test_more_architectures import TABLE, build
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 
 from provider.catalog.discovery import discover
 from provider.executor.base import BaseExecutor
 from shared import compat
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError
+from shared.recipes import Recipe
 from shared.wire.messages import GroupInfo, Member
 
 # Whose parameters have other names or shapes in the checkpoint.
@@ -97,6 +98,29 @@ def test_one_expert_is_read_without_the_others(
         with pytest.raises(CheckpointError, match="no expert -1"):
             stored.read(name, expert=-1)
     assert experts >= 8
+
+
+@pytest.mark.parametrize(
+    ("steps", "alone"),
+    [
+        ([core_model_loading.MergeModulelist(0)], True),
+        ([core_model_loading.MergeModulelist(0), core_model_loading.Concatenate(1)], True),
+        ([core_model_loading.MergeModulelist(0), core_model_loading.Transpose(1, 2)], True),
+        ([core_model_loading.MergeModulelist(0), core_model_loading.Concatenate(0)], False),
+        ([core_model_loading.MergeModulelist(1)], False),
+        ([core_model_loading.MergeModulelist(0), core_model_loading.Transpose(1, 2, check_dims=True)], False),
+        ([core_model_loading.MergeModulelist(0), core_model_loading.Transpose(0, 2)], False),
+        ([core_model_loading.MergeModulelist(0), core_model_loading.PermuteForRope()], False),
+    ],
+    ids=str,
+)
+def test_experts_are_made_alone_where_no_step_looks_at_the_others(steps: list[Any], alone: bool) -> None:
+    converter = core_model_loading.WeightConverter("experts.*.up", "experts.up", steps)
+    recipe = Recipe(converter, "experts.up", {"experts.*.up": [f"experts.{at}.up" for at in range(4)]})
+    layout = ((5, 6), torch.float32)
+    assert recipe.experts((4, 5, 6), lambda _: layout) == (4 if alone else 0)
+    assert recipe.experts((3, 5, 6), lambda _: layout) == 0
+    assert recipe.experts((20, 6), lambda _: layout) == 0
 
 
 def test_pieces_of_one_tensor_are_made_together(
