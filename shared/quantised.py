@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.core_model_loading import ConversionOps
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
@@ -61,6 +63,8 @@ def quantizer_of(said: Mapping[str, Any]) -> Any:
         raise CheckpointError(
             f"the checkpoint's quantization_config cannot be used: {error!r:.300}"
         ) from error
+    if method == "fp8":
+        quantizer.get_load_operations = lambda: {"dequantize": _BlocksDequantize}
     return quantizer
 
 
@@ -149,6 +153,25 @@ def _columns(packed: torch.Tensor) -> torch.Tensor:
 
 def _in_order(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.reshape(len(numbers), -1, 8)[:, :, _AWQ_ORDER.argsort()].flatten(1)
+
+
+class _BlocksDequantize(Fp8Dequantize):
+    """transformers' own step, which wants blocks that are whole: the last ones of a weight may be smaller."""
+
+    def _dequantize_one(
+        self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        if quantized.dtype != torch.float8_e4m3fn or scales.dim() < 2 or not block:
+            return super()._dequantize_one(quantized, scales, output_dtype)
+        rows, columns = quantized.shape[-2:]
+        more = (scales.shape[-2] * block[0] - rows, scales.shape[-1] * block[1] - columns)
+        if not (0 <= more[0] < block[0] and 0 <= more[1] < block[1]):
+            raise CheckpointError(
+                f"scales {list(scales.shape)} are not of blocks {list(block)} of a weight {[rows, columns]}"
+            )
+        whole = nn.functional.pad(quantized.float(), (0, more[1], 0, more[0]))
+        return super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns]
 
 
 class _Dequantize(ConversionOps):

@@ -107,8 +107,6 @@ class Recipe(NamedTuple):
                 converter.add_tensor(self.first, key, pattern, partial(read, key, rows))
         try:
             made = converter.convert(self.first, model=model, config=model.config)
-        except CheckpointError:
-            raise
         except Exception as error:  # every step fails in a way of its own on tensors that do not fit
             reason = str(error)[:200] or repr(error)
             raise CheckpointError(

@@ -129,6 +129,25 @@ def test_the_digest_is_of_what_is_served(quantised: Callable[[str, str], tuple[P
     assert len(digests) == 2  # the encoders of the second and the third round alike
 
 
+def test_blocks_of_fp8_need_not_be_whole(quantised: Callable[[str, str], tuple[Path, Path]]) -> None:
+    """The last ones of a weight are often smaller, and have a scale of their own."""
+    folder, dense = quantised("fp8", "mistral")
+    says(folder, weight_block_size=[24, 20])  # of 96 and 64 outputs, 64 inputs
+    tensors, expected = (load_file(each / "model.safetensors") for each in (folder, dense))
+    for name in [each for each in tensors if each.endswith("_scale_inv")]:
+        weight = tensors[name.removesuffix("_scale_inv")].float()
+        scales = torch.rand(-(-weight.shape[0] // 24), -(-weight.shape[1] // 20))
+        spread = scales.repeat_interleave(24, 0).repeat_interleave(20, 1)[
+            : weight.shape[0], : weight.shape[1]
+        ]
+        tensors[name], expected[name.removesuffix("_scale_inv")] = scales, weight * spread
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    stored = Checkpoint(folder).stored
+    for name, weight in expected.items():
+        assert torch.equal(stored.read(name), weight), name
+        assert stored.describe(name) == (tuple(weight.shape), weight.dtype)
+
+
 # -- 4-bit integers, by hand -----------------------------------------------------------------------
 
 
@@ -229,6 +248,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         # Of a layer that is used, what nobody knows; numbers without scales; scales of another layer.
         ("awq", {f"{Q_PROJ}.smooth": torch.ones(64)}, "smooth, and transformers does not say"),
         ("awq", {"model.layers.0.mlp.act.scales": torch.ones(96)}, r"act\.scales, and transformers"),
+        ("fp8", {f"{Q_PROJ}.weight_scale_inv": torch.ones(3, 2)}, r"scales \[3, 2\] are not of blocks"),
         ("fp8", {f"{Q_PROJ}.weight_scale_inv": None}, "dtype torch.float8_e4m3fn, which is not supported"),
         ("gptq", {f"{Q_PROJ}.qzeros": None}, r"q_proj\.weight cannot be made of"),
         ("gptq", {f"{Q_PROJ}.scales": torch.ones(2, 32)}, r"q_proj\.weight cannot be made of"),
