@@ -135,7 +135,8 @@ def _check_layers(checkpoint: Checkpoint, manifest: Manifest) -> None:
             mine = known.get(member.name)
             if mine is None:
                 raise ModelMismatch(
-                    f"the executor serves {member.name[:80]}, which {checkpoint.folder} does not have"
+                    f"the checkpoint {checkpoint.folder} does not hold the weights that the executor serves: "
+                    f"it has no layer {member.name[:80]}"
                 )
             if (member, group.inputs) != mine:
                 raise ModelMismatch(

@@ -23,9 +23,20 @@ from shared.errors import CheckpointError
 from shared.recipes import Recipe
 from shared.wire.messages import GroupInfo, Member
 
+# Attention in every second block, experts in the others.
+JAMBA: dict[str, Any] = {
+    **TABLE["qwen3_moe"][2],
+    **{
+        f"{what}_layer_{which}": at
+        for what in ("attn", "expert")
+        for which, at in (("period", 2), ("offset", 1))
+    },
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 8,
+}
 # Whose parameters have other names or shapes in the checkpoint.
-CONVERTED = ["gpt_neox", "qwen3_moe", "deepseek_v3", "gpt_oss", "nomic_bert", "qwen2_vl"]
-MERGED = ["mixtral", "qwen3_moe", "deepseek_v3"]  # each expert is some tensors of its own
+CONVERTED = ["gpt_neox", "qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "nomic_bert", "qwen2_vl"]
+MERGED = ["mixtral", "qwen3_moe", "deepseek_v3", "jamba"]  # each expert is some tensors of its own
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(architecture: str) -> Path:
         if architecture not in made:
             made[architecture] = tmp_path_factory.mktemp(architecture)
-            if architecture in TABLE:
+            if architecture == "jamba":
+                build("JambaForCausalLM", "JambaConfig", JAMBA, made[architecture])
+            elif architecture in TABLE:
                 build(*TABLE[architecture][:3], made[architecture])
             else:
                 make_model(architecture).save_pretrained(made[architecture])
