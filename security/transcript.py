@@ -106,8 +106,8 @@ def check_served(recorded: Transcript, model: str | Path) -> None:
     checkpoint, manifest = Checkpoint(model), recorded.manifest
     if checkpoint.holds(manifest):
         return
-    tensors = {member.tensor for group in manifest.groups if not group.head for member in group.members}
-    missing = sorted(tensor for tensor in tensors if tensor not in checkpoint)
+    members = [member for group in manifest.groups if not group.head for member in group.members]
+    missing = sorted(member.tensor for member in members if not checkpoint.has(member))
     there = (
         f"{model} has no {missing[0]}"
         if missing

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from shared.errors import CheckpointError
 from shared.hub import checkpoint_folder, id_of_snapshot
 from shared.options import WEIGHTS, WEIGHTS_INDEX, check_model_folder
-from shared.wire.header import DTYPE_CODES
+from shared.recipes import Layout
+from shared.stored import Stored, bytes_of
 from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
 
 
@@ -67,15 +69,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def stored_as(self, name: str, prefix: str) -> str | None:
-        """The tensor that holds an entry of the model's state dict, or None.
-
-        A checkpoint may have been saved with or without the head, so with or without the base model's prefix.
-        """
-        candidates = [name, below(name, prefix), f"{prefix}.{name}"]
-        candidates += [c.replace("LayerNorm.weight", "LayerNorm.gamma") for c in candidates]
-        candidates += [c.replace("LayerNorm.bias", "LayerNorm.beta") for c in candidates]
-        return next((c for c in candidates if c in self), None)
+    @cached_property
+    def stored(self) -> Stored:
+        """How the model's parameters are stored here."""
+        return Stored(self)
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -90,22 +87,20 @@ class Checkpoint:
                 tensor = file.get_slice(name)[rows]
         return tensor
 
-    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype, without reading more than one row."""
+    def layout(self, name: str) -> Layout:
+        """Shape and dtype of a tensor, without reading more than one row."""
         with safe_open(self._file_of[name], framework="pt") as file:
             part = file.get_slice(name)
             shape = tuple(part.get_shape())
             dtype = (part[0:1] if shape else file.get_tensor(name)).dtype
-        if dtype not in DTYPE_CODES:
-            raise CheckpointError(f"{name} has dtype {dtype}, which is not supported")
         return shape, dtype
 
-    def same(self, one: str, other: str) -> bool:
-        """Whether two tensors hold the same values."""
-        return one == other or torch.equal(self.read(one), self.read(other))
-
     def member_weight(self, member: Member, outputs: slice | None = None) -> torch.Tensor:
-        """The frozen weight W [outputs, inputs] of a layer, or some of its rows, in its stored dtype."""
+        """The frozen weight W [outputs, inputs] of a layer, or some of its rows, as stored or made."""
+        if member.made or member.expert is not None:
+            weight = self._own_axes(member)
+            weight = weight.T if member.transposed else weight
+            return weight if outputs is None else weight[outputs]
         if outputs is None or not member.transposed:
             weight = self.read(member.tensor, outputs)
         else:
@@ -113,18 +108,16 @@ class Checkpoint:
                 weight = file.get_slice(member.tensor)[:, outputs]
         return weight.T if member.transposed else weight
 
-    def sha256(self, name: str) -> str:
-        """Of a tensor's dtype, its axes, and its bytes as stored.
-
-        The same bytes are another parameter under another dtype or in another shape.
-        """
-        tensor = self.read(name).contiguous()
-        total = parameter_hash(str(tensor.dtype).removeprefix("torch."), tensor.shape)
-        total.update(_bytes(tensor))
-        return total.hexdigest()
+    def _own_axes(self, member: Member) -> torch.Tensor:
+        """A layer's weight, of which ``transposed`` says what its axes are."""
+        if member.made:
+            return self.stored.read(member.tensor, expert=member.expert)
+        if member.expert is None:
+            return self.read(member.tensor)
+        return self.read(member.tensor, slice(member.expert, member.expert + 1))[0]
 
     def weights_digest(self, groups: Iterable[GroupInfo]) -> str:
-        """SHA-256 over name, dtype, shape and bytes of every served weight as stored, in order of name.
+        """SHA-256 over name, dtype, shape and bytes of every served weight, stored or made, in order of name.
 
         Whoever has the checkpoint gets the same digest, whatever numerics an executor serves it in.
         """
@@ -133,16 +126,26 @@ class Checkpoint:
     def digest_of_groups(self, groups: Iterable[GroupInfo]) -> str:
         """The same with the head, if that is among them."""
         total = hashlib.sha256()
-        for tensor in sorted({member.tensor for group in groups for member in group.members}):
-            weight = self.read(tensor).contiguous()
-            total.update(f"{tensor}|{weight.dtype}|{tuple(weight.shape)}|".encode())
-            total.update(_bytes(weight))
+        members = {
+            (member.tensor, -1 if member.expert is None else member.expert, member.made): member
+            for group in groups
+            for member in group.members
+        }
+        for tensor, expert, made in sorted(members):
+            weight = self._own_axes(members[tensor, expert, made])
+            name = tensor if expert < 0 else f"{tensor}[{expert}]"
+            total.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
+            total.update(bytes_of(weight))
         return total.hexdigest()
+
+    def has(self, member: Member) -> bool:
+        """Whether there is a weight of a layer; whether it has the layer's shape is not looked at."""
+        return self.stored.source(member.tensor) is not None if member.made else member.tensor in self
 
     def holds(self, manifest: Manifest) -> bool:
         """Whether these are the served weights of an executor with this manifest."""
-        stored = all(m.tensor in self for g in manifest.groups if not g.head for m in g.members)
-        return stored and self.weights_digest(manifest.groups) == manifest.weights
+        members = [member for group in manifest.groups if not group.head for member in group.members]
+        return all(map(self.has, members)) and self.weights_digest(manifest.groups) == manifest.weights
 
     def tenant_files(self) -> tuple[FileInfo, ...]:
         """The configuration and tokenizer files that the folder has, with size and SHA-256.
@@ -159,19 +162,3 @@ class Checkpoint:
                     raise CheckpointError(f"{path} has {len(data)} bytes; no tenant takes more than {most}")
                 infos.append(FileInfo(name, len(data), hashlib.sha256(data).hexdigest()))
         return tuple(infos)
-
-
-def parameter_hash(dtype: str, shape: Iterable[int]) -> hashlib._Hash:
-    """What a parameter's SHA-256 begins with; its bytes follow."""
-    return hashlib.sha256(f"{dtype} {','.join(map(str, shape))} ".encode())
-
-
-def below(name: str, prefix: str) -> str:
-    """A name as it is below the base model."""
-    return name.removeprefix(f"{prefix}.") if prefix else name
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor, not copied."""
-    flat: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return flat

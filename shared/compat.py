@@ -1,8 +1,8 @@
-"""What is used of torch, websockets and Python though it is not public, and what takes its place.
+"""What is used of other libraries and of Python though it is not public, and what takes its place.
 
 Each function here finds one such thing, tries it once on a small example, and gives whatever computes the
 same with public interfaces if it is missing, raises or is wrong: another version of the library makes this
-package slower, not wrong. One line of the log says so.
+package slower, or less able, not wrong. One line of the log says so.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable
-from functools import cache
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,7 +24,12 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Products = tuple[Multiply, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
-def _tried(name: str, find: Callable[[], T], right: Callable[[T], bool]) -> T | None:
+def _tried(
+    name: str,
+    find: Callable[[], T],
+    right: Callable[[T], bool],
+    otherwise: str = "what replaces it is slower",
+) -> T | None:
     """What is found, if it is right; else the log says why not."""
     try:
         found = find()
@@ -33,7 +38,7 @@ def _tried(name: str, find: Callable[[], T], right: Callable[[T], bool]) -> T | 
         reason = "its results are wrong"
     except Exception as error:  # whatever another version does
         reason = str(error).partition("\n")[0] or repr(error)
-    log.warning("%s cannot be used with these versions, what replaces it is slower: %s", name, reason)
+    log.warning("%s cannot be used with these versions, %s: %s", name, otherwise, reason)
     return None
 
 
@@ -134,6 +139,68 @@ def onednn_products() -> Products | None:
         return True
 
     return _tried("torch.ops.mkldnn._linear_pointwise", lambda: (_linear, _linear_add), right)
+
+
+# -- transformers ----------------------------------------------------------------------------------
+
+
+class Conversions(NamedTuple):
+    """How transformers makes parameters of a checkpoint's tensors: it publishes the result alone.
+
+    Attributes:
+        rules: of a model and a quantizer: what is renamed, and what is converted.
+        rename: a tensor's name, to the parameter's and to the pattern of the converter that takes it.
+        order: of the tensors that are merged.
+        Renaming, Converter: the two kinds of rules.
+    """
+
+    rules: Callable[..., list[Any]]
+    rename: Callable[..., tuple[str, str | None]]
+    order: Callable[[str], Any]
+    Renaming: type[Any]
+    Converter: type[Any]
+
+
+@cache
+def conversions() -> Conversions | None:
+    """transformers' own; None: checkpoints are used whose tensors are the model's parameters."""
+
+    def find() -> Conversions:
+        from transformers import conversion_mapping, core_model_loading
+
+        return Conversions(
+            conversion_mapping.get_model_conversion_mapping,
+            core_model_loading.rename_source_key,
+            core_model_loading.dot_natural_key,
+            core_model_loading.WeightRenaming,
+            core_model_loading.WeightConverter,
+        )
+
+    def right(found: Conversions) -> bool:
+        # Eleven experts of two layers each become one parameter.
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        sources = ["experts.*.up", "experts.*.gate"]
+        experts = found.Converter(sources, "experts.both", [MergeModulelist(dim=0), Concatenate(dim=1)])
+        state = {"model.mlp.experts.both": torch.empty(11, 4, 3)}
+        tensors = {
+            f"old.experts.{at}.{part}": torch.full((2, 3), 2.0 * at + (part == "up"))
+            for at in range(11)
+            for part in ("gate", "up")
+        }
+        for key in sorted(tensors, key=found.order):
+            name, pattern = found.rename(key, [found.Renaming("old", "mlp")], [experts], "model", state)
+            if name not in state or pattern not in sources:
+                return False
+            experts.add_tensor(name, key, pattern, partial(tensors.__getitem__, key))
+        made = experts.convert(name, model=None, config=None)
+        gates, ups = torch.arange(0.0, 22, 2), torch.arange(1.0, 22, 2)
+        wanted = torch.stack([ups, gates], 1).repeat_interleave(2, 1).unsqueeze(2).expand(11, 4, 3)
+        return list(made) == [name] and torch.equal(made[name], wanted)
+
+    return _tried(
+        "transformers.core_model_loading", find, right, "checkpoints that it converts cannot be served"
+    )
 
 
 # -- Python ----------------------------------------------------------------------------------------

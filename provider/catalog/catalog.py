@@ -84,7 +84,6 @@ class Catalog:
                 "make one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
                 checkpoint.folder,
             )
-        self._tensors = found.parameter_tensors
         self._parameters = {p.name: p for p in found.parameters}
         self._scales = {str(group): each for group, each in scales.items()}  # no other spelling is one
 
@@ -125,7 +124,7 @@ class Catalog:
 
     def _read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
         rows = slice(start, stop) if self._parameters[name].shape else None  # a single number has no rows
-        return self.checkpoint.read(self._tensors[name], rows).contiguous()
+        return self.checkpoint.stored.read(name, rows).contiguous()
 
     def _read_file(self, name: str, start: int, stop: int) -> torch.Tensor:
         """A piece of a file.

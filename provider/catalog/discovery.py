@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shared.checkpoint import Checkpoint, below
+from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
+from shared.recipes import skeleton
+from shared.stored import Stored
 from shared.wire.header import MAX_MEMBERS
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
 
@@ -37,7 +37,6 @@ class Discovery:
     groups: tuple[GroupInfo, ...]
     parameters: tuple[ParameterInfo, ...]
     unavailable: tuple[str, ...]
-    parameter_tensors: dict[str, str]  # parameter name -> tensor name in the checkpoint
 
 
 def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
@@ -50,32 +49,25 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     Raises:
         CheckpointError: unknown architecture, or no frozen linear layer that could be served.
     """
-    model = _skeleton(checkpoint.folder)
-    prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
+    model, stored = skeleton(checkpoint.folder, torch.bfloat16), checkpoint.stored
     head = model.get_output_embeddings()
     layers = _linear_layers(model, serve_head=serve_head)
-    aliases = _names_of_tensors(model)
     groups: list[GroupInfo] = []
     served: set[str] = set()
     for names in _same_input(model, layers, alone=head):
         members: list[Member] = []
         for name in names:
-            weight = layers[name].weight
-            known_as = [f"{name}.weight", *aliases[id(weight)]]
-            stored = [checkpoint.stored_as(alias, prefix) for alias in known_as]
-            tensor = next((t for t in stored if t is not None), None)
-            if tensor is None and any(part.isdigit() for part in name.split(".")):
+            found = stored.layer(name)
+            if found is None and any(part.isdigit() for part in name.split(".")):
                 raise CheckpointError(
                     f"{checkpoint.folder} has no weight for {name}: fewer blocks than config.json says, or "
                     "another architecture"
                 )
-            if tensor is None:
+            if found is None:
                 log.warning("layer %s has no weight in the checkpoint; tenants keep it", name)
                 continue
-            transposed = isinstance(layers[name], Conv1D)
-            shape = _checked_shape(checkpoint, tensor, tuple(weight.shape))  # type: ignore[arg-type]
-            outputs, inputs = reversed(shape) if transposed else shape
-            members.append(Member(below(name, prefix), outputs, tensor, transposed))
+            member, inputs = found
+            members.append(member)
             if layers[name] is not head:
                 served.add(f"{name}.weight")
         if members:
@@ -85,11 +77,10 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
             f"{checkpoint.folder} has no linear layer to serve: {type(model).__name__} has "
             f"{len(layers)} and the checkpoint holds the weights of none of them"
         )
-    tied = [[n for n in names if n not in served] for names in aliases.values()]
-    parameters, tensors, missing = _tenant_parameters(checkpoint, model, tied, prefix)
-    used = {m.tensor for g in groups for m in g.members} | set(tensors.values())
-    if missing and set(checkpoint.names()) - used:
-        # transformers renames or merges tensors of this checkpoint while loading it.
+    tied = [[name for name in names if name not in served] for names in stored.tied]
+    parameters, missing = _tenant_parameters(stored, tied)
+    if missing and stored.unused:
+        # They may be the parameters, under names and in shapes that transformers does not know.
         log.warning(
             "tenants cannot load this model from here, only attach one that they loaded: %d parameters "
             "have other names or shapes in the checkpoint, such as %s",
@@ -100,7 +91,7 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
         for name in missing:
             log.warning("%s is not in the checkpoint; tenants initialise it as transformers does", name)
         missing = ()
-    return Discovery(type(model).__name__, prefix, tuple(groups), parameters, missing, tensors)
+    return Discovery(type(model).__name__, stored.prefix, tuple(groups), parameters, missing)
 
 
 def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[GroupInfo]:
@@ -109,7 +100,7 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
     Raises:
         CheckpointError: unknown architecture, or no linear layer.
     """
-    model = _skeleton(folder)
+    model = skeleton(folder, torch.bfloat16)
     head = model.get_output_embeddings()
     layers = _linear_layers(model, serve_head=serve_head)
     groups = []
@@ -134,34 +125,6 @@ def _linear_layers(model: PreTrainedModel, *, serve_head: bool) -> dict[str, nn.
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and (module is not head or serve_head)
     }
-
-
-def _skeleton(folder: Path) -> PreTrainedModel:
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        return _build(folder, config)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # Every architecture fails in a way of its own on a configuration that makes no sense.
-        raise CheckpointError(f"{folder}/config.json cannot be used: {error!r}") from error
-
-
-def _build(folder: Path, config: Any) -> PreTrainedModel:
-    for name in config.architectures or []:
-        model_class = getattr(transformers, name, None)
-        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
-            config._attn_implementation = "eager"
-            # Only shapes matter here, and mixtures of experts have their grouped product in bfloat16 alone.
-            config.dtype = torch.bfloat16
-            with torch.device("meta"):
-                model: PreTrainedModel = model_class._from_config(config)
-            model.eval()
-            return model
-    raise CheckpointError(
-        f"{folder}/config.json names no architecture that transformers "
-        f"{transformers.__version__} has (architectures: {config.architectures})"
-    )
 
 
 def _same_input(
@@ -214,52 +177,28 @@ def _same_input(
     return groups + [[name] for name in layers if name not in seen]
 
 
-def _checked_shape(checkpoint: Checkpoint, tensor: str, expected: tuple[int, ...]) -> tuple[int, ...]:
-    shape = checkpoint.describe(tensor)[0]
-    if shape != expected:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {tensor} has shape {list(shape)}, "
-            f"the configuration asks for {list(expected)}"
-        )
-    return shape
-
-
-def _names_of_tensors(model: PreTrainedModel) -> dict[int, list[str]]:
-    """Names by tensor: tied parameters are one tensor with several names."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return names
-
-
 def _tenant_parameters(
-    checkpoint: Checkpoint, model: PreTrainedModel, tied: list[list[str]], prefix: str
-) -> tuple[tuple[ParameterInfo, ...], dict[str, str], tuple[str, ...]]:
-    """Parameters for tenants, the tensors that hold them, and the names that have none.
+    stored: Stored, tied: list[list[str]]
+) -> tuple[tuple[ParameterInfo, ...], tuple[str, ...]]:
+    """Parameters for tenants, and the names that nothing is stored for.
 
     Args:
         tied: lists of names; those of one list are one tensor in the model.
     """
     infos: list[ParameterInfo] = []
-    tensors: dict[str, str] = {}
-    state = model.state_dict()
     missing: list[str] = []
     for names in filter(None, tied):
-        stored = [(n, t) for n in names if (t := checkpoint.stored_as(n, prefix)) is not None]
-        if not stored:
+        first = stored.source(names[0])  # the embeddings', even if only a head tied to them is stored
+        if first is None:
             missing.append(names[0])
-        for at, (name, tensor) in enumerate(stored):
-            if at == 0:
-                name = names[0]  # the embeddings', even if only a head tied to them is stored
-            elif checkpoint.same(tensor, stored[0][1]):
-                continue
-            shape = _checked_shape(checkpoint, tensor, tuple(state[name].shape))
-            dtype = checkpoint.describe(tensor)[1]
-            infos.append(
-                ParameterInfo(name, shape, str(dtype).removeprefix("torch."), checkpoint.sha256(tensor))
-            )
-            tensors[name] = tensor
-    return tuple(infos), tensors, tuple(missing)
+            continue
+        own = [name for name in names[1:] if stored.source(name) != first]
+        hashes = {name: stored.sha256(name) for name in (names[0], *own)}
+        for name, sha256 in hashes.items():
+            if name == names[0] or sha256 != hashes[names[0]]:
+                shape, dtype = stored.describe(name)
+                infos.append(ParameterInfo(name, shape, str(dtype).removeprefix("torch."), sha256))
+    return tuple(infos), tuple(missing)
 
 
 def part_of(groups: Sequence[GroupInfo], index: int, count: int) -> tuple[int, int]:

@@ -24,6 +24,8 @@ def check_room(
     groups: Sequence[GroupInfo],
     weight_bytes: int,
     available: Callable[[], tuple[float, str]] | None = None,
+    *,
+    conversion: int = 0,
 ) -> None:
     """Refuse to load what does not fit.
 
@@ -32,13 +34,14 @@ def check_room(
         groups: what will be served.
         weight_bytes: of one weight as it is served; 0: it is kept on a device of its own.
         available: bytes, and who says so; default: ``available_memory``.
+        conversion: bytes that making one weight of what is stored takes, at most.
 
     Raises:
         ConfigurationError: how much is needed, and how much there is.
     """
     sizes = [member.outputs * group.inputs for group in groups for member in group.members]
     weights = weight_bytes * sum(sizes)
-    more = BASE_BYTES + STORED_BYTES * max(sizes, default=0)
+    more = BASE_BYTES + max(STORED_BYTES * max(sizes, default=0), conversion)
     there, where = (available or available_memory)()
     if weights + more > there:
         raise ConfigurationError(

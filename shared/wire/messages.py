@@ -32,13 +32,16 @@ class Hello(Message, frozen=True):
     client: str  # name and version, for the log
 
 
-class Member(Message, frozen=True):
+class Member(Message, frozen=True, omit_defaults=True):
     """One frozen layer: ``y = x W^T`` with W of shape [outputs, inputs of the group]."""
 
     name: str  # module path below the base model, e.g. "layers.0.self_attn.q_proj"
     outputs: int
-    tensor: str  # name of the weight in the checkpoint's safetensors files
-    transposed: bool = False  # True: the checkpoint stores [inputs, outputs] (Conv1D)
+    tensor: str  # name of the weight in the checkpoint's safetensors files; made: of the parameter
+    # True: stored, or made, as [inputs, outputs] (Conv1D). What a factory makes is sent though it is usual.
+    transposed: bool = msgspec.field(default_factory=bool)
+    made: bool = False  # transformers converts tensors of the checkpoint to it: merges, cuts, dequantises
+    expert: int | None = None  # the weight is this one along the first of three axes
 
 
 class GroupInfo(Message, frozen=True):
@@ -57,7 +60,7 @@ class ParameterInfo(Message, frozen=True):
     name: str  # full name in the transformers model's state_dict
     shape: tuple[int, ...]
     dtype: str  # a name in DTYPE_NAMES: the checkpoint's own
-    sha256: str  # of its dtype and shape, and its bytes as the checkpoint stores them
+    sha256: str  # of its dtype and shape, and its bytes as the checkpoint stores them, or as they are made
 
 
 class FileInfo(Message, frozen=True):
@@ -112,7 +115,7 @@ def digest_of(manifest: Manifest) -> str:
         manifest.architecture,
         manifest.base_prefix,
         sorted(
-            (member.name, member.tensor, member.transposed, group.inputs, member.outputs)
+            _identity(member, group.inputs)
             for group in manifest.groups
             if not group.head
             for member in group.members
@@ -121,6 +124,13 @@ def digest_of(manifest: Manifest) -> str:
         sorted((each.name, each.size, each.sha256) for each in manifest.files),
     )
     return hashlib.sha256(msgspec.json.encode(what)).hexdigest()
+
+
+def _identity(member: Member, inputs: int) -> tuple[str | bool | int, ...]:
+    stored = (member.name, member.tensor, member.transposed, inputs, member.outputs)
+    if not member.made and member.expert is None:
+        return stored
+    return *stored, member.made, -1 if member.expert is None else member.expert
 
 
 class Fetch(Message, frozen=True):

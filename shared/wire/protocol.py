@@ -180,6 +180,8 @@ def validate_manifest(manifest: Manifest) -> None:
         widths = [group.inputs, *(m.outputs for m in group.members)]
         if not 0 < len(group.members) <= MAX_MEMBERS or not all(0 < w < 1 << 31 for w in widths):
             raise WireError("manifest", "the executor's manifest has a group of impossible shape")
+        if not all(member.expert is None or 0 <= member.expert < 1 << 31 for member in group.members):
+            raise WireError("manifest", "the executor's manifest has an impossible number of an expert")
         outputs = sum(m.outputs for m in group.members)
         # No int8 squared is over 2^14, no int16 over 2^30; rows of one plane have norms of 32,639 and
         # what rounding adds, half of each element at most.

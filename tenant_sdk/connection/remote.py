@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from shared.checkpoint import parameter_hash
 from shared.errors import (
     ConfigurationError,
     ConnectionLost,
@@ -20,6 +19,7 @@ from shared.errors import (
     SymbiosisError,
     WireError,
 )
+from shared.stored import parameter_hash
 from shared.wire.header import (
     BYTES,
     DTYPE_CODES,

@@ -12,14 +12,13 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from cryptography.fernet import Fernet, InvalidToken
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
@@ -35,13 +34,7 @@ from tenant_sdk.products.verification import (
     multiply_challenge,
 )
 from tenant_sdk.storage import disk_errors
-from tenant_sdk.trust.attestation import (
-    CheckpointContents,
-    linear_layers,
-    names_of_tensors,
-    prefix_of,
-    skeleton,
-)
+from tenant_sdk.trust.attestation import CheckpointContents
 
 _FORMAT = "symbiosis-fingerprints-3"
 
@@ -193,9 +186,8 @@ def write_fingerprints(
     cipher = _fernet(key)
     checkpoint = Checkpoint(folder)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor, is_transposed in progress(checkpoint_layers(checkpoint), "fingerprints"):
-        weight = checkpoint.member_weight(Member(name, 0, tensor, is_transposed))
-        _add(tensors, name, weight, RINGS[numerics])
+    for member in progress(checkpoint_layers(checkpoint), "fingerprints"):
+        _add(tensors, member.name, checkpoint.member_weight(member), RINGS[numerics])
     trusted = msgspec.json.encode(CheckpointContents.of(checkpoint)).decode()
     data = cipher.encrypt(save(tensors, {"format": _FORMAT, "numerics": numerics, "trusted": trusted}))
     temporary = Path(f"{output}.partial-{os.urandom(4).hex()}")
@@ -246,34 +238,16 @@ def _metadata(data: bytes) -> dict[str, str]:
     return header.get("__metadata__") or {}
 
 
-class Layer(NamedTuple):
-    """A linear layer of a checkpoint."""
-
-    name: str  # below the base model, as manifests name it
-    tensor: str  # that holds its weight
-    transposed: bool  # stored as [D, O]
-
-
-def checkpoint_layers(checkpoint: Checkpoint) -> list[Layer]:
+def checkpoint_layers(checkpoint: Checkpoint) -> list[Member]:
     """The linear layers whose weights a checkpoint holds; the head too, also if it is tied to the embeddings.
 
     Raises:
         CheckpointError: transformers does not know the model, or it has no linear layers.
     """
-    model = skeleton(checkpoint)
-    aliases = {name: names for names in names_of_tensors(model) for name in names}
-    prefix = prefix_of(model)
-    found = []
-    for name, layer in linear_layers(model).items():
-        own = f"{name}.weight"
-        names = [own, *(aliases.get(own) or aliases.get(f"{prefix}.{own}") or ())]
-        stored = next((tensor for each in names if (tensor := checkpoint.stored_as(each, prefix))), None)
-        if stored is not None:
-            found.append(Layer(name, stored, isinstance(layer, Conv1D)))
+    found = [member for member, _ in checkpoint.stored.layers()]
     if not found:
-        raise CheckpointError(
-            f"{checkpoint.folder} holds the weights of no linear layer of {type(model).__name__}"
-        )
+        name = type(checkpoint.stored.model).__name__
+        raise CheckpointError(f"{checkpoint.folder} holds the weights of no linear layer of {name}")
     return found
 
 

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import transformers
-from torch import device, nn
-from transformers import AutoConfig, PreTrainedModel
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ModelMismatch
+from shared.errors import ModelMismatch
 from shared.wire.messages import Manifest, Member
 
 # What executors that do not collude must agree on.
@@ -53,20 +51,17 @@ class CheckpointContents(msgspec.Struct, frozen=True):
         Raises:
             CheckpointError: transformers does not know the model.
         """
-        model = skeleton(checkpoint)
-        prefix = prefix_of(model)
-        hashes: dict[str, str] = {}
+        stored = checkpoint.stored
         tensors = []
-        for names in names_of_tensors(model):
-            stored = {name: tensor for name in names if (tensor := checkpoint.stored_as(name, prefix))}
-            for tensor in set(stored.values()) - hashes.keys():
-                hashes[tensor] = checkpoint.sha256(tensor)
-            if stored:
-                first = hashes[next(iter(stored.values()))]
-                tensors.append({name: hashes[stored[name]] if name in stored else first for name in names})
+        for names in stored.tied:
+            sources = {name: source for name in names if (source := stored.source(name))}
+            # Tied ones are often stored once.
+            hashes = {source: stored.sha256(name) for name, source in sources.items()}
+            if hashes:
+                tensors.append({name: hashes[source] for name, source in sources.items()})
         return cls(
-            type(model).__name__,
-            prefix,
+            type(stored.model).__name__,
+            stored.prefix,
             {info.name: info.sha256 for info in checkpoint.tenant_files()},
             tuple(tensors),
         )
@@ -112,14 +107,12 @@ def open_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
         ModelMismatch: it holds other weights than the executor serves.
     """
     checkpoint = Checkpoint(folder)
+    _check_layers(checkpoint, manifest)
     if not checkpoint.holds(manifest):
         raise ModelMismatch(
             f"the checkpoint {folder} does not hold the weights that the executor serves "
             f"({manifest.model}, weights {manifest.weights[:16]})"
         )
-    for group in manifest.groups:
-        for member in group.members:
-            _check_tensor(checkpoint, member, group.inputs)
     return checkpoint
 
 
@@ -134,25 +127,31 @@ def trusted_checkpoint(folder: str | Path, manifest: Manifest) -> Checkpoint:
     return checkpoint
 
 
-def _check_tensor(checkpoint: Checkpoint, member: Member, inputs: int) -> None:
+def _check_layers(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Refuse a layer that is said to have another layer's weight, or shape: the digest shows neither."""
+    known = {member.name: (member, inputs) for member, inputs in checkpoint.stored.layers()}
+    for group in manifest.groups:
+        for member in group.members:
+            mine = known.get(member.name)
+            if mine is None:
+                raise ModelMismatch(
+                    f"the checkpoint {checkpoint.folder} does not hold the weights that the executor serves: "
+                    f"it has no layer {member.name[:80]}"
+                )
+            if (member, group.inputs) != mine:
+                raise ModelMismatch(
+                    f"the executor says that {member.name} has {_weight(member, group.inputs)}; in "
+                    f"{checkpoint.folder} it has {_weight(*mine)}"
+                )
 
-    def belongs(tensor: str) -> bool:
-        return f".{tensor}".endswith(f".{member.name}.weight")
 
-    # A tied weight may be stored under another name, but then its own is not there.
-    if not belongs(member.tensor) and any(belongs(name) for name in checkpoint.names()):
-        raise ModelMismatch(
-            f"the executor says that {member.name} has the weight {member.tensor}, which is another layer's "
-            f"in {checkpoint.folder}"
-        )
-    shape, _ = checkpoint.describe(member.tensor)
-    told = (member.outputs, inputs)
-    if shape != (told[::-1] if member.transposed else told):
-        raise ModelMismatch(
-            f"the executor says that {member.name} has {inputs} inputs and {member.outputs} outputs, but "
-            f"{member.tensor} in {checkpoint.folder} is {list(shape)}"
-        )
+def _weight(member: Member, inputs: int) -> str:
+    part = "" if member.expert is None else f", expert {member.expert}"
+    axes = (member.outputs, inputs)
+    return (
+        f"the weight {member.tensor[:80]}{part}, {'made' if member.made else 'stored'} as "
+        f"{list(axes[::-1] if member.transposed else axes)}"
+    )
 
 
 def check_agreement(url: str, source: Manifest, provider: Manifest) -> None:
@@ -170,23 +169,6 @@ def check_agreement(url: str, source: Manifest, provider: Manifest) -> None:
                 f"{source.model[:80]!r}, {source.numerics[:20]}, digest {source.digest[:16]}; the provider: "
                 f"{provider.model[:80]!r}, {provider.numerics[:20]}, digest {provider.digest[:16]})"
             )
-
-
-def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model of a checkpoint of the tenant's own, without values.
-
-    Raises:
-        CheckpointError: transformers does not know it.
-    """
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-        model_class = getattr(transformers, (config.architectures or [""])[0])
-        with device("meta"):
-            model: PreTrainedModel = model_class(config)
-    except Exception as error:
-        # Every architecture fails in a way of its own on a configuration that makes no sense.
-        raise CheckpointError(f"{checkpoint.folder}/config.json cannot be used: {error!r}") from error
-    return model
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -208,20 +190,6 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in inner.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
     }
-
-
-def names_of_tensors(model: PreTrainedModel) -> list[list[str]]:
-    """The names of each tensor of a model; tied ones are one tensor with several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())
-
-
-def prefix_of(model: PreTrainedModel) -> str:
-    """The attribute that holds the base model, or nothing."""
-    prefix = model.base_model_prefix
-    return prefix if hasattr(model, prefix) else ""
 
 
 def _served(manifest: Manifest) -> Iterator[str]:

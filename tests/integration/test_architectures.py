@@ -36,7 +36,7 @@ from torch import nn
 import tenant_sdk
 from tenant_sdk.model.remote_weight import RemoteWeight
 
-# Mixtral's experts are 3-D parameters, so it cannot be loaded from a provider; see the end of this file.
+# Mixtral's experts are 3-D parameters, which need adapters of their own; see the end of this file.
 LOADABLE = [name for name in ARCHITECTURES if name != "mixtral"]
 ROUND_TRIPS = dict.fromkeys(LOADABLE, 4 * 2) | {"bert": 4 * 2 + 1}  # two blocks; BERT's pooler
 
@@ -245,24 +245,23 @@ def test_head_only_models_of_another_class(executor: Any, checkpoint: Folder) ->
         assert relative_error(fixed_result(model, ids), fixed_result(local, ids)) < 1e-5
 
 
-def test_mixtral_cannot_be_loaded(executor: Any) -> None:
-    with executor("mixtral").connect() as session:
-        missing = session.manifest.unavailable
-        assert missing
-        with pytest.raises(tenant_sdk.ModelMismatch, match=r"layers\.0\..*session\.attach") as caught:
-            session.load_model(progress=False)
-        assert missing[0] in str(caught.value)
-
-
+@pytest.mark.parametrize("way", ["load", "attach"])
 @pytest.mark.parametrize(("privacy", "tolerance"), [("plain", 1e-5), ("noise-bank", 1e-4)])
-def test_mixtral_can_be_attached(
-    privacy: str, tolerance: float, executor: Any, checkpoint: Folder, caplog: pytest.LogCaptureFixture
+def test_mixtral(
+    privacy: str,
+    tolerance: float,
+    way: str,
+    executor: Any,
+    checkpoint: Folder,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Its experts, three tensors each, are merged by the executor and held by the tenant."""
     ids = token_ids()
     local = load_local(checkpoint("mixtral"))
     with executor("mixtral").connect(privacy=privacy) as session:
+        assert not session.manifest.unavailable
         with caplog.at_level(logging.WARNING, logger="tenant_sdk"):
-            model = session.attach(load_local(checkpoint("mixtral")))
+            model = remote_model(session, checkpoint("mixtral"), way)
         experts = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
         assert len(experts) == 4  # two in each block
         assert all(name in caplog.text for name in experts)

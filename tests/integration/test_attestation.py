@@ -262,5 +262,5 @@ def test_a_layer_of_another_shape_is_refused_before_anything_is_made_of_it(
             changed = msgspec.structs.replace(first, members=(member, *first.members[1:]))
         return msgspec.structs.replace(manifest, groups=(changed, *others))
 
-    with pytest.raises(ModelMismatch, match=r"inputs and .* outputs, but .* is \["):
+    with pytest.raises(ModelMismatch, match=r"has the weight .* as \[.*2147483647.*; in .* it has .* as \["):
         hostile({}, lie=lie).connect(privacy="one-time", mask_sources=[f"local:{trusted}"])

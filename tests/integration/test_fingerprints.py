@@ -349,8 +349,8 @@ def test_folders_that_are_no_checkpoint(checkpoint: Callable[[str], Path], tmp_p
     load_local(checkpoint("llama")).save_pretrained(tmp_path / "folder")
     config = tmp_path / "folder" / "config.json"
     for changes, message in (
-        ({"architectures": ["Nothing"]}, "cannot be used"),
-        ({"architectures": None}, "cannot be used"),
+        ({"architectures": ["Nothing"]}, "names no architecture"),
+        ({"architectures": None}, "names no architecture"),
         ({"hidden_act": "zzz"}, "cannot be used"),
         ({"architectures": ["BertModel"], "model_type": "bert"}, "of no linear layer"),
     ):

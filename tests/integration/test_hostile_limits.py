@@ -16,7 +16,7 @@ from conftest import RING, Executor, make_model
 from hostile_files import BYTE_LEVEL, RULES, changed, config_of, replace, sequence
 from lanes import HeldLane, service_on
 from raw_peers import eventually
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from provider.engine.engine import Engine
 from provider.executor.base import BaseExecutor
@@ -25,6 +25,7 @@ from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service, TenantSession
 from shared.checkpoint import Checkpoint
 from shared.errors import ModelMismatch, RequestRefused, SymbiosisError, WireError
+from shared.stored import bytes_of, parameter_hash
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Fetch, encode
 from shared.wire.websocket import Incoming
@@ -41,18 +42,18 @@ pytest_plugins = ("hostile_fixtures",)
 
 
 def test_the_same_bytes_of_another_type_are_another_parameter(
-    checkpoint: Callable[[str], Path], tmp_path: Path
+    checkpoint: Callable[[str], Path],
 ) -> None:
     """Otherwise a provider calls bfloat16 float16, or gives a matrix another shape, under the same hash."""
     trusted = CheckpointContents.of(Checkpoint(checkpoint("llama")))
     manifest = BaseExecutor(checkpoint("llama"), numerics="float32").manifest
-    make_model("llama").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(checkpoint("llama") / "model.safetensors")
     name = "model.norm.weight"
     for number, other in enumerate((tensors[name].view(torch.int32), tensors[name].view(1, -1))):
-        save_file(tensors | {name: other}, tmp_path / "model.safetensors", {"format": "pt"})
+        hashed = parameter_hash(str(other.dtype).removeprefix("torch."), other.shape)
+        hashed.update(bytes_of(other))
         info = next(each for each in manifest.parameters if each.name == name)
-        lie = msgspec.structs.replace(info, sha256=Checkpoint(tmp_path).sha256(name))
+        lie = msgspec.structs.replace(info, sha256=hashed.hexdigest())
         parameters = tuple(lie if each is info else each for each in manifest.parameters)
         with pytest.raises(ModelMismatch, match=r"parameter model\.norm\.weight"):
             trusted.check(msgspec.structs.replace(manifest, parameters=parameters), f"copy {number}")

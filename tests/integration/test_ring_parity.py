@@ -48,8 +48,6 @@ def lora_for(architecture: str) -> Adapt:
 def remote_results(architecture: str, way: str, trios: Trios, folder: Path) -> Results:
     adapt = lora_for(architecture)
     with session_in(way, trios(architecture), folder) as session:
-        if architecture == "mixtral":  # its experts cannot be downloaded
-            return results(session.attach(load_local(folder)), adapt)
         return results(session.load_model(progress=False), adapt)
 
 

@@ -72,7 +72,7 @@ def test_rows_are_read_without_the_rest(checkpoint: Callable[[str], Path]) -> No
     source = Checkpoint(checkpoint("llama"))
     name = "model.embed_tokens.weight"
     assert torch.equal(source.read(name, slice(3, 7)), source.read(name)[3:7])
-    assert source.describe(name) == ((128, 64), torch.float32)
+    assert source.layout(name) == ((128, 64), torch.float32)
 
 
 def test_the_digest_changes_with_one_bit_of_one_served_weight(

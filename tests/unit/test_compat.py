@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_ring_product import SHAPES, expected, seeded, some_rows, some_weight
+from transformers import core_model_loading
 from websockets import frames
 
 from provider.executor.weights import FloatWeight
@@ -29,7 +30,7 @@ def raises(*_: Any) -> Any:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Each is tried once; other tests shall not get what was found here."""
-    found = compat.websocket_mask, compat.int8_product, compat.onednn_products
+    found = compat.websocket_mask, compat.int8_product, compat.onednn_products, compat.conversions
     for each in found:
         each.cache_clear()
     yield
@@ -62,6 +63,7 @@ def test_nothing_is_said_of_what_can_be_used(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO, "shared")
     assert compat.websocket_mask() is frames.apply_mask  # type: ignore[attr-defined]
     assert compat.int8_product(CPU) is torch._int_mm
+    assert compat.conversions() is not None
     assert (compat.onednn_products() is not None) == (
         torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     )
@@ -90,6 +92,26 @@ def test_frames_are_masked_without_the_library(
         frame = encode_control(Opcode.PING, data, key)
         assert frame[-count - 4 :] == key + bytes(byte ^ key[i % 4] for i, byte in enumerate(data))
     told("websockets.frames.apply_mask", reason)
+
+
+# -- conversions -----------------------------------------------------------------------------------
+
+RULES = [
+    pytest.param("dot_natural_key", MISSING, "dot_natural_key", id="missing"),
+    pytest.param("rename_source_key", raises, "other arguments", id="raises"),
+    pytest.param("rename_source_key", lambda key, *_: (key, None), "wrong", id="renames nothing"),
+    pytest.param("dot_natural_key", str, "wrong", id="another order"),
+    pytest.param("Concatenate", core_model_loading.Interleave, "wrong", id="another result"),
+]
+
+
+@pytest.mark.parametrize(("name", "instead", "reason"), RULES)
+def test_checkpoints_are_converted_by_rules_that_were_tried(
+    name: str, instead: Any, reason: str, monkeypatch: pytest.MonkeyPatch, told: Any
+) -> None:
+    replace(monkeypatch, core_model_loading, name, instead)
+    assert compat.conversions() is None
+    told("transformers.core_model_loading", reason)
 
 
 # -- int8 products ---------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ ROOMS = {
         "compat",
         "hub",
         "wire",
+        "quantised",
+        "recipes",
+        "stored",
         "checkpoint",
         "ring",
         "transport",
@@ -83,7 +86,7 @@ NO_IO = [
     "tenant_sdk/products/forecast.py",
 ]
 SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq", "triton"}
-SHARED_LIBRARIES |= {"huggingface_hub"}
+SHARED_LIBRARIES |= {"huggingface_hub", "transformers"}
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from test_more_architectures import TABLE, build
 
+from provider.catalog.discovery import discover
 from provider.serve.certificates import write_certificates
 from provider.serve.tokens import TokenFile
+from shared.checkpoint import Checkpoint
 from shared.options import version
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +188,27 @@ except ImportError:
     print(collects, gc.isenabled(), gc.get_freeze_count() > 1000)
 """
     assert run(program)[1] == f"{there} True {not there}\n"
+
+
+SERVING = """
+import sys
+import msgspec
+from provider.workers.link import Share
+from provider.workers.worker import load
+from shared.wire.messages import GroupInfo
+groups = msgspec.json.decode(sys.argv[2], type=dict[int, GroupInfo])
+load(Share(sys.argv[1], "float32", "cpu", 1, groups, digest=True))
+"""
+
+
+def test_a_worker_of_what_is_stored_as_it_is(tmp_path: Path) -> None:
+    """It starts without libraries that only conversions need, digest and all."""
+    for architecture, imported in (("bloom", ["torch"]), ("nomic_bert", ["torch", "transformers"])):
+        folder = tmp_path / architecture
+        build(*TABLE[architecture][:3], folder)
+        groups = dict(enumerate(discover(Checkpoint(folder)).groups))
+        heavy, said = run(SERVING, str(folder), msgspec.json.encode(groups).decode())
+        assert sorted(heavy) == imported, said
 
 
 def test_connecting_is_said_when_what_takes_seconds_is_there() -> None:

@@ -17,10 +17,12 @@ from shared.wire.messages import (
     Fetch,
     GroupInfo,
     Hello,
+    Limits,
     Manifest,
     Member,
     Message,
     decode,
+    digest_of,
     encode,
 )
 
@@ -43,6 +45,7 @@ def _any(of: object) -> st.SearchStrategy[object]:
         str: st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
         int: st.integers(-(2**63), 2**63 - 1),
         bool: st.booleans(),
+        int | None: st.none() | st.integers(-(2**63), 2**63 - 1),
         float | None: st.none() | st.floats(allow_nan=False, allow_infinity=False),
     }[of]
 
@@ -57,6 +60,29 @@ def test_a_message_survives_the_wire(kind: type[Message]) -> None:
         assert isinstance(json.loads(data), dict)
 
     check()
+
+
+MADE = [{"made": True}, {"expert": 0}, {"expert": 3}, {"made": True, "expert": 3}]
+
+
+def test_a_weight_that_is_stored_says_no_more_than_it_did() -> None:
+    """Executors and tenants that know nothing of made weights understand each other as before."""
+    stored = Member("q", 1, "t")
+    assert encode(stored) == b'{"name":"q","outputs":1,"tensor":"t","transposed":false}'
+    assert [set(json.loads(encode(msgspec.structs.replace(stored, **more)))) for more in MADE] == [
+        {"name", "outputs", "tensor", "transposed", *more} for more in MADE
+    ]
+
+
+def test_the_digest_tells_what_is_made_from_what_is_stored() -> None:
+    def digest(**more: object) -> str:
+        member = msgspec.structs.replace(Member("q", 1, "t"), **more)
+        manifest = Manifest(*["x"] * 7, (), Limits(1, 1), (GroupInfo(1, (member,)),), (), (), ())
+        return digest_of(manifest)
+
+    digests = [digest(), *(digest(**more) for more in MADE)]
+    assert len(set(digests)) == len(digests)
+    assert digest(made=False, expert=None) == digests[0]
 
 
 @pytest.mark.parametrize(

@@ -429,6 +429,7 @@ def _group(inputs: int, *outputs: int) -> GroupInfo:
         ({"groups": (_group(8, 0),)}, "shape"),
         ({"groups": (_group(8, 1 << 31),)}, "shape"),
         ({"groups": (_group(1 << 31, 8),)}, "shape"),
+        ({"groups": (GroupInfo(8, (Member("q", 1, "t", expert=-1),)),)}, "an expert"),
         ({"parameters": (ParameterInfo("a", (0,), "float32", ""),)}, "type"),
         ({"parameters": (ParameterInfo("a", (-1, 8), "float32", ""),)}, "type"),
         ({"parameters": (ParameterInfo("a", (1 << 31,), "float32", ""),)}, "type"),

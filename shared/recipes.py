@@ -1,0 +1,256 @@
+"""What each parameter of a model is made of, of the tensors that a checkpoint holds: transformers' own rules.
+
+transformers reads a checkpoint whole. Here its rules (``shared.compat.conversions``) are followed as far as
+the list of what each parameter is made of, and then for one parameter, or some experts of it, at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from shared import compat
+from shared.errors import CheckpointError
+from shared.wire.header import DTYPE_CODES
+
+if TYPE_CHECKING:  # which takes seconds, and whoever serves what is stored as it is needs none of it
+    from transformers import PreTrainedModel
+
+Layout = tuple[tuple[int, ...], torch.dtype]
+
+
+class Tensors(Protocol):
+    """Of a checkpoint's files (``shared.checkpoint.Checkpoint``)."""
+
+    folder: Path
+
+    def names(self) -> list[str]:
+        """Of all."""
+        ...
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """One as it is stored, or rows of its first axis."""
+        ...
+
+    def layout(self, name: str) -> Layout:
+        """Shape and dtype of one as it is stored."""
+        ...
+
+
+class Recipe(NamedTuple):
+    """What one parameter, or the several pieces of one tensor, are made of.
+
+    Attributes:
+        converter: transformers' own; None: the only tensor is the parameter.
+        first: the first parameter that is made.
+        keys: tensors of the checkpoint, by the converter's pattern that takes them.
+    """
+
+    converter: Any
+    first: str
+    keys: dict[str, list[str]]
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Of the checkpoint's tensors."""
+        return tuple(key for keys in self.keys.values() for key in keys)
+
+    @property
+    def makes_several(self) -> bool:
+        """Whether other parameters than the first are made too."""
+        targets = self.converter.target_patterns
+        return len(targets) > 1 or "*" in targets[0]
+
+    @property
+    def steps(self) -> list[Any]:
+        """Of the conversion, once everything is dense."""
+        return [each for each in self.converter.operations if not type(each).__name__.endswith("Dequantize")]
+
+    @property
+    def merges(self) -> bool:
+        """Whether each expert is a tensor of its own, or several, and they are stacked in the first step."""
+        return any(type(each).__name__ == "MergeModulelist" and each.dim == 0 for each in self.steps[:1])
+
+    def experts(self, shape: tuple[int, ...], layout: Callable[[str], Layout]) -> int:
+        """How many experts of the parameter, of this shape, can be made alone; 0: it is made as a whole."""
+        if len(shape) != 3 or not all(map(_changes_each_alone, self.steps[self.merges :])):
+            return 0
+        if self.merges:
+            counts = {len(keys) for keys in self.keys.values()}
+        else:
+            counts = {(*layout(key)[0], 0)[0] for key in self.all_keys}
+        return shape[0] if counts == {shape[0]} else 0
+
+    def make(
+        self, model: PreTrainedModel, read: Callable[..., torch.Tensor], experts: slice | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The parameters that the converter makes, or some experts of the only one.
+
+        Args:
+            model: without values.
+            read: gives a tensor of the checkpoint, or rows of it.
+            experts: from which to which; None: all. Nothing else is read.
+
+        Raises:
+            CheckpointError: they cannot be made.
+        """
+        converter = copy.deepcopy(self.converter)
+        for pattern, keys in self.keys.items():
+            for key in keys[experts] if experts and self.merges else keys:
+                rows = None if self.merges else experts
+                converter.add_tensor(self.first, key, pattern, partial(read, key, rows))
+        try:
+            made = converter.convert(self.first, model=model, config=model.config)
+        except Exception as error:  # every step fails in a way of its own on tensors that do not fit
+            reason = str(error)[:200] or repr(error)
+            raise CheckpointError(
+                f"{self.first} cannot be made of {', '.join(self.all_keys[:4])}: {reason}"
+            ) from error
+        return {name: (each[0] if isinstance(each, list) else each).detach() for name, each in made.items()}
+
+
+def _changes_each_alone(step: Any) -> bool:
+    """Whether a step of a conversion does the same to each expert, along other axes than the first."""
+    axes = [getattr(step, axis, 1) for axis in ("dim", "dim0", "dim1")]
+    known = type(step).__name__ in ("Concatenate", "Transpose", "Chunk", "Interleave") and min(axes) > 0
+    return known and not getattr(step, "check_dims", False)  # that looks at the shape of all together
+
+
+def recipes_of(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
+    """What each parameter or persistent buffer that a checkpoint holds is made of, by its name in the model.
+
+    Args:
+        model: without values, in the dtype in which weights are dequantised.
+
+    Raises:
+        CheckpointError: the checkpoint is quantised in a way that is not served.
+    """
+    said, found = quantisation_of(tensors.folder), compat.conversions()
+    if found is None and said is None:
+        return _of_own_names(tensors, model)
+    if found is None:
+        raise CheckpointError(
+            f"{tensors.folder} is quantised, and only other versions of transformers can make dense weights "
+            "of it; the log says what is missing in this one"
+        )
+    if said is None:
+        return _by_rules(tensors, model, found, None)
+    from shared.quantised import check_complete, quantizer_of
+
+    recipes = _by_rules(tensors, model, found, quantizer_of(said))
+    # Rules for quantised layers take every weight.
+    recipes = {name: _without_rules(tensors, recipe) for name, recipe in recipes.items()}
+    used = {key for recipe in recipes.values() for key in recipe.all_keys}
+    check_complete(set(tensors.names()) - used, used)
+    return recipes
+
+
+def _by_rules(
+    tensors: Tensors, model: PreTrainedModel, found: compat.Conversions, quantizer: Any
+) -> dict[str, Recipe]:
+    """As transformers collects tensors in ``convert_and_load_state_dict_in_model``."""
+    rules = found.rules(model, hf_quantizer=quantizer)
+    converters = [rule for rule in rules if isinstance(rule, found.Converter)]
+    renamings = [rule for rule in rules if isinstance(rule, found.Renaming)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix, state, recipes = model.base_model_prefix, model.state_dict(), dict[str, Recipe]()
+    for key in sorted(tensors.names(), key=found.order):
+        name, pattern = found.rename(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = found.rename(key, [], [], prefix, state)
+        if name in state:
+            recipe = recipes.setdefault(name, Recipe(by_pattern.get(pattern), name, {}))
+            recipe.keys.setdefault(pattern or key, []).append(key)
+
+    def empty(key: str, _rows: slice | None) -> torch.Tensor:
+        shape, dtype = tensors.layout(key)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for recipe in list(recipes.values()):
+        if recipe.converter is not None and recipe.makes_several:
+            recipes |= {name: recipe for name in recipe.make(model, empty) if name in state}
+    return recipes
+
+
+def _without_rules(tensors: Tensors, recipe: Recipe) -> Recipe:
+    if recipe.converter is None or recipe.steps or len(recipe.all_keys) > 1:
+        return recipe
+    dense = tensors.layout(recipe.all_keys[0])[1] in DTYPE_CODES
+    return recipe._replace(converter=None) if dense else recipe
+
+
+def _of_own_names(tensors: Tensors, model: PreTrainedModel) -> dict[str, Recipe]:
+    """Of tensors that have the parameters' names, with or without the prefix, or those of old norms."""
+    there, prefix, recipes = set(tensors.names()), prefix_of(model), dict[str, Recipe]()
+    for name in model.state_dict():
+        candidates = [name, below(name, prefix), f"{prefix}.{name}"]
+        candidates += [each.replace("LayerNorm.weight", "LayerNorm.gamma") for each in candidates]
+        candidates += [each.replace("LayerNorm.bias", "LayerNorm.beta") for each in candidates]
+        key = next((each for each in candidates if each in there), None)
+        if key is not None:
+            recipes[name] = Recipe(None, name, {key: [key]})
+    return recipes
+
+
+def prefix_of(model: PreTrainedModel) -> str:
+    """The attribute of a model that holds its base model, or nothing."""
+    prefix: str = model.base_model_prefix
+    return prefix if hasattr(model, prefix) else ""
+
+
+def below(name: str, prefix: str) -> str:
+    """A name as it is below the base model."""
+    return name.removeprefix(f"{prefix}.") if prefix else name
+
+
+def quantisation_of(folder: Path) -> Mapping[str, Any] | None:
+    """What a ``config.json`` says of how the checkpoint was quantised; None: it was not.
+
+    Raises:
+        CheckpointError: it is no configuration.
+    """
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder}/config.json cannot be used: {error}") from error
+    for part in (config, config.get("text_config")):
+        said = part.get("quantization_config") if isinstance(part, dict) else None
+        if isinstance(said, dict) and said:
+            return said
+    return None
+
+
+def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that a folder's ``config.json`` describes, without values, and as if it were not quantised.
+
+    Raises:
+        CheckpointError: transformers does not know it.
+    """
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        classes = [getattr(transformers, name, None) for name in config.architectures or []]
+        for each in classes:
+            if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel):
+                for part in (config, config.get_text_config(decoder=True)):
+                    vars(part).pop("quantization_config", None)
+                config._attn_implementation = "eager"
+                config.dtype = dtype
+                with torch.device("meta"):
+                    model: PreTrainedModel = each._from_config(config)
+                model.eval()
+                return model
+    except Exception as error:
+        # Every architecture fails in a way of its own on a configuration that makes no sense.
+        raise CheckpointError(f"{folder}/config.json cannot be used: {error!r}") from error
+    raise CheckpointError(
+        f"{folder}/config.json names no architecture that transformers "
+        f"{transformers.__version__} has (architectures: {config.architectures})"
+    )
