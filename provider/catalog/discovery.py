@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from provider.catalog.probe import Probe, probe
 from shared.checkpoint import Checkpoint, below
 from shared.errors import CheckpointError, ConfigurationError
-from shared.wire.header import MAX_MEMBERS
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,10 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     aliases = _names_of_tensors(model)
     groups: list[GroupInfo] = []
     served: set[str] = set()
-    for names in _same_input(model, layers, alone=head):
+    probed = _probed(model, layers, checkpoint.folder)
+    for name, reason in probed.kept.items():
+        log.warning("tenants keep the weight of %s, because %s", name, reason)
+    for names in probed.groups:
         members: list[Member] = []
         for name in names:
             weight = layers[name].weight
@@ -113,7 +118,7 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
     head = model.get_output_embeddings()
     layers = _linear_layers(model, serve_head=serve_head)
     groups = []
-    for names in _same_input(model, layers, alone=head):
+    for names in _probed(model, layers, folder).groups:
         # [O, D]; Conv1D keeps [D, O]
         sizes = [tuple(layers[name].weight.shape) for name in names]  # type: ignore[arg-type]
         sizes = [
@@ -136,10 +141,11 @@ def _linear_layers(model: PreTrainedModel, *, serve_head: bool) -> dict[str, nn.
     }
 
 
-def _skeleton(folder: Path) -> PreTrainedModel:
+def _skeleton(folder: Path, place: AbstractContextManager[Any] | None = None) -> PreTrainedModel:
+    """The model without values, or made in a place that has some."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        return _build(folder, config)
+        return _build(folder, config, place or torch.device("meta"))
     except CheckpointError:
         raise
     except Exception as error:
@@ -147,14 +153,25 @@ def _skeleton(folder: Path) -> PreTrainedModel:
         raise CheckpointError(f"{folder}/config.json cannot be used: {error!r}") from error
 
 
-def _build(folder: Path, config: Any) -> PreTrainedModel:
+def _probed(model: PreTrainedModel, layers: dict[str, nn.Module], folder: Path) -> Probe:
+    head = model.get_output_embeddings()
+    alone = [name for name, layer in layers.items() if layer is head]
+    return probe(
+        model,
+        list(layers),
+        alone=alone,
+        with_values=lambda: _skeleton(folder, init_empty_weights(include_buffers=False)),
+    )
+
+
+def _build(folder: Path, config: Any, place: AbstractContextManager[Any]) -> PreTrainedModel:
     for name in config.architectures or []:
         model_class = getattr(transformers, name, None)
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
             config._attn_implementation = "eager"
             # Only shapes matter here, and mixtures of experts have their grouped product in bfloat16 alone.
             config.dtype = torch.bfloat16
-            with torch.device("meta"):
+            with place:
                 model: PreTrainedModel = model_class._from_config(config)
             model.eval()
             return model
@@ -162,56 +179,6 @@ def _build(folder: Path, config: Any) -> PreTrainedModel:
         f"{folder}/config.json names no architecture that transformers "
         f"{transformers.__version__} has (architectures: {config.architectures})"
     )
-
-
-def _same_input(
-    model: PreTrainedModel, layers: dict[str, nn.Module], *, alone: nn.Module | None
-) -> list[list[str]]:
-    """Partition the layers by the tensor that reaches them; ``alone`` and layers not reached are alone."""
-    reached: dict[int, list[str]] = {}
-    keep: list[torch.Tensor] = []  # so that no two tensors share an id
-    seen: set[str] = set()
-
-    def watch(name: str) -> object:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if name not in seen and module is not alone:
-                seen.add(name)
-                keep.append(args[0])
-                reached.setdefault(id(args[0]), []).append(name)
-
-        return hook
-
-    handles = [
-        module.register_forward_pre_hook(watch(name))  # type: ignore[arg-type]
-        for name, module in layers.items()
-    ]
-    ids = torch.ones((1, 4), dtype=torch.long, device="meta")
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    stopped: Exception | None = None
-    try:
-        # There are no values to look at: some models look for padding if there is no mask, others
-        # look at the mask if there is one.
-        for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
-            try:
-                with torch.no_grad():
-                    model(**inputs, **mask)
-                stopped = None
-                break
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                stopped = error
-    finally:
-        for handle in handles:
-            handle.remove()
-    if stopped is not None:
-        log.warning("no grouping beyond what was reached: the tiny forward pass stopped with %s", stopped)
-    groups = [
-        part
-        for names in reached.values()
-        for part in (names[i : i + MAX_MEMBERS] for i in range(0, len(names), MAX_MEMBERS))
-    ]
-    return groups + [[name] for name in layers if name not in seen]
 
 
 def _checked_shape(checkpoint: Checkpoint, tensor: str, expected: tuple[int, ...]) -> tuple[int, ...]:
