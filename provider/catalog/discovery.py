@@ -60,8 +60,9 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     groups: list[GroupInfo] = []
     served: set[str] = set()
     probed = _probed(model, layers, checkpoint.folder)
-    for name, reason in probed.kept.items():
-        log.warning("tenants keep the weight of %s, because %s", name, reason)
+    for reason in dict.fromkeys(probed.kept.values()):
+        names = [name for name, why in probed.kept.items() if why == reason]
+        log.warning("tenants keep %d layers, such as %s: %s", len(names), names[0], reason)
     for names in probed.groups:
         members: list[Member] = []
         for name in names:

@@ -30,6 +30,7 @@ TOKENS, SAMPLES, FRAMES = 4, 4000, 64  # of text, of sound, of a spectrogram
 SECONDS = 60.0  # of a pass with values, between two operations
 MOST_BYTES = 1 << 28  # of one tensor in it; a larger one is looked at before it is made
 LOOKED_AT = 1 << 20  # bytes that an operation gets: more, and it may make a tensor of MOST_BYTES
+MEL_BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size")
 # What a stand-in for a weight allows as well, by the operation's name.
 HARMLESS = ("detach", "alias", "_to_copy")
 
@@ -135,7 +136,9 @@ def _shapes(name: str, config: Any) -> Sequence[tuple[int, ...]]:
     """What a main input of this name may be like, most particular first; none if the name is not known."""
     size = _number_or_pair(config, "image_size", 224)
     image = (1, _number(config, ("num_channels", "in_channels", "in_chans"), 3), *size)
-    mel = _number(config, ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size"), 80)
+    mel = _number(
+        config, ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size"), 80
+    )
     places = _number(config, ("max_source_positions",), FRAMES)
     known: dict[str, Sequence[tuple[int, ...]]] = {
         "pixel_values": [image],
