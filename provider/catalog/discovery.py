@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -17,12 +16,11 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from provider.catalog.probe import Probe, probe
+from provider.catalog.probe import probe
 from shared.checkpoint import Checkpoint, below
 from shared.errors import CheckpointError, ConfigurationError
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
@@ -59,7 +57,7 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     aliases = _names_of_tensors(model)
     groups: list[GroupInfo] = []
     served: set[str] = set()
-    probed = _probed(model, layers, checkpoint.folder)
+    probed = probe(model, layers)
     for reason in dict.fromkeys(probed.kept.values()):
         names = [name for name, why in probed.kept.items() if why == reason]
         log.warning("tenants keep %d layers, such as %s: %s", len(names), names[0], reason)
@@ -119,7 +117,7 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
     head = model.get_output_embeddings()
     layers = _linear_layers(model, serve_head=serve_head)
     groups = []
-    for names in _probed(model, layers, folder).groups:
+    for names in probe(model, layers).groups:
         # [O, D]; Conv1D keeps [D, O]
         sizes = [tuple(layers[name].weight.shape) for name in names]  # type: ignore[arg-type]
         sizes = [
@@ -142,11 +140,10 @@ def _linear_layers(model: PreTrainedModel, *, serve_head: bool) -> dict[str, nn.
     }
 
 
-def _skeleton(folder: Path, place: AbstractContextManager[Any] | None = None) -> PreTrainedModel:
-    """The model without values, or made in a place that has some."""
+def _skeleton(folder: Path) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        return _build(folder, config, place or torch.device("meta"))
+        return _build(folder, config)
     except CheckpointError:
         raise
     except Exception as error:
@@ -154,25 +151,14 @@ def _skeleton(folder: Path, place: AbstractContextManager[Any] | None = None) ->
         raise CheckpointError(f"{folder}/config.json cannot be used: {error!r}") from error
 
 
-def _probed(model: PreTrainedModel, layers: dict[str, nn.Module], folder: Path) -> Probe:
-    head = model.get_output_embeddings()
-    alone = [name for name, layer in layers.items() if layer is head]
-    return probe(
-        model,
-        list(layers),
-        alone=alone,
-        with_values=lambda: _skeleton(folder, init_empty_weights(include_buffers=False)),
-    )
-
-
-def _build(folder: Path, config: Any, place: AbstractContextManager[Any]) -> PreTrainedModel:
+def _build(folder: Path, config: Any) -> PreTrainedModel:
     for name in config.architectures or []:
         model_class = getattr(transformers, name, None)
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
             config._attn_implementation = "eager"
             # Only shapes matter here, and mixtures of experts have their grouped product in bfloat16 alone.
             config.dtype = torch.bfloat16
-            with place:
+            with torch.device("meta"):
                 model: PreTrainedModel = model_class._from_config(config)
             model.eval()
             return model

@@ -6,16 +6,18 @@ second pass on the CPU, whose parameters are all zero, and whose products are no
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -52,25 +54,16 @@ class Probe:
     stopped: Exception | None = None
 
 
-def probe(
-    model: PreTrainedModel,
-    layers: Sequence[str],
-    *,
-    alone: Sequence[str] = (),
-    with_values: Callable[[], PreTrainedModel] | None = None,
-) -> Probe:
+def probe(model: PreTrainedModel, layers: Collection[str]) -> Probe:
     """Run a model once on inputs of its kind, and look at its linear layers.
 
     Args:
         model: on the meta device.
-        layers: names of the linear layers that are looked at.
-        alone: those of them that are grouped with no other, whoever else gets their input.
-        with_values: makes the same model with parameters on the meta device and buffers on the CPU, for a
-            model that looks at values; None: such a model's pass stops there.
+        layers: names of those that are looked at. The output head is alone, whoever else gets its input.
     """
-    found = _best(model, layers, alone, "meta")
-    if found.stopped is not None and with_values is not None:
-        again = _best(_zeros(with_values()), layers, alone, "cpu")
+    found = _best(model, layers, "meta")
+    if found.stopped is not None:
+        again = _best(_with_values(model), layers, "cpu")
         if again.stopped is None or again.reached > found.reached:
             found = again
     if found.stopped is not None:
@@ -82,12 +75,12 @@ def probe(
     return found
 
 
-def _best(model: PreTrainedModel, layers: Sequence[str], alone: Sequence[str], device: str) -> Probe:
+def _best(model: PreTrainedModel, layers: Collection[str], device: str) -> Probe:
     """The first pass that ends, or else the one that came furthest."""
     unknown = NotImplementedError(f"this model takes {model.main_input_name}, and nothing like it is known")
     best: Probe | None = None
     for inputs in inputs_of(model, device):
-        found = _pass(model, layers, alone, inputs)
+        found = _pass(model, layers, inputs)
         if best is None or best.reached < found.reached or found.stopped is None:
             best = found
         if found.stopped is None:
@@ -95,9 +88,7 @@ def _best(model: PreTrainedModel, layers: Sequence[str], alone: Sequence[str], d
     return best or Probe([[name] for name in layers], stopped=unknown)
 
 
-def _pass(
-    model: PreTrainedModel, layers: Sequence[str], alone: Sequence[str], inputs: dict[str, torch.Tensor]
-) -> Probe:
+def _pass(model: PreTrainedModel, layers: Collection[str], inputs: dict[str, torch.Tensor]) -> Probe:
     watch = _Watch(model, layers)
     stopped: Exception | None = None
     with watch.hooks():
@@ -107,7 +98,7 @@ def _pass(
         except Exception as error:
             # Every architecture fails in a way of its own on an input that is not quite its kind.
             stopped = error
-    return Probe(watch.groups(alone), watch.kept, len(watch.inputs), stopped)
+    return Probe(watch.groups(), watch.kept, len(watch.inputs), stopped)
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -140,9 +131,10 @@ def _shapes(name: str, config: Any) -> Sequence[tuple[int, ...]]:
         config, ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size"), 80
     )
     places = _number(config, ("max_source_positions",), FRAMES)
+    video = (1, _number(config, ("num_frames", "frames_per_clip"), 16), *image[1:])
     known: dict[str, Sequence[tuple[int, ...]]] = {
-        "pixel_values": [image],
-        "pixel_values_videos": [(1, _number(config, ("num_frames", "frames_per_clip"), 16), *image[1:])],
+        "pixel_values": [image, video],
+        "pixel_values_videos": [video],
         "input_features": [(1, mel, 2 * places), (1, FRAMES, mel)],
         "input_values": [(1, SAMPLES), (1, _number(config, ("max_length",), FRAMES), mel), (1, 1, SAMPLES)],
         "inputs_embeds": [(1, TOKENS, _number(config, ("hidden_size", "d_model"), 64))],
@@ -176,17 +168,18 @@ def _number_or_pair(config: Any, name: str, default: int) -> tuple[int, int]:
 class _Watch(TorchDispatchMode):
     """Sees each linear layer's input, and every operation on a weight outside its own layer's forward.
 
-    An operation on a parameter of ``_zeros`` gives zeros: it is run on the meta device, for its shapes alone.
+    An operation on a parameter of ``_with_values`` is run on the meta device, for shapes, and gives zeros.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[str]) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.inputs: dict[str, torch.Tensor] = {}  # kept, so that no two tensors share an id
         self.kept: dict[str, str] = {}
         self._model = model
         self._layers = {model.get_submodule(name): name for name in layers}
-        head = model.get_output_embeddings()  # it has its own option, and may read the embeddings' weight
-        self._weights = {id(layer.weight): name for layer, name in self._layers.items() if layer is not head}
+        # The head's weight may be the embeddings', which are read.
+        self._head = self._layers.get(model.get_output_embeddings())
+        self._weights = {id(e.weight): name for e, name in self._layers.items() if name != self._head}
         self._copies: list[torch.Tensor] = []
         self._inside: list[nn.Module] = []
         self._zeros = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.is_meta}
@@ -206,11 +199,11 @@ class _Watch(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def groups(self, alone: Sequence[str]) -> list[list[str]]:
+    def groups(self) -> list[list[str]]:
         """The layers that can be served, by the tensor that they got; those that got none are alone."""
         together: dict[int, list[str]] = {}
         for name, tensor in self.inputs.items():
-            if name not in alone and name not in self.kept:
+            if name != self._head and name not in self.kept:
                 together.setdefault(id(tensor), []).append(name)
         parts = [
             names[at : at + MAX_MEMBERS]
@@ -288,15 +281,19 @@ def _to_zeros(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _zeros(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its parameters on the CPU, each of them one zero, whatever its shape."""
+def _with_values(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model on the CPU: its buffers, and parameters that are each one zero, whatever their shape."""
+    with init_empty_weights(include_buffers=False):
+        same: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config))
     zeros: dict[torch.dtype, torch.Tensor] = {}
     made: dict[int, nn.Parameter] = {}  # tied parameters stay one
-    for module in model.modules():
+    for module in same.modules():
         for name, old in module._parameters.items():
-            if old is not None and id(old) not in made:
+            if old is None:
+                continue
+            if id(old) not in made:
                 zero = zeros.setdefault(old.dtype, torch.zeros((), dtype=old.dtype))
                 made[id(old)] = nn.Parameter(zero.expand(old.shape), requires_grad=False)
-            if old is not None:
-                module._parameters[name] = made[id(old)]
-    return model
+            module._parameters[name] = made[id(old)]
+    same.eval()
+    return same

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import Executor, relative_error
-from parity import load_local, virtual_layers
 from safetensors.torch import save_file
 from test_more_architectures import build
 from transformers import PreTrainedModel
@@ -105,3 +104,13 @@ def test_equals_local(architecture: str, serve: Callable[..., Executor], tmp_pat
             # float32 in another order of additions.
             assert relative_error(got, expected) < 1e-5
             assert session.stats.requests - before == round_trips
+
+
+def test_a_provider_of_sound(serve_process: Callable[..., Executor], tmp_path: Path) -> None:
+    """A process of its own, of a ``symbiosis-provider serve`` of a Whisper."""
+    folder = tmp_path / "model"
+    *names, inputs, _ = TABLE["whisper"]
+    local = saved(*names, folder)  # type: ignore[arg-type]
+    with serve_process(folder).connect() as session, torch.no_grad():
+        model = session.load_model(progress=False)
+        assert relative_error(model(**inputs)[0], local(**inputs)[0]) < 1e-5
