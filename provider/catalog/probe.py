@@ -11,8 +11,9 @@ import inspect
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -44,7 +45,7 @@ class Probe:
     Attributes:
         groups: names of layers that get the same tensor, at most ``MAX_MEMBERS``; one not reached is alone.
         kept: the other layers, for which no product can stand, and why, in words.
-        reached: how many layers were called.
+        reached: how many layers were called, or read.
         stopped: what ended the pass before its end.
     """
 
@@ -62,9 +63,10 @@ def probe(model: PreTrainedModel, layers: Collection[str]) -> Probe:
         layers: names of those that are looked at. The output head is alone, whoever else gets its input.
     """
     found = _best(model, layers, "meta")
-    if found.stopped is not None:
+    left = found.reached < len(layers) and any(towers_of(model, "meta"))
+    if found.stopped is not None or left:
         again = _best(_with_values(model), layers, "cpu")
-        if again.stopped is None or again.reached > found.reached:
+        if again.reached > found.reached or (again.stopped is None and found.stopped is not None):
             found = again
     if found.stopped is not None:
         log.warning(
@@ -80,7 +82,7 @@ def _best(model: PreTrainedModel, layers: Collection[str], device: str) -> Probe
     unknown = NotImplementedError(f"this model takes {model.main_input_name}, and nothing like it is known")
     best: Probe | None = None
     for inputs in inputs_of(model, device):
-        found = _pass(model, layers, inputs)
+        found = _pass(model, layers, inputs, device)
         if best is None or best.reached < found.reached or found.stopped is None:
             best = found
         if found.stopped is None:
@@ -88,7 +90,9 @@ def _best(model: PreTrainedModel, layers: Collection[str], device: str) -> Probe
     return best or Probe([[name] for name in layers], stopped=unknown)
 
 
-def _pass(model: PreTrainedModel, layers: Collection[str], inputs: dict[str, torch.Tensor]) -> Probe:
+def _pass(
+    model: PreTrainedModel, layers: Collection[str], inputs: dict[str, torch.Tensor], device: str
+) -> Probe:
     watch = _Watch(model, layers)
     stopped: Exception | None = None
     with watch.hooks():
@@ -98,7 +102,11 @@ def _pass(model: PreTrainedModel, layers: Collection[str], inputs: dict[str, tor
         except Exception as error:
             # Every architecture fails in a way of its own on an input that is not quite its kind.
             stopped = error
-    return Probe(watch.groups(), watch.kept, len(watch.inputs), stopped)
+        if stopped is None and len(watch.inputs) < len(layers):
+            for name, beside in towers_of(model, device):
+                with suppress(Exception), torch.no_grad(), watch:
+                    getattr(model, name)(**beside)
+    return Probe(watch.groups(), watch.kept, len(watch.inputs.keys() | watch.kept.keys()), stopped)
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -123,13 +131,29 @@ def inputs_of(model: PreTrainedModel, device: str) -> Iterator[dict[str, torch.T
             yield {main: torch.zeros(shape, dtype=model.dtype, device=device)} | extra | rest
 
 
+def towers_of(model: PreTrainedModel, device: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """What makes features of an image or of sound in models that can do without: methods and their inputs."""
+    config, zeros = model.config, partial(torch.zeros, dtype=model.dtype, device=device)
+    if hasattr(model, "get_image_features"):
+        (image, *_) = _shapes("pixel_values", config)
+        yield "get_image_features", {"pixel_values": zeros(image)}
+        yield "get_image_features", {"pixel_values": zeros((1, *image))}
+        # Or patches one after the other, and how many there are in time, height and width.
+        patch, deep = _number(config, ("patch_size",), 14), _number(config, ("temporal_patch_size",), 1)
+        side = 2 * _number(config, ("spatial_merge_size",), 1)
+        grid = torch.tensor([[1, side, side]], device=device)
+        patches = zeros((side * side, image[1] * deep * patch * patch))
+        yield "get_image_features", {"pixel_values": patches, "image_grid_thw": grid}
+    if hasattr(model, "get_audio_features"):
+        for shape in _shapes("input_features", config):
+            yield "get_audio_features", {"input_features": zeros(shape)}
+
+
 def _shapes(name: str, config: Any) -> Sequence[tuple[int, ...]]:
     """What a main input of this name may be like, most particular first; none if the name is not known."""
     size = _number_or_pair(config, "image_size", 224)
     image = (1, _number(config, ("num_channels", "in_channels", "in_chans"), 3), *size)
-    mel = _number(
-        config, ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size"), 80
-    )
+    mel = _number(config, MEL_BINS, 80)
     places = _number(config, ("max_source_positions",), FRAMES)
     video = (1, _number(config, ("num_frames", "frames_per_clip"), 16), *image[1:])
     known: dict[str, Sequence[tuple[int, ...]]] = {

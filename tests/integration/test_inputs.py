@@ -78,6 +78,15 @@ IDS = torch.arange(3, 19).view(2, 8)
 IMAGE, WAVE = {"pixel_values": _random(2, 3, 32, 32)}, {"input_values": _random(2, 1600)}
 FEATURES = {"input_features": _random(2, 8, 60), "decoder_input_ids": IDS}
 
+# A picture is 16 tokens of a text.
+SEEN = {"pixel_values": _random(1, 3, 32, 32), "input_ids": torch.tensor([[3, *[120] * 16, 4, 5]])}
+_LLAMA = _TEXT | {"model_type": "llama", "num_key_value_heads": 2, "max_position_embeddings": 64}
+_LLAVA: dict[str, Any] = {
+    "text_config": _LLAMA,
+    "vision_config": _VISION | {"model_type": "clip_vision_model"},
+    "image_token_id": 120,
+}
+
 # Class, configuration class, its options, inputs, round trips of one pass.
 TABLE: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor], int]] = {
     "vit": ("ViTForImageClassification", "ViTConfig", _VISION, IMAGE, 9),
@@ -88,6 +97,8 @@ TABLE: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor], int]] 
     # The pooling head multiplies with a layer's weight itself, and so do all attentions of WavLM.
     "siglip": ("SiglipModel", "SiglipConfig", _TWO_TOWERS, IMAGE | {"input_ids": IDS}, 19),
     "clip": ("CLIPModel", "CLIPConfig", _TWO_TOWERS, IMAGE | {"input_ids": IDS}, 18),
+    "llava": ("LlavaForConditionalGeneration", "LlavaConfig", _LLAVA, SEEN, 18),
+    "llava-text": ("LlavaForConditionalGeneration", "LlavaConfig", _LLAVA, {"input_ids": IDS}, 8),
     "wavlm": ("WavLMModel", "WavLMConfig", _SOUND, WAVE, 7),
 }
 

@@ -84,6 +84,35 @@ def test_models_of_every_input_are_reached(class_name: str, options: dict[str, A
     assert len(found.groups) < len(layers) or class_name == "GPT2LMHeadModel"
 
 
+_LARGER = {**_TEXT, "num_key_value_heads": 2, "vocab_size": 160}
+_ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("class_name", "text", "vision"),
+    [
+        (
+            "LlavaForConditionalGeneration",
+            _LARGER | {"model_type": "llama"},
+            _IMAGE | {"model_type": "clip_vision_model"},
+        ),
+        ("Idefics3ForConditionalGeneration", _LARGER | {"model_type": "llama"}, _IMAGE),
+        # Its tower looks at how many patches there are.
+        (
+            "Qwen2VLForConditionalGeneration",
+            _LARGER | {"rope_parameters": _ROPE},
+            {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 8},
+        ),
+    ],
+)
+def test_towers_beside_a_text(class_name: str, text: dict[str, Any], vision: dict[str, Any]) -> None:
+    found, layers = probed(class_name, text_config=text, vision_config=vision, pad_token_id=0)
+    assert found.stopped is None
+    assert found.reached == len(layers)
+    together = [group for group in found.groups if len(group) > 1]
+    assert sum("self_attn" in group[0] for group in together) >= 2
+
+
 def test_an_input_that_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
     found, layers = probed(
         "PatchTSTModel", d_model=64, num_attention_heads=4, num_hidden_layers=1, ffn_dim=96
