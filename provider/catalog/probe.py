@@ -10,8 +10,8 @@ import copy
 import inspect
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -30,7 +30,7 @@ from shared.wire.header import MAX_MEMBERS
 log = logging.getLogger(__name__)
 
 TOKENS, SAMPLES, FRAMES = 4, 4000, 64  # of text, of sound, of a spectrogram
-SECONDS = 60.0  # of a pass with values, between two operations
+SECONDS = 60.0  # of a pass, looked at between two operations
 MOST_BYTES = 1 << 28  # of one tensor in it; a larger one is looked at before it is made
 LOOKED_AT = 1 << 20  # bytes that an operation gets: more, and it may make a tensor of MOST_BYTES
 MEL_BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size")
@@ -94,18 +94,11 @@ def _pass(
     model: PreTrainedModel, layers: Collection[str], inputs: dict[str, torch.Tensor], device: str
 ) -> Probe:
     watch = _Watch(model, layers)
-    stopped: Exception | None = None
     with watch.hooks():
-        try:
-            with torch.no_grad(), watch:
-                model(**inputs)
-        except Exception as error:
-            # Every architecture fails in a way of its own on an input that is not quite its kind.
-            stopped = error
+        stopped = watch.call(model, inputs)
         if stopped is None and len(watch.inputs) < len(layers):
             for name, beside in towers_of(model, device):
-                with suppress(Exception), torch.no_grad(), watch:
-                    getattr(model, name)(**beside)
+                watch.call(getattr(model, name), beside)
     return Probe(watch.groups(), watch.kept, len(watch.inputs.keys() | watch.kept.keys()), stopped)
 
 
@@ -113,7 +106,10 @@ def _pass(
 
 
 def inputs_of(model: PreTrainedModel, device: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Inputs to try one after the other: the smallest first that a model of this kind may take."""
+    """Inputs to try one after the other: the smallest first that a model of this kind may take.
+
+    All of them are ones: zeros are padding to some models.
+    """
     named = model.main_input_name
     name = named if isinstance(named, str) else named[0]
     ids = torch.ones((1, TOKENS), dtype=torch.long, device=device)
@@ -128,25 +124,25 @@ def inputs_of(model: PreTrainedModel, device: str) -> Iterator[dict[str, torch.T
     for main in (name, "pixel_values", "input_features") if name == "input_ids" else (name,):
         shapes = _shapes(main, model.config) if main in (name, *taken) else ()
         for shape, extra in product(shapes, ({}, others) if others and name == main else (others,)):
-            yield {main: torch.zeros(shape, dtype=model.dtype, device=device)} | extra | rest
+            yield {main: torch.ones(shape, dtype=model.dtype, device=device)} | extra | rest
 
 
 def towers_of(model: PreTrainedModel, device: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """What makes features of an image or of sound in models that can do without: methods and their inputs."""
-    config, zeros = model.config, partial(torch.zeros, dtype=model.dtype, device=device)
+    config, ones = model.config, partial(torch.ones, dtype=model.dtype, device=device)
     if hasattr(model, "get_image_features"):
         (image, *_) = _shapes("pixel_values", config)
-        yield "get_image_features", {"pixel_values": zeros(image)}
-        yield "get_image_features", {"pixel_values": zeros((1, *image))}
+        yield "get_image_features", {"pixel_values": ones(image)}
+        yield "get_image_features", {"pixel_values": ones((1, *image))}
         # Or patches one after the other, and how many there are in time, height and width.
         patch, deep = _number(config, ("patch_size",), 14), _number(config, ("temporal_patch_size",), 1)
         side = 2 * _number(config, ("spatial_merge_size",), 1)
         grid = torch.tensor([[1, side, side]], device=device)
-        patches = zeros((side * side, image[1] * deep * patch * patch))
+        patches = ones((side * side, image[1] * deep * patch * patch))
         yield "get_image_features", {"pixel_values": patches, "image_grid_thw": grid}
     if hasattr(model, "get_audio_features"):
         for shape in _shapes("input_features", config):
-            yield "get_audio_features", {"input_features": zeros(shape)}
+            yield "get_audio_features", {"input_features": ones(shape)}
 
 
 def _shapes(name: str, config: Any) -> Sequence[tuple[int, ...]]:
@@ -207,7 +203,19 @@ class _Watch(TorchDispatchMode):
         self._copies: list[torch.Tensor] = []
         self._inside: list[nn.Module] = []
         self._zeros = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.is_meta}
+        self._until = 0.0
+
+    def call(self, function: Callable[..., object], inputs: dict[str, torch.Tensor]) -> Exception | None:
+        """Call the model or a part of it; what ended that, if it was not its end."""
         self._until = time.monotonic() + SECONDS
+        self._inside.clear()
+        try:
+            with torch.no_grad(), self:
+                function(**inputs)
+        except Exception as error:
+            # Every architecture fails in a way of its own on an input that is not quite its kind.
+            return error
+        return None
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -290,10 +298,15 @@ class _Watch(TorchDispatchMode):
         if not blank and not (large and not func.is_view):
             return func(*args, **kwargs)
         there = tree_map(_to_meta, (args, kwargs | ({"device": "meta"} if "device" in kwargs else {})))
-        shapes = func(*there[0], **there[1])
-        made = [leaf for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)]
-        if any(each.nbytes > MOST_BYTES for each in made):
-            raise MemoryError(f"{func} makes a tensor of {max(each.nbytes for each in made) / 2**30:.1f} GiB")
+        try:
+            shapes = func(*there[0], **there[1])
+        except (RuntimeError, NotImplementedError):  # they depend on values
+            if sum(each.nbytes for each in tensors) > MOST_BYTES:
+                raise
+            return func(*args, **kwargs)
+        most = max((leaf.nbytes for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)), default=0)
+        if most > MOST_BYTES:
+            raise MemoryError(f"{func} makes a tensor of {most / 2**30:.1f} GiB")
         return tree_map(_to_zeros, shapes) if blank else func(*args, **kwargs)
 
 

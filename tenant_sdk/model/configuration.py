@@ -41,8 +41,8 @@ _PLACES = re.compile(
 _CHUNKS = re.compile(r"window|chunk|block_(size|len)|local_(attention|radius)|prompt_length", re.IGNORECASE)
 _IMAGES = re.compile(r"image_size|img_size|crop_size", re.IGNORECASE)  # an image's sides, in pixels
 _PAD_TOGETHER = re.compile(r"attn_chunk_length$", re.IGNORECASE)  # to what all of these divide
-# Built, these load compiled code from a public hub.
-_FETCHING = ("mra", "rwkv", "yoso")
+# Built or run, these load compiled code from a public hub.
+_FETCHING = ("mra", "rwkv", "sam3_video", "yoso")
 # Of configuration classes themselves: they would give one key's value to another.
 _OF_CLASSES = ("attribute_map", "sub_configs", "model_type_map")
 _DEEPEST, _LARGEST = 6, 1 << 24
@@ -166,7 +166,9 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
             and (not _LOADS.search(name) or _number(each) or _widths(name, each))
         }
     if key == "model_type" and value in _FETCHING:
-        raise ModelMismatch(f"{value} models fetch code when they are built; they are not built for a peer")
+        raise ModelMismatch(
+            f"{value} models fetch code when they are built or run; they are not built for a peer"
+        )
     if isinstance(value, list):
         if len(value) > limits.many:
             raise ModelMismatch(f"the executor's configuration: {key[:80]} lists {len(value)} things")

@@ -175,9 +175,9 @@ def test_nothing_in_a_configuration_is_loaded(value: Any, llama: Executor, secre
             assert getattr(config, key, None) in (None, "", "sdpa", False), key
 
 
-@pytest.mark.parametrize("model_type", ["mra", "rwkv", "yoso"])
+@pytest.mark.parametrize("model_type", ["mra", "rwkv", "sam3_video", "yoso"])
 def test_model_types_that_fetch_code(model_type: str, llama: Executor) -> None:
-    """They load compiled kernels from a public hub as soon as they are built."""
+    """They load compiled kernels from a public hub as soon as they are built, or run."""
     raw, manifest = config_of(llama)
     for change in ({"model_type": model_type}, {"text_config": {"model_type": model_type}}):
         with pytest.raises(ModelMismatch, match=f"{model_type} .*fetch"):
