@@ -277,7 +277,7 @@ class _Watch(TorchDispatchMode):
 
     def _note(self, name: str, operation: str, result: Any) -> None:
         if operation not in HARMLESS:
-            self.kept.setdefault(name, f"the model reads its weight itself ({operation})")
+            self.kept.setdefault(name, "the model reads the weight itself")
         elif isinstance(result, torch.Tensor):
             self._copies.append(result)
             self._weights[id(result)] = name

@@ -166,7 +166,7 @@ def _warn_about_local(model: nn.Module) -> None:
 
 
 def _warn_about_kept(model: nn.Module, held: Sequence[ParameterInfo]) -> None:
-    """Name the linear layers that the executor leaves to tenants: the model reads their weights itself."""
+    """Name the linear layers whose weights the executor leaves to tenants."""
     inner = base_model(model)
     prefix = getattr(inner, "base_model_prefix", "")
     head = getattr(inner, "get_output_embeddings", lambda: None)()
@@ -174,7 +174,8 @@ def _warn_about_kept(model: nn.Module, held: Sequence[ParameterInfo]) -> None:
     kept = [n for n, each in linear_layers(model).items() if f"{n}.weight" in listed and each is not head]
     if kept:
         log.warning(
-            "the model reads the weights of %d linear layers itself, so they stay in tenant memory: %s",
+            "no product can stand for %d linear layers (the model reads their weights, or they do more "
+            "than multiply); their weights stay in tenant memory: %s",
             *(len(kept), _few(kept)),
         )
 

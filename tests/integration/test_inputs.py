@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Executor, relative_error
+from parity import add_lora, worst_error
 from safetensors.torch import save_file
 from test_more_architectures import build
+from torch import nn
 from transformers import PreTrainedModel
 
 _VISION: dict[str, Any] = {
@@ -117,8 +119,26 @@ def test_equals_local(architecture: str, serve: Callable[..., Executor], tmp_pat
             assert session.stats.requests - before == round_trips
 
 
+def _gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model(**inputs)[0].square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("architecture", ["vit", "whisper", "llava"])
+def test_an_adapter_learns_as_locally(
+    architecture: str, serve: Callable[..., Executor], tmp_path: Path
+) -> None:
+    *names, inputs, _ = TABLE[architecture]
+    local = add_lora(saved(*names, tmp_path))  # type: ignore[arg-type]
+    expected = _gradients(local, inputs)
+    with serve(tmp_path).connect() as session:
+        got = _gradients(add_lora(session.load_model(progress=False)), inputs)
+    # float32 in another order of additions, through the model and back.
+    assert worst_error(got, expected) < 1e-4
+
+
 def test_a_provider_of_sound(serve_process: Callable[..., Executor], tmp_path: Path) -> None:
-    """A process of its own, of a ``symbiosis-provider serve`` of a Whisper."""
+    """``symbiosis-provider serve`` of a Whisper, a process of its own."""
     folder = tmp_path / "model"
     *names, inputs, _ = TABLE["whisper"]
     local = saved(*names, folder)  # type: ignore[arg-type]

@@ -131,13 +131,13 @@ def test_an_input_that_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
             "SiglipVisionModel",
             _IMAGE,
             ["head.attention.out_proj"],
-            "reads its weight itself",
+            "reads the weight itself",
         ),
         (
             "MambaForCausalLM",
             {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128, "state_size": 8},
             ["backbone.layers.0.mixer.dt_proj"],
-            "reads its weight itself",
+            "reads the weight itself",
         ),
         (
             "Llama4ForCausalLM",
