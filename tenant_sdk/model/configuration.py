@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import transformers
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from shared.errors import ModelMismatch
 from shared.wire.messages import Manifest
@@ -206,10 +206,13 @@ def _check_strides(config: Any) -> None:
     Raises:
         ModelMismatch: steps that are shorter than half of what is seen at once.
     """
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            _check_strides(part)
     kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
     if not (isinstance(kernels, list | tuple) and isinstance(strides, list | tuple)):
         return
-    if any(2 * stride < kernel for kernel, stride in zip(kernels, strides, strict=False)):
+    if not all(map(_number, strides)) or any(2 * step < k for k, step in zip(kernels, strides, strict=False)):
         raise ModelMismatch(
             f"the executor's configuration: conv_stride {str(strides)[:80]} is too short for conv_kernel "
             f"{str(kernels)[:80]}; it would make more rows of the same sound"

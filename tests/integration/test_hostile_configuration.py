@@ -68,12 +68,19 @@ def test_more_rows_of_sound_than_convolutions_make(llama: Executor) -> None:
         ([10, 3, 2], [1, 1, 1], True),
         ([10, 3, 2], [5, 2, 0], True),
         ([10, 3, 2], [5, 2], True),
+        ([10, 3, 2], ["a", 2, 2], True),
+        ([10, 3, 2], [None, 2, 2], True),
         ([10, 1, 3], [5, 1, 2], False),
     ):
         raw = SOUND | {"conv_kernel": kernels, "conv_stride": strides, "conv_dim": [32] * 3}
         with pytest.raises(ModelMismatch) if refused else nullcontext():
             config = model_configuration(json.dumps(raw).encode(), manifest, {})
             assert (config.conv_kernel, config.conv_stride) == (kernels, strides)
+    parts = {"encoder": SOUND | {"conv_stride": [1] * 7}, "decoder": {"model_type": "bart"}}
+    with pytest.raises(ModelMismatch, match="conv_stride"):
+        model_configuration(
+            json.dumps({"model_type": "speech-encoder-decoder", **parts}).encode(), manifest, {}
+        )
 
 
 @pytest.mark.parametrize("kernel", [["gpt2"], [[1]], [None], {"a": 1}, ["kernels-community/x", 3]])
