@@ -30,10 +30,11 @@ _LOADS = re.compile(
 _KERNELS = re.compile(r"^(conv|tdnn)_kernel$")  # lists of how wide convolutions are
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,63}")  # no separator of a path or a URL
 _LABELS = ("id2label", "label2id")
+_LABEL = re.compile(r"[^/\\:\x00-\x1f]{1,128}")  # what a class is called: words, and no path or URL
 # Numbers that no layer accounts for: places in a text, how far a token sees, and ids of tokens. Nothing is
 # made of as many.
 _PLACES = re.compile(
-    r"position|context|n_ctx|max_seq|theta|_id$|_ids$|sliding_window|"
+    r"position|rotary_emb(edding)?_base|context|n_ctx|max_seq|theta|_id$|_ids$|sliding_window|"
     r"(attention|speech_encoder)_chunk_size|attention_window_size|keep_window_size|max_inference_chunksize",
     re.IGNORECASE,
 )
@@ -72,7 +73,9 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
         ModelMismatch: it says what no configuration of these layers says, or transformers cannot read it.
     """
     raw = _object(data, "config.json")
-    kept = {key: value for key, value in raw.items() if key not in _OF_GENERATION}
+    # How long a spectrogram is has the name of an option of generation.
+    own = {"max_length"} if raw.get("model_type") == "audio-spectrogram-transformer" else set()
+    kept = {key: value for key, value in raw.items() if key not in _OF_GENERATION - own}
     kept = {key: value for key, value in kept.items() if key not in _OF_CLASSES}
     clean = _clean(kept, _Limits(manifest), "config.json", 0)
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
@@ -159,10 +162,9 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
         raise ModelMismatch(f"the executor's configuration: {key[:80]} is nested too deeply")
     if isinstance(value, dict):
         return {
-            name: each if key in _LABELS else _clean(each, limits, name, depth + 1)
+            name: _label(name, each) if key in _LABELS else _clean(each, limits, name, depth + 1)
             for name, each in value.items()
-            if _harmless(each)
-            and (key in _LABELS or _WORD.fullmatch(name))
+            if (key in _LABELS or (_harmless(each) and _WORD.fullmatch(name)))
             and (not _LOADS.search(name) or _number(each) or _widths(name, each))
         }
     if key == "model_type" and value in _FETCHING:
@@ -189,6 +191,12 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
             "at most"
         )
     return value
+
+
+def _label(name: str, value: Any) -> Any:
+    """A class's name or number; another name if it is neither, for names are counted."""
+    fine = isinstance(value, int) or (isinstance(value, str) and _LABEL.fullmatch(value))
+    return value if fine else f"LABEL_{name[:20]}"
 
 
 def _number(value: Any) -> bool:

@@ -90,6 +90,14 @@ def test_widths_of_convolutions_are_numbers(kernel: Any, llama: Executor) -> Non
     assert list(config.conv_kernel) == [10, 3, 3, 3, 3, 2, 2]
 
 
+def test_names_of_classes_are_no_paths(llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    given = {"0": "tench, Tinca tinca", "1": "../x", "2": {"a": "/x"}, "3": "http://x", "4": "x" * 200}
+    raw = {"model_type": "vit", "hidden_size": 64, "intermediate_size": 96, "id2label": given}
+    config = model_configuration(json.dumps(raw).encode(), manifest, {})
+    assert config.id2label == {0: "tench, Tinca tinca"} | {i: f"LABEL_{i}" for i in range(1, 5)}
+
+
 def test_models_of_other_inputs_are_not_built_for_a_peer(llama: Executor) -> None:
     _, manifest = config_of(llama)
     other = msgspec.structs.replace(manifest, architecture="PatchTSTModel")

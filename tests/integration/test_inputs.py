@@ -89,13 +89,23 @@ _LLAVA: dict[str, Any] = {
     "image_token_id": 120,
 }
 
+# As classes of images are called; the last name is none, and still a class.
+LABELS = {0: "tench, Tinca tinca", 1: "jack-o'-lantern", 2: "n/a: http://x"}
+
 # Class, configuration class, its options, inputs, round trips of one pass.
 TABLE: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor], int]] = {
-    "vit": ("ViTForImageClassification", "ViTConfig", _VISION, IMAGE, 9),
+    "vit": ("ViTForImageClassification", "ViTConfig", _VISION | {"id2label": LABELS}, IMAGE, 9),
     "dinov2": ("Dinov2Model", "Dinov2Config", _VISION | {"mlp_ratio": 2}, IMAGE, 8),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, FEATURES, 21),
     "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", _SOUND, WAVE, 10),
     "hubert": ("HubertModel", "HubertConfig", _SOUND, WAVE, 9),
+    "ast": (
+        "ASTForAudioClassification",
+        "ASTConfig",
+        {k: v for k, v in _VISION.items() if k != "image_size"} | {"num_mel_bins": 16, "max_length": 32},
+        {"input_values": _random(2, 32, 16)},
+        9,
+    ),
     # The pooling head multiplies with a layer's weight itself, and so do all attentions of WavLM.
     "siglip": ("SiglipModel", "SiglipConfig", _TWO_TOWERS, IMAGE | {"input_ids": IDS}, 19),
     "clip": ("CLIPModel", "CLIPConfig", _TWO_TOWERS, IMAGE | {"input_ids": IDS}, 18),
