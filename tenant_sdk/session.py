@@ -57,6 +57,7 @@ class Session:
         *,
         dtype: torch.dtype = torch.float32,
         offload_head: bool = False,
+        exclude: Sequence[str] = (),
         model_class: type[Any] | None = None,
         base: str | Path | None = None,
         progress: bool = True,
@@ -67,6 +68,9 @@ class Session:
         Args:
             dtype: of the parameters that the tenant holds, and so of activations.
             offload_head: let the executor compute the output head as well, if it serves it.
+            exclude: layers whose names end with one of these are local; their weights are asked for with one
+                row for each of a layer's inputs, and are what the executor multiplies with, as exact as the
+                session's products.
             model_class: another transformers class around the same base model, such as
                 ``AutoModelForSequenceClassification``; default: the checkpoint's own.
             base: where the base model is found without any executor, which adapters will say: a folder, whose
@@ -81,8 +85,8 @@ class Session:
 
         Raises:
             ModelMismatch: this transformers builds another model than the executor serves.
-            ConfigurationError: ``offload_head`` with an executor that does not serve its head; ``base`` is
-                neither a folder nor a name, or another model.
+            ConfigurationError: ``offload_head`` with an executor that does not serve its head; an entry of
+                ``exclude`` fits no layer; ``base`` is neither a folder nor a name, or another model.
         """
         self._check_head(offload_head)
         found = None if base is None else find_base(base, self.manifest)
@@ -91,6 +95,7 @@ class Session:
             self._groups,
             dtype=dtype,
             offload_head=offload_head,
+            exclude=exclude,
             progress=progress,
             model_class=model_class,
             config_overrides=config_overrides,
@@ -136,7 +141,14 @@ class Session:
             ModelMismatch: layers, shapes or weights differ; the model is unchanged.
         """
         self._check_head(offload_head)
-        attach_layers(model, self._groups, offload_head=offload_head, exclude=exclude, probe=probe)
+        attach_layers(
+            model,
+            self._groups,
+            offload_head=offload_head,
+            exclude=exclude,
+            probe=probe,
+            held=self.manifest.parameters,
+        )
         warn_if_trained(model)
         return model
 

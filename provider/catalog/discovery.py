@@ -18,11 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from provider.catalog.probe import probe
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
 from shared.recipes import skeleton
 from shared.stored import Stored
-from shared.wire.header import MAX_MEMBERS
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,11 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     layers = _linear_layers(model, serve_head=serve_head)
     groups: list[GroupInfo] = []
     served: set[str] = set()
-    for names in _same_input(model, layers, alone=head):
+    probed = probe(model, layers)
+    for reason in dict.fromkeys(probed.kept.values()):
+        names = [name for name, why in probed.kept.items() if why == reason]
+        log.warning("tenants keep %d layers, such as %s: %s", len(names), names[0], reason)
+    for names in probed.groups:
         members: list[Member] = []
         for name in names:
             found = stored.layer(name)
@@ -104,7 +108,7 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
     head = model.get_output_embeddings()
     layers = _linear_layers(model, serve_head=serve_head)
     groups = []
-    for names in _same_input(model, layers, alone=head):
+    for names in probe(model, layers).groups:
         # [O, D]; Conv1D keeps [D, O]
         sizes = [tuple(layers[name].weight.shape) for name in names]  # type: ignore[arg-type]
         sizes = [
@@ -125,56 +129,6 @@ def _linear_layers(model: PreTrainedModel, *, serve_head: bool) -> dict[str, nn.
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and (module is not head or serve_head)
     }
-
-
-def _same_input(
-    model: PreTrainedModel, layers: dict[str, nn.Module], *, alone: nn.Module | None
-) -> list[list[str]]:
-    """Partition the layers by the tensor that reaches them; ``alone`` and layers not reached are alone."""
-    reached: dict[int, list[str]] = {}
-    keep: list[torch.Tensor] = []  # so that no two tensors share an id
-    seen: set[str] = set()
-
-    def watch(name: str) -> object:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if name not in seen and module is not alone:
-                seen.add(name)
-                keep.append(args[0])
-                reached.setdefault(id(args[0]), []).append(name)
-
-        return hook
-
-    handles = [
-        module.register_forward_pre_hook(watch(name))  # type: ignore[arg-type]
-        for name, module in layers.items()
-    ]
-    ids = torch.ones((1, 4), dtype=torch.long, device="meta")
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    stopped: Exception | None = None
-    try:
-        # There are no values to look at: some models look for padding if there is no mask, others
-        # look at the mask if there is one.
-        for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
-            try:
-                with torch.no_grad():
-                    model(**inputs, **mask)
-                stopped = None
-                break
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                stopped = error
-    finally:
-        for handle in handles:
-            handle.remove()
-    if stopped is not None:
-        log.warning("no grouping beyond what was reached: the tiny forward pass stopped with %s", stopped)
-    groups = [
-        part
-        for names in reached.values()
-        for part in (names[i : i + MAX_MEMBERS] for i in range(0, len(names), MAX_MEMBERS))
-    ]
-    return groups + [[name] for name in layers if name not in seen]
 
 
 def _tenant_parameters(

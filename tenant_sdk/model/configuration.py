@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import transformers
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from shared.errors import ModelMismatch
 from shared.wire.messages import Manifest
@@ -27,23 +27,27 @@ _LOADS = re.compile(
     r"checkpoint|pretrained_|compile|cache_",
     re.IGNORECASE,
 )
+_KERNELS = re.compile(r"^(conv|tdnn)_kernel$")  # lists of how wide convolutions are
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+ -]{0,63}")  # no separator of a path or a URL
 _LABELS = ("id2label", "label2id")
+_LABEL = re.compile(r"[^/\\:\x00-\x1f]{1,128}")  # what a class is called: words, and no path or URL
 # Numbers that no layer accounts for: places in a text, how far a token sees, and ids of tokens. Nothing is
 # made of as many.
 _PLACES = re.compile(
-    r"position|context|n_ctx|max_seq|theta|_id$|_ids$|sliding_window|"
+    r"position|rotary_emb(edding)?_base|context|n_ctx|max_seq|theta|_id$|_ids$|sliding_window|"
     r"(attention|speech_encoder)_chunk_size|attention_window_size|keep_window_size|max_inference_chunksize",
     re.IGNORECASE,
 )
 # Other windows and chunks, to whose multiples a short text is padded too, and tokens that are put before it.
 _CHUNKS = re.compile(r"window|chunk|block_(size|len)|local_(attention|radius)|prompt_length", re.IGNORECASE)
+_IMAGES = re.compile(r"image_size|img_size|crop_size", re.IGNORECASE)  # an image's sides, in pixels
 _PAD_TOGETHER = re.compile(r"attn_chunk_length$", re.IGNORECASE)  # to what all of these divide
-# Built, these load compiled code from a public hub.
-_FETCHING = ("mra", "rwkv", "yoso")
+# Built or run, these load compiled code from a public hub.
+_FETCHING = ("mra", "rwkv", "sam3_video", "yoso")
 # Of configuration classes themselves: they would give one key's value to another.
 _OF_CLASSES = ("attribute_map", "sub_configs", "model_type_map")
 _DEEPEST, _LARGEST = 6, 1 << 24
+_PIXELS = 4096
 _FEW = 1024  # of anything is no matter, and defaults may be larger than a small model
 TOKENS = (
     "bos_token_id",
@@ -69,7 +73,9 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
         ModelMismatch: it says what no configuration of these layers says, or transformers cannot read it.
     """
     raw = _object(data, "config.json")
-    kept = {key: value for key, value in raw.items() if key not in _OF_GENERATION}
+    # How long a spectrogram is has the name of an option of generation.
+    own = {"max_length"} if raw.get("model_type") == "audio-spectrogram-transformer" else set()
+    kept = {key: value for key, value in raw.items() if key not in _OF_GENERATION - own}
     kept = {key: value for key, value in kept.items() if key not in _OF_CLASSES}
     clean = _clean(kept, _Limits(manifest), "config.json", 0)
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
@@ -84,6 +90,7 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
             ) from error
     if any(getattr(config, name, None) is not None for name in ("backbone", "backbone_config")):
         raise ModelMismatch("a model around a backbone loads that from elsewhere; it is not built for a peer")
+    _check_strides(config)
     config.name_or_path = ""  # libraries look a name up at the public model hub, or on this disk
     return config
 
@@ -133,6 +140,8 @@ class _Limits:
             return self.many
         if _PLACES.search(key):
             return _LARGEST
+        if _IMAGES.search(key):
+            return _PIXELS
         return _FEW if _CHUNKS.search(key) else max(self.widest, _FEW)
 
 
@@ -153,14 +162,15 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
         raise ModelMismatch(f"the executor's configuration: {key[:80]} is nested too deeply")
     if isinstance(value, dict):
         return {
-            name: each if key in _LABELS else _clean(each, limits, name, depth + 1)
+            name: _label(name, each) if key in _LABELS else _clean(each, limits, name, depth + 1)
             for name, each in value.items()
-            if _harmless(each)
-            and (key in _LABELS or _WORD.fullmatch(name))
-            and (not _LOADS.search(name) or (isinstance(each, int | float) and not isinstance(each, bool)))
+            if (key in _LABELS or (_harmless(each) and _WORD.fullmatch(name)))
+            and (not _LOADS.search(name) or _number(each) or _widths(name, each))
         }
     if key == "model_type" and value in _FETCHING:
-        raise ModelMismatch(f"{value} models fetch code when they are built; they are not built for a peer")
+        raise ModelMismatch(
+            f"{value} models fetch code when they are built or run; they are not built for a peer"
+        )
     if isinstance(value, list):
         if len(value) > limits.many:
             raise ModelMismatch(f"the executor's configuration: {key[:80]} lists {len(value)} things")
@@ -181,6 +191,40 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
             "at most"
         )
     return value
+
+
+def _label(name: str, value: Any) -> Any:
+    """A class's name or number; another name if it is neither, for names are counted."""
+    fine = isinstance(value, int) or (isinstance(value, str) and _LABEL.fullmatch(value))
+    return value if fine else f"LABEL_{name[:20]}"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _widths(key: str, value: Any) -> bool:
+    """Whether this is how wide several convolutions are."""
+    return bool(_KERNELS.search(key)) and isinstance(value, list) and all(map(_number, value))
+
+
+def _check_strides(config: Any) -> None:
+    """A second of sound is as many rows as convolutions take steps, which no parameter's shape says.
+
+    Raises:
+        ModelMismatch: steps that are shorter than half of what is seen at once.
+    """
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            _check_strides(part)
+    kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
+    if not (isinstance(kernels, list | tuple) and isinstance(strides, list | tuple)):
+        return
+    if not all(map(_number, strides)) or any(2 * step < k for k, step in zip(kernels, strides, strict=False)):
+        raise ModelMismatch(
+            f"the executor's configuration: conv_stride {str(strides)[:80]} is too short for conv_kernel "
+            f"{str(kernels)[:80]}; it would make more rows of the same sound"
+        )
 
 
 def _harmless(value: Any) -> bool:

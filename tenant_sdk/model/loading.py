@@ -17,20 +17,26 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ConfigurationError, ModelMismatch, peer_text
+from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.model.configuration import generation_configuration, model_configuration
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.model.surgery import attach_layers, plan_layers
+from tenant_sdk.model.surgery import attach_layers, checked_layer, excluded_layers, plan_layers
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.model.virtual import Group
+from tenant_sdk.trust.attestation import linear_layers
 
 log = logging.getLogger(__name__)
 
 # Modules of which one layer or parameter of a manifest is the only trace, such as activations and containers.
 PARTS_OF_A_NAME, PARTS_OF_A_MODEL = 16, 1024
+# What a model that is built for a peer may read first: text, images, sound.
+INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
+ROWS_BYTES = 1 << 22  # of unit rows, or of what comes of them, when an excluded layer's weight is asked for
 MOST_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
 
 
@@ -63,6 +69,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     offload_head: bool,
+    exclude: Sequence[str],
     progress: bool,
     model_class: type[Any] | None,
     config_overrides: dict[str, Any],
@@ -71,6 +78,7 @@ def load_model(
 
     Raises:
         ModelMismatch: this transformers does not build the model that the executor serves.
+        ConfigurationError: an entry of ``exclude`` fits no layer.
     """
     manifest = remote.manifest
     if manifest.unavailable:
@@ -80,28 +88,34 @@ def load_model(
         )
     if "trust_remote_code" in config_overrides:
         raise ConfigurationError("trust_remote_code: code from an executor is never run")
-    _check_memory(manifest, dtype)
+    apart = excluded_layers(groups, exclude)
+    _check_memory(manifest, apart, dtype)
     files = download_files(remote, ("config.json", "generation_config.json"))
     config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
     generation = generation_configuration(files.get("generation_config.json"), config)
     config.dtype = dtype
-    _check_shapes(manifest, config, model_class, groups, offload_head=offload_head)
+    _check_shapes(manifest, config, model_class, groups, offload_head=offload_head, exclude=exclude)
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
     model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
-    attach_layers(model, groups, offload_head=offload_head, probe=False)
+    attach_layers(
+        model, groups, offload_head=offload_head, exclude=exclude, probe=False, held=manifest.parameters
+    )
+    _fill_excluded(model, apart, dtype)
     _fill(model, remote, dtype, progress=progress)
     model.generation_config = generation
     model.eval()
     return model
 
 
-def _check_memory(manifest: Manifest, dtype: torch.dtype) -> None:
+def _check_memory(manifest: Manifest, apart: Sequence[tuple[Group, int]], dtype: torch.dtype) -> None:
     """Refuse to download more than this machine has memory for.
 
     Raises:
         ModelMismatch: the parameters are larger than the machine's memory.
     """
-    size = sum(torch.Size(info.shape).numel() for info in manifest.parameters) * dtype.itemsize
+    numbers = sum(torch.Size(info.shape).numel() for info in manifest.parameters)
+    numbers += sum(group.info.inputs * group.info.members[index].outputs for group, index in apart)
+    size = numbers * dtype.itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         raise ModelMismatch(
@@ -117,6 +131,7 @@ def _check_shapes(
     groups: Sequence[Group],
     *,
     offload_head: bool,
+    exclude: Sequence[str] = (),
 ) -> None:
     """Build the model without memory for any tensor, and compare it with what the executor lists.
 
@@ -125,7 +140,7 @@ def _check_shapes(
             more than ``MOST_BUFFERS`` of tables that it computes, or of parameters that nobody supplies.
     """
     model = _build(manifest, config, model_class, torch.device("meta"))
-    plan = plan_layers(model, groups, offload_head=offload_head)
+    plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
     state = model.state_dict(keep_vars=True)
     # By tensor, not by name: tied parameters are one, of which one name is listed.
     supplied = set()
@@ -137,6 +152,7 @@ def _check_shapes(
                 f"the executor lists {info.name}, which a {manifest.architecture} does not have"
             )
     supplied |= {id(layer.weight) for _, _, layer in plan}
+    supplied |= {id(layer.weight) for _, _, layer in _here(model, excluded_layers(groups, exclude))}
     fresh = {id(each): each for each in state.values() if id(each) not in supplied}
     made = sum(each.numel() * each.element_size() for each in fresh.values())
     if made > MOST_BUFFERS:
@@ -182,8 +198,12 @@ def _model_class(manifest: Manifest, config: Any, model_class: type[Any] | None)
             f"transformers {transformers.__version__} has no model class {name[:80]!r} for a "
             f"{type(config).__name__}; install the version that the provider runs, or give model_class="
         )
-    if model_class is None and getattr(found, "main_input_name", "") != "input_ids":
-        raise ModelMismatch(f"{name[:80]} reads no text, and is not built for a peer")
+    reads = getattr(found, "main_input_name", "")
+    if model_class is None and reads not in INPUTS:
+        raise ModelMismatch(
+            f"{name[:80]} reads {reads!s:.80}; models are built for a peer if they read {', '.join(INPUTS)}. "
+            "Load the checkpoint with transformers and use session.attach"
+        )
     # Auto classes choose by configuration, model classes take it as it is.
     build: Any = getattr(found, "from_config", None) or getattr(found, "_from_config", None)
     if build is None:
@@ -275,6 +295,30 @@ def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *,
             _set(model, name, target)
     _tie(model)
     _initialise_missing(model)
+
+
+def _here(model: nn.Module, apart: Sequence[tuple[Group, int]]) -> Iterator[tuple[Group, int, nn.Module]]:
+    """The excluded layers that a model has, but the head, whose weight is a parameter of the manifest."""
+    layers = linear_layers(model)
+    for group, index in apart:
+        member = group.info.members[index]
+        if member.name in layers and not group.info.head:
+            yield group, index, checked_layer(layers[member.name], member, group.info.inputs)
+
+
+def _fill_excluded(model: nn.Module, apart: Sequence[tuple[Group, int]], dtype: torch.dtype) -> None:
+    """Give excluded layers the weights that the executor multiplies with: its products with unit rows."""
+    for group, index, layer in _here(model, apart):
+        inputs, outputs = group.info.inputs, group.info.members[index].outputs
+        weight = torch.empty((inputs, outputs), dtype=dtype)  # W^T
+        rows = max(1, ROWS_BYTES // (4 * max(inputs, outputs)))
+        for at in range(0, inputs, rows):
+            unit = torch.zeros((min(rows, inputs - at), inputs))
+            unit.diagonal(at).fill_(1.0)
+            (weight[at : at + len(unit)],) = group.product(Direction.FORWARD, 1 << index, [unit])
+        if not isinstance(layer, Conv1D):
+            weight = weight.T.contiguous()
+        layer.weight = nn.Parameter(weight, requires_grad=True)
 
 
 def _tie(model: PreTrainedModel) -> None:

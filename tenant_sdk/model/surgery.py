@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.wire.header import Direction
-from shared.wire.messages import Manifest, Member
+from shared.wire.messages import Manifest, Member, ParameterInfo
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
 from tenant_sdk.trust.attestation import base_model, linear_layers, open_checkpoint
@@ -35,6 +35,7 @@ def attach_layers(
     offload_head: bool = False,
     exclude: Sequence[str] = (),
     probe: bool = True,
+    held: Sequence[ParameterInfo] = (),
 ) -> int:
     """Replace every served linear layer of a model.
 
@@ -44,6 +45,7 @@ def attach_layers(
         offload_head: replace the output head too.
         exclude: layers whose name ends with one of these (whole parts of it) stay local.
         probe: compare one random row per layer with the executor's answer before its weight goes.
+        held: what the executor lists for tenants to hold; a warning names the linear layers among it.
 
     Returns:
         How many layers were replaced.
@@ -64,6 +66,7 @@ def attach_layers(
             if id(child) in replaced:
                 setattr(parent, name, virtual_layer(*replaced[id(child)], child))
     _warn_about_local(base_model(model))
+    _warn_about_kept(model, held)
     return len(plan)
 
 
@@ -72,20 +75,14 @@ def plan_layers(
 ) -> list[tuple[Group, int, nn.Module]]:
     """Which layers are to be replaced: group, member, layer. Arguments and errors: see ``attach_layers``."""
     layers = linear_layers(model)
-    names = [member.name for group in groups for member in group.info.members]
-    for entry in exclude:
-        if not any(_ends_with(name, entry) for name in names):
-            raise ConfigurationError(
-                f"exclude={entry!r} is the end of no served layer's name, such as {names[0]}"
-            )
+    apart = set(excluded_layers(groups, exclude))
     plan: list[tuple[Group, int, nn.Module]] = []
     for group in groups:
         if group.info.head and not offload_head:
             continue
         for index, member in enumerate(group.info.members):
-            if any(_ends_with(member.name, entry) for entry in exclude):
-                continue
-            plan.append((group, index, _checked(layers.get(member.name), member, group.info.inputs)))
+            if (group, index) not in apart:
+                plan.append((group, index, checked_layer(layers.get(member.name), member, group.info.inputs)))
     head = getattr(base_model(model), "get_output_embeddings", lambda: None)()
     for group, index, layer in plan:
         name = group.info.members[index].name
@@ -97,11 +94,36 @@ def plan_layers(
     return plan
 
 
+def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tuple[Group, int]]:
+    """The served layers whose names end with an entry of ``exclude``: group and member.
+
+    Raises:
+        ConfigurationError: an entry fits no layer.
+    """
+    members = [(group, index) for group in groups for index in range(len(group.info.members))]
+    names = [group.info.members[index].name for group, index in members]
+    for entry in exclude:
+        if not any(_ends_with(name, entry) for name in names):
+            raise ConfigurationError(
+                f"exclude={entry!r} is the end of no served layer's name, such as {names[0]}"
+            )
+    return [
+        member
+        for member, name in zip(members, names, strict=True)
+        if any(_ends_with(name, entry) for entry in exclude)
+    ]
+
+
 def _ends_with(name: str, entry: str) -> bool:
     return f".{name}".endswith(f".{entry}")
 
 
-def _checked(layer: nn.Module | None, member: Member, inputs: int) -> nn.Module:
+def checked_layer(layer: nn.Module | None, member: Member, inputs: int) -> nn.Module:
+    """The layer of a model that a member stands for.
+
+    Raises:
+        ModelMismatch: there is none, or one of another kind or shape.
+    """
     if layer is None:
         raise ModelMismatch(
             f"the executor serves {member.name}, which this model does not have; attach a model of the "
@@ -143,6 +165,25 @@ def _warn_about_local(model: nn.Module) -> None:
         log.warning("these parameters are no linear layers and stay in tenant memory: %s", ", ".join(local))
 
 
+def _warn_about_kept(model: nn.Module, held: Sequence[ParameterInfo]) -> None:
+    """Name the linear layers whose weights the executor leaves to tenants."""
+    inner = base_model(model)
+    prefix = getattr(inner, "base_model_prefix", "")
+    head = getattr(inner, "get_output_embeddings", lambda: None)()
+    listed = {info.name.removeprefix(f"{prefix}.") for info in held}
+    kept = [n for n, each in linear_layers(model).items() if f"{n}.weight" in listed and each is not head]
+    if kept:
+        log.warning(
+            "no product can stand for %d linear layers (the model reads their weights, or they do more "
+            "than multiply); their weights stay in tenant memory: %s",
+            *(len(kept), _few(kept)),
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+
+
 def warn_if_trained(model: nn.Module) -> None:
     """Have one warning logged when a gradient reaches a parameter that the model has now, if any does.
 
@@ -173,7 +214,7 @@ def warn_if_trained(model: nn.Module) -> None:
                 "trained: %s. To train an adapter alone, freeze them with model.requires_grad_(False) before "
                 "it is added, or add it with peft.get_peft_model, which does that",
                 *(frozen, type(base_model(alive)).__name__, len(names)),
-                ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else ""),
+                _few(names),
             )
 
     handles += [parameter.register_post_accumulate_grad_hook(trained) for parameter in own]

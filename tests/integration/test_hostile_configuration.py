@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from conftest import Executor
 from hostile_files import config_of, nothing_opens
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PatchTSTConfig
 
 from shared.errors import ModelMismatch
 from shared.wire.messages import Manifest, ParameterInfo, digest_of
@@ -46,6 +47,64 @@ def test_a_configuration_that_the_manifest_does_not_account_for(
     executor = hostile({"config.json": json.dumps(config).encode()})
     with executor.connect() as session, pytest.raises(ModelMismatch):
         session.load_model(progress=False)
+
+
+SOUND = {"model_type": "wav2vec2", "hidden_size": 64, "intermediate_size": 96, "tdnn_dim": [64] * 5}
+
+
+def test_more_pixels_than_an_image_has(llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    for size, refused in ((1540, False), (4097, True), ([32, 1 << 20], True)):
+        raw = {"model_type": "vit", "hidden_size": 64, "intermediate_size": 96, "image_size": size}
+        with pytest.raises(ModelMismatch, match="image_size is") if refused else nullcontext():
+            assert model_configuration(json.dumps(raw).encode(), manifest, {}).image_size == size
+
+
+def test_more_rows_of_sound_than_convolutions_make(llama: Executor) -> None:
+    """No parameter's shape says how far a convolution steps: 16,000 rows a second instead of 50."""
+    _, manifest = config_of(llama)
+    for kernels, strides, refused in (
+        ([10, 3, 2], [5, 2, 2], False),
+        ([10, 3, 2], [1, 1, 1], True),
+        ([10, 3, 2], [5, 2, 0], True),
+        ([10, 3, 2], [5, 2], True),
+        ([10, 3, 2], ["a", 2, 2], True),
+        ([10, 3, 2], [None, 2, 2], True),
+        ([10, 1, 3], [5, 1, 2], False),
+    ):
+        raw = SOUND | {"conv_kernel": kernels, "conv_stride": strides, "conv_dim": [32] * 3}
+        with pytest.raises(ModelMismatch) if refused else nullcontext():
+            config = model_configuration(json.dumps(raw).encode(), manifest, {})
+            assert (config.conv_kernel, config.conv_stride) == (kernels, strides)
+    parts = {"encoder": SOUND | {"conv_stride": [1] * 7}, "decoder": {"model_type": "bart"}}
+    with pytest.raises(ModelMismatch, match="conv_stride"):
+        model_configuration(
+            json.dumps({"model_type": "speech-encoder-decoder", **parts}).encode(), manifest, {}
+        )
+
+
+@pytest.mark.parametrize("kernel", [["gpt2"], [[1]], [None], {"a": 1}, ["kernels-community/x", 3]])
+def test_widths_of_convolutions_are_numbers(kernel: Any, llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    config = model_configuration(json.dumps(SOUND | {"conv_kernel": kernel}).encode(), manifest, {})
+    assert list(config.conv_kernel) == [10, 3, 3, 3, 3, 2, 2]
+
+
+def test_names_of_classes_are_no_paths(llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    given = {"0": "tench, Tinca tinca", "1": "../x", "2": {"a": "/x"}, "3": "http://x", "4": "x" * 200}
+    raw = {"model_type": "vit", "hidden_size": 64, "intermediate_size": 96, "id2label": given}
+    config = model_configuration(json.dumps(raw).encode(), manifest, {})
+    assert config.id2label == {0: "tench, Tinca tinca"} | {i: f"LABEL_{i}" for i in range(1, 5)}
+
+
+def test_models_of_other_inputs_are_not_built_for_a_peer(llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    other = msgspec.structs.replace(manifest, architecture="PatchTSTModel")
+    with pytest.raises(
+        ModelMismatch, match=r"PatchTSTModel reads past_values; .*pixel_values.*session\.attach"
+    ):
+        _model_class(other, PatchTSTConfig(), None)
 
 
 def test_tables_that_a_model_computes_are_bounded(
@@ -131,9 +190,9 @@ def test_nothing_in_a_configuration_is_loaded(value: Any, llama: Executor, secre
             assert getattr(config, key, None) in (None, "", "sdpa", False), key
 
 
-@pytest.mark.parametrize("model_type", ["mra", "rwkv", "yoso"])
+@pytest.mark.parametrize("model_type", ["mra", "rwkv", "sam3_video", "yoso"])
 def test_model_types_that_fetch_code(model_type: str, llama: Executor) -> None:
-    """They load compiled kernels from a public hub as soon as they are built."""
+    """They load compiled kernels from a public hub as soon as they are built, or run."""
     raw, manifest = config_of(llama)
     for change in ({"model_type": model_type}, {"text_config": {"model_type": model_type}}):
         with pytest.raises(ModelMismatch, match=f"{model_type} .*fetch"):

@@ -14,9 +14,8 @@ import pytest
 import torch
 import transformers
 from conftest import Executor, relative_error
+from parity import virtual_layers
 from transformers import PreTrainedModel
-
-import tenant_sdk
 
 _PLAIN: dict[str, Any] = {
     "hidden_size": 64,
@@ -162,14 +161,38 @@ def test_equals_local(architecture: str, serve: Callable[..., Executor], tmp_pat
             assert counts == [round_trips, round_trips]
 
 
-def test_a_model_that_reads_its_own_weights(serve: Callable[..., Executor], tmp_path: Path) -> None:
-    """Mamba multiplies with one layer's weight itself, so that layer has to stay."""
-    options = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8}
-    local = build("MambaForCausalLM", "MambaConfig", options, tmp_path)
+_STATES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8}
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "FalconMamba"])
+def test_a_model_that_reads_its_own_weights(
+    kind: str, serve: Callable[..., Executor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One layer's weight is multiplied with by the model itself, so it stays with the tenant, who is told."""
+    local = build(f"{kind}ForCausalLM", f"{kind}Config", _STATES, tmp_path)
+    inputs = inputs_for(local)
+    executor = serve(tmp_path)
+    assert "tenants keep 2 layers, such as backbone.layers.0.mixer.dt_proj" in caplog.text
+    with executor.connect() as session, torch.no_grad():
+        served = {member.name for group in session.manifest.groups for member in group.members}
+        assert not any("dt_proj" in name for name in served)
+        expected = local(**inputs)[0]
+        for get in (lambda: session.load_model(progress=False), lambda: session.attach(local)):
+            caplog.clear()
+            model = get()
+            assert "no product can stand for 2 linear layers" in caplog.text
+            assert "layers.0.mixer.dt_proj, layers.1.mixer.dt_proj" in caplog.text
+            assert not any("dt_proj" in name for name in virtual_layers(model))
+            assert relative_error(model(**inputs)[0], expected) < 1e-5
+
+
+def test_experts_beside_state_spaces(serve: Callable[..., Executor], tmp_path: Path) -> None:
+    options = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+    options |= {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+    local = build("JambaForCausalLM", "JambaConfig", options | {"use_mamba_kernels": False}, tmp_path)
     inputs = inputs_for(local)
     with serve(tmp_path).connect() as session, torch.no_grad():
         expected = local(**inputs)[0]
-        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match=r"dt_proj .*exclude="):
-            session.load_model(progress=False)(**inputs)
-        model = session.attach(local, exclude=["dt_proj"])
+        model = session.attach(local)
+        assert not any("dt_proj" in name for name in virtual_layers(model))
         assert relative_error(model(**inputs)[0], expected) < 1e-5

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import Executor, make_model, relative_error
+from conftest import RING, Executor, make_model, relative_error
 from parity import add_lora, fixed_result, load_local, token_ids, virtual_layers
 from torch import nn
 from transformers import AutoConfig, BertForMaskedLM, BertForSequenceClassification, LlamaModel
@@ -190,6 +190,40 @@ def test_excluded_layers_stay(exclude: list[str], llama: Executor, folder: Path)
         assert len(names) == len(left)
         got = fixed_result(model, token_ids())
     assert relative_error(got, fixed_result(local, token_ids())) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("privacy", "numerics", "tolerance"),
+    [("plain", "float32", 0.0), ("noise-bank", "float32", 1e-4), ("one-time", RING, 3e-4)],
+)
+def test_excluded_layers_of_a_model_from_the_executor(
+    architecture: str,
+    privacy: str,
+    numerics: str,
+    tolerance: float,
+    serve: Callable[..., Executor],
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """Their weights are the executor's products with unit rows, as exact as these are."""
+    entry = "mlp.down_proj" if architecture == "llama" else "c_attn"
+    local = load_local(checkpoint(architecture))
+    executor = serve(checkpoint(architecture), numerics=numerics)
+    sources = {"mask_sources": [f"local:{checkpoint(architecture)}"]} if privacy == "one-time" else {}
+    with executor.connect(privacy=privacy, **sources) as session:
+        model = session.load_model(progress=False, exclude=[entry])
+        assert not any(name.endswith(entry) for name in virtual_layers(model))
+        weights = dict(model.named_parameters())
+        for name, expected in local.named_parameters():
+            if name.endswith(f"{entry}.weight"):
+                assert relative_error(weights[name].detach(), expected.detach()) <= tolerance
+        got = fixed_result(model, token_ids())
+    assert relative_error(got, fixed_result(local, token_ids())) < max(1e-5, 10 * tolerance)
+
+
+def test_excluding_what_is_not_served(llama: Executor) -> None:
+    with llama.connect() as session, pytest.raises(ConfigurationError, match=r"exclude='q_prooj' is the end"):
+        session.load_model(progress=False, exclude=["q_prooj"])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # a head of its own, a tied one
