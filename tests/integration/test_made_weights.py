@@ -24,7 +24,7 @@ from test_ring_parity import Results, assert_equal, assert_near, results
 from test_workers import SECONDS, requests
 
 from provider.executor.base import BaseExecutor
-from provider.workers.pool import WorkerPool
+from provider.workers.pool import Sharding, WorkerPool
 from security.public_model import PublicModel
 from security.transcript import check_served
 from shared.errors import ModelMismatch
@@ -105,7 +105,7 @@ def test_workers_make_their_own(
 ) -> None:
     served = folders(kind).served
     executor = BaseExecutor(served, numerics=numerics)
-    pool = WorkerPool(served, 2, numerics=numerics, threads=1, **options)
+    pool = WorkerPool(served, Sharding(["cpu"] * 2, threads=1, **options), numerics=numerics)
     assert pool.manifest.digest == executor.manifest.digest
     engine = pool.engine()
     try:
