@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -44,13 +45,18 @@ def quantizer_of(said: Mapping[str, Any]) -> Any:
     """
     bitsandbytes = said.get("load_in_4bit") or said.get("load_in_8bit")  # old ones do not name themselves
     method = str(said.get("quant_method") or ("bitsandbytes" if bitsandbytes else "no known method"))
-    if method in ("gptq", "awq"):
-        return _Int4({"gptq": _gptq, "awq": _awq}[method](said))
-    if method not in ("fp8", "mxfp4", "compressed-tensors"):
+    if method not in ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq"):
         raise CheckpointError(
             f"the checkpoint was quantised by {method[:40]}, which is not served; serve one that was not "
             f"quantised, or by {SERVED}"
         )
+    if not hasattr(HfQuantizer, "serialized_names"):
+        raise CheckpointError(
+            f"the checkpoint was quantised by {method}, whose tensors transformers {transformers.__version__} "
+            "does not list; install the newest one, or serve a checkpoint that was not quantised"
+        )
+    if method in ("gptq", "awq"):
+        return _Int4({"gptq": _gptq, "awq": _awq}[method](said))
     if method == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
         raise CheckpointError(
             "the checkpoint was quantised by compressed-tensors, which needs the package of that name: "

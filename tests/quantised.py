@@ -11,14 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.quantizers.base import HfQuantizer
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 Encode = Callable[[torch.Tensor], Stored]
 GROUP = 32  # inputs, or both axes of a block, that share a scale
 _SHIFTS = torch.arange(8) * 4
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+# Earlier ones read these checkpoints by rules of another form, and are told to be replaced.
+needs_rules = pytest.mark.skipif(
+    not hasattr(HfQuantizer, "serialized_names"), reason="the newest transformers is needed"
+)
 
 
 def words(numbers: torch.Tensor) -> torch.Tensor:

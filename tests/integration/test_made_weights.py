@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import RING, Executor
 from parity import fixed_result, load_local, token_ids, virtual_layers
-from quantised import quantise
+from quantised import needs_rules, quantise
 from ring_sessions import WAYS, Trio, session_in
 from safetensors.torch import save_file
 from test_fingerprints import Trusted
@@ -39,6 +39,9 @@ class Made(NamedTuple):
     dense: Path
 
 
+KINDS = [pytest.param("fp8", marks=needs_rules), pytest.param("gptq", marks=needs_rules), "pieces"]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     made: dict[str, Made] = {}
@@ -59,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     return get
 
 
-@pytest.fixture(scope="module", params=["fp8", "gptq", "pieces"])
+@pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest, folders: Callable[[str], Made]) -> Made:
     return folders(request.param)
 
@@ -97,8 +100,10 @@ def test_answers_are_checked_with_fingerprints(made: Made, trio: Trio, tmp_path:
 
 @pytest.mark.parametrize(
     ("kind", "numerics", "options"),
-    [("pieces", RING, {"stripes": 2}), ("fp8", "float32", {"fsdp": True})],
-    ids=["stripes", "gathered"],
+    [
+        pytest.param("pieces", RING, {"stripes": 2}, id="stripes"),
+        pytest.param("fp8", "float32", {"fsdp": True}, id="gathered", marks=needs_rules),
+    ],
 )
 def test_workers_make_their_own(
     kind: str, numerics: str, options: dict[str, Any], folders: Callable[[str], Made]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quantised import SAID, quantise
+from quantised import SAID, needs_rules, quantise
 from safetensors.torch import load_file, save_file
 from test_more_architectures import TABLE, build
+from transformers.quantizers.base import HfQuantizer
 
 from provider.catalog.discovery import discover
 from provider.executor import room
@@ -24,6 +25,7 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
 from shared.quantised import awq_weight, gptq_weight
 
+pytestmark = needs_rules
 COMPRESSED = ("float-quantized", "pack-quantized")
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None, reason="pip install 'symbiosis[quantised]'"
@@ -236,6 +238,15 @@ def test_without_rules_nothing_is_dequantised(
     folder, _ = quantised("fp8", "mistral")
     monkeypatch.setattr(compat, "conversions", lambda: None)
     with pytest.raises(CheckpointError, match="only other versions of transformers"):
+        BaseExecutor(folder, numerics="float32")
+
+
+def test_an_older_transformers_is_told(
+    quantised: Callable[[str, str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = quantised("gptq", "mistral")
+    monkeypatch.delattr(HfQuantizer, "serialized_names")
+    with pytest.raises(CheckpointError, match=r"quantised by gptq, whose tensors .* install the newest"):
         BaseExecutor(folder, numerics="float32")
 
 
