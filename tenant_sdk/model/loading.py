@@ -22,6 +22,7 @@ from shared.errors import ConfigurationError, ModelMismatch, peer_text
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.model.configuration import generation_configuration, model_configuration
+from tenant_sdk.model.experts import Placement, expert_parameters
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.surgery import attach_layers, plan_layers
 from tenant_sdk.model.tokenizer import build_tokenizer
@@ -63,6 +64,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     offload_head: bool,
+    placement: Placement,
     progress: bool,
     model_class: type[Any] | None,
     config_overrides: dict[str, Any],
@@ -80,7 +82,7 @@ def load_model(
         )
     if "trust_remote_code" in config_overrides:
         raise ConfigurationError("trust_remote_code: code from an executor is never run")
-    _check_memory(manifest, dtype)
+    _check_memory(manifest, dtype, placement)
     files = download_files(remote, ("config.json", "generation_config.json"))
     config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
     generation = generation_configuration(files.get("generation_config.json"), config)
@@ -88,25 +90,32 @@ def load_model(
     _check_shapes(manifest, config, model_class, groups, offload_head=offload_head)
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
     model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
-    attach_layers(model, groups, offload_head=offload_head, probe=False)
+    attach_layers(model, groups, offload_head=offload_head, probe=False, placement=placement)
     _fill(model, remote, dtype, progress=progress)
     model.generation_config = generation
     model.eval()
     return model
 
 
-def _check_memory(manifest: Manifest, dtype: torch.dtype) -> None:
+def _check_memory(manifest: Manifest, dtype: torch.dtype, placement: Placement) -> None:
     """Refuse to download more than this machine has memory for.
 
     Raises:
         ModelMismatch: the parameters are larger than the machine's memory.
     """
-    size = sum(torch.Size(info.shape).numel() for info in manifest.parameters) * dtype.itemsize
+    experts = expert_parameters(manifest)
+    needed = [info for info in manifest.parameters if not (placement.remote and info.name in experts)]
+    size = sum(torch.Size(info.shape).numel() for info in needed) * dtype.itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         raise ModelMismatch(
             f"the executor lists parameters of {size / 2**30:.1f} GiB for this machine, which has "
             f"{memory / 2**30:.1f} GiB of memory"
+            + (
+                ". Most of it may be experts: experts='padded' or 'routed' leaves them with it"
+                if experts
+                else ""
+            )
         )
 
 

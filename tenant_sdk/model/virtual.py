@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from shared.ring.rows import below
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.websocket import own
+from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.products.products import Products
 
@@ -108,7 +109,7 @@ class Group:
             self._together[member] -= used
 
     def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        return self.differentiable(Direction.FORWARD, members, (x.to(dtype),), _waited_for(x))
+        return self.differentiable(Direction.FORWARD, members, (x.to(dtype),), waited_for(x))
 
     def differentiable(
         self,
@@ -118,7 +119,7 @@ class Group:
         request_class: RequestClass = RequestClass.FINETUNING,
     ) -> tuple[torch.Tensor, ...]:
         """``product`` of blocks [..., W] of one leading shape, with a graph where something needs one."""
-        if transforms_run()() or any(map(_followed, blocks)):
+        if transforms_run()() or any(map(followed, blocks)):
             outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(  # type: ignore[no-untyped-call]
                 self, direction, members, request_class, *blocks
             )
@@ -164,6 +165,16 @@ class Group:
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> list[torch.Tensor]:
+        """What ``submit`` gives, waited for."""
+        return self.submit(direction, members, blocks, request_class).result()
+
+    def submit(
+        self,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
         """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
 
         Raises:
@@ -180,19 +191,17 @@ class Group:
                 f"{names} takes rows of {widths} numbers, but the model makes rows of {made}: its "
                 "configuration does not fit the weights"
             )
-        if not len(blocks[0]):  # an expert without tokens, an empty batch: nothing to ask for
-            made = outputs if direction == Direction.FORWARD else [self.info.inputs]
-            return [blocks[0].new_empty((0, width)) for width in made]
-        for block in blocks:
-            _check_memory(block)
-            if not below(block):
-                raise NonFiniteError(self._where_not_finite(direction))
         first = blocks[0]
+        if not len(first):  # an empty batch: nothing to ask for
+            made = outputs if direction == Direction.FORWARD else [self.info.inputs]
+            return PendingProduct(lambda: [first.new_empty((0, width)) for width in made])
+        for block in blocks:
+            check_values(block, direction, (member.name for member in self.info.members))
         if first.dtype == torch.float32 and first.device.type == "cpu":
-            return self._products.submit(self.identity, direction, members, blocks, request_class).result()
+            return self._products.submit(self.identity, direction, members, blocks, request_class)
         here = to_host(blocks, torch.float32)
-        results = self._products.submit(self.identity, direction, members, here, request_class).result()
-        return to_device(results, first.device, first.dtype)
+        pending = self._products.submit(self.identity, direction, members, here, request_class)
+        return PendingProduct(lambda: to_device(pending.result(), first.device, first.dtype))
 
     def widths(self, members: int) -> list[int]:
         """Outputs of the members."""
@@ -204,17 +213,33 @@ class Group:
     def _members(self, members: int) -> list[Member]:
         return [self.info.members[i] for i in member_indices(members)]
 
-    def _where_not_finite(self, direction: Direction) -> str:
-        names = ", ".join(member.name for member in self.info.members)
-        if direction == Direction.FORWARD:
-            return (
-                f"the input of {names} holds NaN or infinity; nothing was sent. Look at the layers and "
-                "adapters before it, or lower the learning rate"
-            )
-        return (
-            f"the output gradient of {names} holds NaN or infinity; nothing was sent. Lower the learning "
-            "rate or the loss scale"
+
+def check_values(block: torch.Tensor, direction: Direction, names: Iterable[str]) -> None:
+    """Refuse rows that cannot be sent, of layers of these names.
+
+    Raises:
+        NonFiniteError: NaN or infinity.
+        ConfigurationError: what stands for several tensors in a way that no product can be asked for.
+    """
+    try:
+        block.data_ptr()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "the rows of a remote product have no values here, as with is_grads_batched=True and "
+            "vectorize=True of torch.autograd; use torch.func (vmap, jacrev, jacfwd, hessian), which remote "
+            "products know"
+        ) from error
+    if below(block):
+        return
+    if direction == Direction.FORWARD:
+        raise NonFiniteError(
+            f"the input of {', '.join(names)} holds NaN or infinity; nothing was sent. Look at the layers "
+            "and adapters before it, or lower the learning rate"
         )
+    raise NonFiniteError(
+        f"the output gradient of {', '.join(names)} holds NaN or infinity; nothing was sent. Lower the "
+        "learning rate or the loss scale"
+    )
 
 
 # -- inside torch.compile --------------------------------------------------------------------------
@@ -320,30 +345,14 @@ def _reached(members: int, blocks: Sequence[torch.Tensor | None]) -> tuple[int, 
     return sum(1 << index for index, _ in there), tuple(block for _, block in there)
 
 
-def _followed(x: torch.Tensor) -> bool:
+def followed(x: torch.Tensor) -> bool:
     """Whether autograd follows what is made of this tensor: for gradients, or with a tangent."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def _check_memory(block: torch.Tensor) -> None:
-    """Refuse what stands for several tensors in a way that no product can be asked for.
-
-    Raises:
-        ConfigurationError: it is such a one.
-    """
-    try:
-        block.data_ptr()
-    except RuntimeError as error:
-        raise ConfigurationError(
-            "the rows of a remote product have no values here, as with is_grads_batched=True and "
-            "vectorize=True of torch.autograd; use torch.func (vmap, jacrev, jacfwd, hessian), which remote "
-            "products know"
-        ) from error
-
-
-def _waited_for(x: torch.Tensor) -> RequestClass:
+def waited_for(x: torch.Tensor) -> RequestClass:
     """What an input [..., T, D] that nothing is learned from is for: the next tokens, or a prompt."""
     if torch.is_grad_enabled():  # nothing is generated with gradients; below the first adapter x has none
         return RequestClass.FINETUNING

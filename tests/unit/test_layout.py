@@ -29,6 +29,7 @@ ROOMS = {
         "wire",
         "quantised",
         "recipes",
+        "experts",
         "stored",
         "checkpoint",
         "ring",
