@@ -169,8 +169,8 @@ def _warn_about_local(model: nn.Module, placement: Placement) -> None:
         size = sum(each.numel() * each.element_size() for each in local.values() if id(each) in experts)
         log.warning(
             "the weights of experts stay in this machine's memory, %.2f GiB: experts='local'. 'padded' "
-            "leaves them with the provider, which is sent more rows than are needed; 'routed' shows it how many "
-            "tokens each expert gets, which depends on the text (docs/privacy.md)",
+            "leaves them with the provider, which is sent more rows than are needed; 'routed' shows it how "
+            "many tokens each expert gets, which depends on the text (docs/privacy.md)",
             size / 2**30,
         )
 
