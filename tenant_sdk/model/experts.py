@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from shared.checkpoint import Checkpoint
 from shared.compat import transforms_run
-from shared.errors import ModelMismatch
+from shared.errors import ConfigurationError, ModelMismatch
 from shared.experts import Projection, projections
 from shared.recipes import below
 from shared.wire.header import Direction, RequestClass
@@ -154,7 +154,7 @@ class RemoteExperts(RemoteWeight):
     terms: tuple[_Term, ...]
 
     @staticmethod
-    def __new__(  # type: ignore[override]
+    def __new__(
         cls,
         experts: Experts,
         shape: torch.Size | tuple[int, ...],
@@ -218,8 +218,17 @@ class RemoteExperts(RemoteWeight):
 
         Args:
             ends: [E] behind whose last row each expert's rows end.
+
+        Raises:
+            ConfigurationError: they have no values, in a transform over several texts.
         """
-        stops = ends.tolist()
+        try:
+            stops = ends.tolist()
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"which rows of {self.layer} are whose is not known here, as under torch.func.vmap: each "
+                "element goes to other experts. Loop over them, or keep experts here: experts='local'"
+            ) from error
         counts = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
         direction = Direction.FORWARD if self.forwards else Direction.BACKWARD
         out = self.experts.differentiable(direction, rows, counts, _urgency(counts))

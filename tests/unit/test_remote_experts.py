@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import grouped_mm
 
 from provider.catalog.experts import with_experts
-from shared.errors import NonFiniteError, RemoteWeightUnavailable
+from shared.errors import ConfigurationError, NonFiniteError, RemoteWeightUnavailable
 from shared.experts import projections
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Member
@@ -187,6 +187,14 @@ def test_an_adapter_on_the_weight(mixture: Mixture, again: bool) -> None:
 )
 def test_derivatives(mixture: Mixture, transform: Callable[..., torch.Tensor]) -> None:
     torch.testing.assert_close(transform(mixture.remote, mixture.x), transform(mixture.local, mixture.x))
+
+
+def test_a_batch_of_routes_is_refused(mixture: Mixture) -> None:
+    batch, ends = torch.stack([mixture.x, mixture.x]), torch.stack([mixture.ends, mixture.ends])
+    stand_in = mixture.stand_in.transpose(1, 2)
+    with pytest.raises(ConfigurationError, match=r"torch\.func\.vmap.*experts='local'"):
+        torch.func.vmap(lambda x, offs: grouped_mm(x, stand_in, offs=offs))(batch, ends)
+    assert not mixture.memory.events
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float64, 1e-6)])
