@@ -318,12 +318,17 @@ def _check(name: str, here: Projection | None, infos: Sequence[GroupInfo]) -> No
         raise ModelMismatch(f"{name} is attached already; detach the model first")
     count, outputs, inputs = here.axes
     expected = [
-        (inputs, Member(f"{name}.{at}", outputs, "", here.transposed, expert=at)) for at in range(count)
+        GroupInfo(inputs, (Member(f"{name}.{at}", outputs, "", here.transposed, expert=at),))
+        for at in range(count)
     ]
+    # Not what a checkpoint calls it. No digest covers what is said to be the head.
     told = [
-        (info.inputs, Member(each.name, each.outputs, "", each.transposed, expert=each.expert))
+        GroupInfo(
+            info.inputs,
+            tuple(Member(m.name, m.outputs, "", m.transposed, expert=m.expert) for m in info.members),
+            head=info.head,
+        )
         for info in infos
-        for each in info.members
     ]
     if told != expected:
         raise ModelMismatch(

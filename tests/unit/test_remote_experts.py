@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.functional import grouped_mm
 
 from provider.catalog.experts import with_experts
-from shared.errors import ConfigurationError, NonFiniteError, RemoteWeightUnavailable
+from shared.errors import ConfigurationError, ModelMismatch, NonFiniteError, RemoteWeightUnavailable
 from shared.experts import projections
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.protocol import MAX_GROUPS
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.model.experts import Experts, Padding, RemoteExperts
+from tenant_sdk.model.experts import Experts, Padding, RemoteExperts, plan_experts
 from tenant_sdk.model.virtual import Group
 
 EXPERTS, INPUTS, OUTPUTS = 4, 6, 5
@@ -160,6 +160,14 @@ def test_stored_with_the_inputs_first(mixture: Mixture) -> None:
     assert stand_in.transpose(1, 2).transpose(-1, -2).shape == stand_in.shape
 
 
+@pytest.mark.parametrize("product", ["grouped_mm", "_grouped_mm", "grouped_mm_fallback"])
+def test_each_product_that_transformers_may_choose(mixture: Mixture, product: str) -> None:
+    calls = {"grouped_mm": torch.nn.functional.grouped_mm, "_grouped_mm": torch._grouped_mm}
+    call = calls.get(product) or torch.ops.transformers.grouped_mm_fallback
+    got = call(mixture.x, mixture.stand_in.transpose(-2, -1), offs=mixture.ends)
+    torch.testing.assert_close(got, mixture.local(mixture.x))
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_an_adapter_on_the_weight(mixture: Mixture, again: bool) -> None:
     """As PEFT adds it; gradients reach it, also of experts without rows."""
@@ -243,6 +251,50 @@ def test_projections_are_found_by_what_transformers_gives_them() -> None:
     found = list(projections(model))
     assert [each.name for each in found] == ["mlp.up_proj", "mlp.down_proj"]
     assert [each.axes for each in found] == [(4, 3, 2), (4, 2, 3)]
+
+
+def served(expert: int, **other: Any) -> GroupInfo:
+    """As a provider lists the experts of ``mixed``."""
+    options = {
+        "inputs": 6,
+        "name": f"mlp.down_proj.{expert}",
+        "outputs": 5,
+        "head": False,
+        "transposed": False,
+    }
+    options |= other
+    member = Member(options["name"], options["outputs"], "w", options["transposed"], expert=expert)
+    return GroupInfo(options["inputs"], (member,), head=options["head"])
+
+
+def mixed() -> nn.Module:
+    module = nn.Module()
+    module.num_experts, module.has_gate, module.is_transposed = 2, False, False
+    module.down_proj = nn.Parameter(torch.ones(2, 5, 6))
+    return nn.ModuleDict({"mlp": module})
+
+
+@pytest.mark.parametrize(
+    "infos",
+    [
+        [served(0)],
+        [served(1), served(0)],
+        [served(0), served(1), served(2)],
+        [served(0), served(1, inputs=7)],
+        [served(0), served(1, outputs=6)],
+        [served(0, transposed=True), served(1, transposed=True)],
+        [served(0), served(1, head=True)],  # whose weights no digest covers
+        [served(0), served(1, name="mlp.down_proj.0")],
+        [served(0, name="mlp.up_proj.0"), served(1, name="mlp.up_proj.1")],
+    ],
+)
+def test_experts_that_are_not_the_models_are_refused(infos: list[GroupInfo]) -> None:
+    groups = [Group(at, info, Memory(torch.empty(0))) for at, info in enumerate(infos)]
+    with pytest.raises(ModelMismatch, match=r"at the executor|does not have"):
+        plan_experts(mixed(), groups)
+    right = [Group(at, served(at), Memory(torch.empty(0))) for at in range(2)]
+    assert [each.groups for each in plan_experts(mixed(), right)] == [right]
+    assert not plan_experts(mixed(), right, exclude=["mlp.down_proj"])
 
 
 def group(name: str, expert: int | None = None) -> GroupInfo:
