@@ -128,7 +128,8 @@ class Session:
         Args:
             model: a transformers model, or a PEFT model around one; changed in place.
             offload_head: swap the output head too.
-            exclude: layers whose names end with one of these stay local.
+            exclude: layers whose names end with one of these stay local; experts go by the name of their
+                parameter.
             probe: before swapping, send one random row per layer and compare, so that another
                 checkpoint of the same shape is noticed: one whose answers differ by more than 5 % in norm in
                 any layer. Less is taken for rounding, such as a copy in another precision; weights that are
