@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 IMPLEMENTATION = "symbiosis"  # generate() replaces transformers' own by one that copies weights
 LEAST_BUCKET = 4  # rows
+FIRST_AT_ONCE = 16
 _PRODUCTS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
@@ -59,6 +61,7 @@ class Experts:
 
     def __init__(self, name: str, groups: Sequence[Group], padding: Padding | None) -> None:
         self.name, self.groups, self._padding = name, groups, padding
+        self._known: set[tuple[Direction, int]] = set()  # kinds that were asked for before
         self._inputs, self._outputs = groups[0].info.inputs, groups[0].info.members[0].outputs
 
     def differentiable(
@@ -93,14 +96,25 @@ class Experts:
         rows = rows.detach()
         check_values(rows, direction, [self.name])
         each = self._padding.rows(counts) if self._padding else 0
-        pending: list[tuple[int, PendingProduct]] = []
-        for group, part in zip(self.groups, rows.split(list(counts)), strict=True):
-            count = len(part)
-            if each:
-                part = nn.functional.pad(part, (0, 0, 0, each - count))
-            if len(part):
-                pending.append((count, group.submit(direction, 1, [part], request_class)))
-        return torch.cat([product.result()[0][:count] for count, product in pending])
+        parts = [
+            nn.functional.pad(part, (0, 0, 0, each - len(part))) if each else part
+            for part in rows.split(list(counts))
+        ]
+        asked = [expert for expert, part in enumerate(parts) if len(part)]
+
+        def submit(expert: int) -> PendingProduct:
+            return self.groups[expert].submit(direction, 1, [parts[expert]], request_class)
+
+        kinds = {(direction, expert) for expert in asked}
+        if kinds <= self._known:
+            pending = [submit(expert) for expert in asked]
+        else:  # what the first request of a kind waits for is fetched for all together
+            with ThreadPoolExecutor(FIRST_AT_ONCE, thread_name_prefix="symbiosis-experts") as pool:
+                pending = list(pool.map(submit, asked))
+            self._known |= kinds
+        return torch.cat(
+            [product.result()[0][: counts[expert]] for expert, product in zip(asked, pending, strict=True)]
+        )
 
 
 class _ExpertProduct(torch.autograd.Function):

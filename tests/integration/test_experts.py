@@ -150,6 +150,13 @@ def test_text(setting: str, pair: Pair, mixture: Folder) -> None:
     assert torch.equal(texts[3], texts[1])
 
 
+def test_inference_mode(pair: Pair, mixture: Folder) -> None:
+    """Whose tensors other threads must not write into."""
+    with one_time(*pair("mixtral"), experts="padded") as session, torch.inference_mode():
+        got = session.load_model(progress=False)(token_ids()).logits
+        assert relative_error(got, load_local(mixture("mixtral"))(token_ids()).logits) < LOGITS
+
+
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
 def test_with_a_checkpoint_of_ones_own(architecture: str, pair: Pair, mixture: Folder) -> None:
     """It computes effects, and says which weight is whose; and gives weights back."""
