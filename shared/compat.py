@@ -141,6 +141,27 @@ def onednn_products() -> Products | None:
     return _tried("torch.ops.mkldnn._linear_pointwise", lambda: (_linear, _linear_add), right)
 
 
+@cache
+def transforms_run() -> Callable[[], bool]:
+    """Whether a transform of ``torch.func`` is under way in this thread; yes, where that cannot be known."""
+
+    def find() -> Callable[[], bool]:
+        found: Callable[[], bool] = torch._C._are_functorch_transforms_active
+        return found
+
+    def right(running: Callable[[], bool]) -> bool:
+        inside = torch.func.vmap(lambda x: x * running())(torch.ones(1))
+        return bool(inside == 1)
+
+    return _tried("torch._C._are_functorch_transforms_active", find, right) or (lambda: True)
+
+
+def is_traced() -> bool:
+    """Whether what is computed now is written down, as ``torch.compile`` and ``torch.func.linearize`` do."""
+    modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+    return torch.compiler.is_compiling() or modes() > 0
+
+
 # -- transformers ----------------------------------------------------------------------------------
 
 

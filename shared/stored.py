@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shared.errors import CheckpointError
+from shared.experts import projections
 from shared.recipes import Layout, Recipe, Tensors, below, prefix_of, recipes_of, skeleton
 from shared.wire.header import DTYPE_CODES
 from shared.wire.messages import Member
@@ -182,13 +183,33 @@ class Stored:
         return Member(below(name, self.prefix), outputs, source.tensor, transposed, source.made), inputs
 
     def layers(self) -> Iterator[tuple[Member, int]]:
-        """All linear layers whose weights are stored, the head too, and their inputs; see ``layer``."""
+        """All linear layers whose weights are stored, the head too, and experts, with their inputs."""
         from transformers.pytorch_utils import Conv1D
 
         for name, module in self.model.named_modules():
             found = self.layer(name) if isinstance(module, (nn.Linear, Conv1D)) else None
             if found is not None:
                 yield found
+        yield from self.experts()
+
+    def experts(self) -> Iterator[tuple[Member, int]]:
+        """Each expert of each projection of the mixtures of experts, as manifests list it, and its inputs.
+
+        Raises:
+            CheckpointError: see ``describe``.
+        """
+        for each in projections(self.model):
+            source = self.source(each.name)
+            if source is None:
+                continue
+            self.describe(each.name)
+            count, outputs, inputs = each.axes
+            name = below(each.name, self.prefix)
+            for expert in range(count):
+                yield (
+                    Member(f"{name}.{expert}", outputs, source.tensor, each.transposed, source.made, expert),
+                    inputs,
+                )
 
     @cached_property
     def _state(self) -> dict[str, torch.Tensor]:

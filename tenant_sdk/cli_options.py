@@ -13,7 +13,7 @@ import typer
 from shared.errors import ConfigurationError
 from shared.options import option_names
 from shared.options import takes as shared_takes
-from tenant_sdk.config import PRIVACY_MODES, VERIFY_MODES, SessionConfig, for_each
+from tenant_sdk.config import EXPERTS, PRIVACY_MODES, VERIFY_MODES, SessionConfig, for_each
 from tenant_sdk.connection.places import Place
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of, url_of
 from tenant_sdk.profiles import HERE, Secret, merged, names_in, read_profile, revealed
@@ -365,6 +365,15 @@ class SessionOptions(ExecutorOptions):
             show_default=str(SessionConfig.pad_rows),
         ),
     ] = None
+    experts: Annotated[
+        Optional[str],  # noqa: UP045
+        _option(
+            _PRIVACY,
+            f"Where experts of a mixture are multiplied: {' or '.join(EXPERTS)}. Default: local with "
+            "one-time masks, else routed.",
+            metavar="WHERE",
+        ),
+    ] = None
     verify: Annotated[
         Optional[str],  # noqa: UP045
         _option(
@@ -399,6 +408,7 @@ class SessionOptions(ExecutorOptions):
             "privacy": self.privacy,
             "mask_budget_mib": self.mask_budget_mib,
             "pad_rows": self.pad_rows,
+            "experts": self.experts,
             "verify": self.verify,
             "verify_rate": self.verify_rate,
             "fingerprints": self.fingerprints,

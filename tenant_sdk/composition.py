@@ -55,6 +55,7 @@ def connect(
     allow_transcript: bool = False,
     mask_budget_mib: float = 256.0,
     pad_rows: int = 0,
+    experts: str | None = None,
     verify: str | None = None,
     verify_rate: float = 0.05,
     fingerprints: str | Path | None = None,
@@ -98,6 +99,11 @@ def connect(
         mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
         pad_rows: hide how many rows a request has: round it up to a power of two that is at least this;
             0 rounds nothing. The rows added are zeros under masks of their own, and cost what others cost.
+        experts: where experts of a mixture are multiplied. ``local``: here, so their weights are
+            downloaded, or stay in an attached model. ``routed``: by the provider, who sees how many tokens
+            each expert gets, and so learns of the text. ``padded``: by the provider, who is sent as many
+            rows for each expert, some of them zeros under masks; what it costs is told once. Default:
+            ``local`` with ``one-time``, else ``routed``.
         verify: ``always``, ``sampled`` or ``off``: check that answers are the right products (ring
             numerics). Default: ``always`` with ``one-time`` or ``fingerprints``, else ``off``.
         verify_rate: with ``sampled``, the fraction of requests that is checked, drawn secretly.
@@ -143,11 +149,18 @@ def open_session(config: SessionConfig) -> Session:
         provider, manifest = remotes[0], remotes[0].manifest
         sources = _sources(config, remotes)
         _warn(provider.url, config.privacy, operators, remotes)
+        if config.privacy == "one-time" and config.where_experts == "routed" and _experts(manifest):
+            log.warning(
+                "experts='routed': %s sees how many tokens each expert gets, which depends on the text "
+                "(docs/privacy.md)",
+                provider.url,
+            )
         if stored is not None and provider.ring:
             stored.fit(manifest)
         elif stored is not None:
             stored.attest(manifest)  # its products are not checked, but all that is downloaded is
-        session = Session(provider, _products(config, remotes, sources, stored), config.privacy)
+        products = _products(config, remotes, sources, stored)
+        session = Session(provider, products, config.privacy, config.where_experts)
         opened.pop_all()
         return session
 
@@ -207,7 +220,9 @@ def _products(
         local = next((source for source in sources if isinstance(source, LocalRing)), None)
         scales = _agreed_scales(remotes, stored.scales if stored else local.scales if local else None)
         verifier = _verifier(config, provider, sources, stored)
-        inner = RingProducts(provider, _masks(config, provider, sources), verifier, scales)
+        # Which experts come next depends on the text, unless all are asked each time.
+        unforeseen = _experts(provider.manifest) if config.where_experts == "routed" else frozenset()
+        inner = RingProducts(provider, _masks(config, provider, sources), verifier, scales, unforeseen)
     elif config.privacy == "plain":
         inner = PlainProducts(provider)
     else:
@@ -261,6 +276,11 @@ def _check_fit(provider: str, manifest: Manifest, config: SessionConfig) -> None
             f"{provider} computes in {manifest.numerics}, whose rounding leaves nothing to verify; "
             "verification, and fingerprints, need an executor with `serve --numerics ring`"
         )
+
+
+def _experts(manifest: Manifest) -> frozenset[int]:
+    """The groups of experts."""
+    return frozenset(at for at, group in enumerate(manifest.groups) if group.members[0].expert is not None)
 
 
 def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:

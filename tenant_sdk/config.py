@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
 WIRE_DTYPES = ("float32", "bfloat16")
+EXPERTS = ("local", "padded", "routed")
 _CHOICES = (
     "Name one that another operator runs, mask_sources=['wss://...'], or the checkpoint itself, "
     "mask_sources=['local:FOLDER'], which computes the masks' effects here. Weaker modes must be "
@@ -55,6 +56,7 @@ class SessionConfig:
     allow_transcript: bool = False
     mask_budget_mib: float = 256.0
     pad_rows: int = 0
+    experts: str | None = None
     verify: str | None = None
     verify_rate: float = 0.05
     fingerprints: str | Path | None = None
@@ -84,6 +86,11 @@ class SessionConfig:
         """One of ``VERIFY_MODES``: what ``verify`` says, or else the privacy mode's own."""
         one = self.privacy == "one-time" or self.fingerprints is not None
         return self.verify or ("always" if one else "off")
+
+    @property
+    def where_experts(self) -> str:
+        """One of ``EXPERTS``: what ``experts`` says, or else what the privacy mode promises allow."""
+        return self.experts or ("local" if self.privacy == "one-time" else "routed")
 
     @property
     def allowed(self) -> frozenset[str]:
@@ -137,6 +144,13 @@ class SessionConfig:
             raise ConfigurationError(f"privacy={self.privacy!r} is none of {', '.join(PRIVACY_MODES)}")
         if self.wire_dtype not in WIRE_DTYPES:
             raise ConfigurationError(f"wire_dtype={self.wire_dtype!r} is none of {', '.join(WIRE_DTYPES)}")
+        if self.where_experts not in EXPERTS:
+            raise ConfigurationError(f"experts={self.experts!r} is none of {', '.join(EXPERTS)}")
+        if self.experts == "padded" and self.privacy != "one-time":
+            raise ConfigurationError(
+                f"experts='padded' adds rows of zeros, which privacy={self.privacy!r} would show: use it "
+                "with one-time masks, or give experts='routed'"
+            )
         if sources and self.privacy == "plain":
             raise ConfigurationError(
                 f"privacy='plain' uses no masks: leave out mask_sources=[{party_name(sources[0])}]"

@@ -137,6 +137,7 @@ KINDS: dict[str, Any] = {
     "allow_transcript": bool,
     "mask_budget_mib": float,
     "pad_rows": int,
+    "experts": str,
     "verify": str,
     "verify_rate": float,
     "fingerprints": str,

@@ -18,6 +18,7 @@ from shared.wire.messages import Manifest
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.model import loading as model_loading
+from tenant_sdk.model.experts import Padding, Placement
 from tenant_sdk.model.naming import base_of_peer, find_base, name_model
 from tenant_sdk.model.surgery import attach_layers, detach_layers, warn_if_trained
 from tenant_sdk.model.virtual import Group
@@ -31,10 +32,14 @@ class Session:
         products: of the executor's groups, hidden as the privacy mode says; what the models' layers ask.
         executor: the connection: what is asked of it directly, it sees as it is.
         privacy: the privacy mode.
+        experts: where experts are multiplied: ``local``, ``padded`` or ``routed``, see ``connect``.
     """
 
-    def __init__(self, executor: RemoteExecutor, products: Products, privacy: str) -> None:
+    def __init__(
+        self, executor: RemoteExecutor, products: Products, privacy: str, experts: str = "routed"
+    ) -> None:
         self.executor, self.products, self.privacy, self._home = executor, products, privacy, Home()
+        self.experts, self._padding = experts, Padding() if experts == "padded" else None
         self._groups = [
             Group(identity, info, products) for identity, info in enumerate(executor.manifest.groups)
         ]
@@ -96,6 +101,7 @@ class Session:
             dtype=dtype,
             offload_head=offload_head,
             exclude=exclude,
+            placement=self._placement,
             progress=progress,
             model_class=model_class,
             config_overrides=config_overrides,
@@ -127,7 +133,8 @@ class Session:
         Args:
             model: a transformers model, or a PEFT model around one; changed in place.
             offload_head: swap the output head too.
-            exclude: layers whose names end with one of these stay local.
+            exclude: layers whose names end with one of these stay local; experts go by the name of their
+                parameter.
             probe: before swapping, send one random row per layer and compare, so that another
                 checkpoint of the same shape is noticed: one whose answers differ by more than 5 % in norm in
                 any layer. Less is taken for rounding, such as a copy in another precision; weights that are
@@ -148,6 +155,7 @@ class Session:
             exclude=exclude,
             probe=probe,
             held=self.manifest.parameters,
+            placement=self._placement,
         )
         warn_if_trained(model)
         return model
@@ -164,6 +172,10 @@ class Session:
         """
         detach_layers(model, self.manifest, checkpoint)
         return model
+
+    @property
+    def _placement(self) -> Placement:
+        return Placement(self.experts != "local", self._padding)
 
     def _check_head(self, offload_head: bool) -> None:
         if offload_head and not any(group.head for group in self.manifest.groups):

@@ -57,6 +57,8 @@ class Sent(NamedTuple):
     operation: int
     direction: int
     body: bytes
+    group: int = 0
+    rows: int = 0
 
 
 @contextmanager
@@ -69,7 +71,7 @@ def taken_down() -> Iterator[list[Sent]]:
         def noted(protocol: Any) -> Any:
             header = header_of(protocol)
             body = blocks if isinstance(blocks, bytes) else b"".join(bytes(tensor_bytes(b)) for b in blocks)
-            sent.append(Sent(self.peer, header.operation, header.direction, body))
+            sent.append(Sent(self.peer, header.operation, header.direction, body, header.group, header.rows))
             return header
 
         return submit(self, noted, blocks)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from provider.catalog.experts import with_experts
 from provider.catalog.probe import probe
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
@@ -81,6 +82,7 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
             f"{checkpoint.folder} has no linear layer to serve: {type(model).__name__} has "
             f"{len(layers)} and the checkpoint holds the weights of none of them"
         )
+    groups = with_experts(groups, stored.experts())
     tied = [[name for name in names if name not in served] for names in stored.tied]
     parameters, missing = _tenant_parameters(stored, tied)
     if missing and stored.unused:

@@ -24,6 +24,7 @@ from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.model.configuration import generation_configuration, model_configuration
+from tenant_sdk.model.experts import Placement, expert_parameters
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.surgery import attach_layers, checked_layer, excluded_layers, plan_layers
 from tenant_sdk.model.tokenizer import build_tokenizer
@@ -70,6 +71,7 @@ def load_model(
     dtype: torch.dtype,
     offload_head: bool,
     exclude: Sequence[str],
+    placement: Placement,
     progress: bool,
     model_class: type[Any] | None,
     config_overrides: dict[str, Any],
@@ -89,7 +91,7 @@ def load_model(
     if "trust_remote_code" in config_overrides:
         raise ConfigurationError("trust_remote_code: code from an executor is never run")
     apart = excluded_layers(groups, exclude)
-    _check_memory(manifest, apart, dtype)
+    _check_memory(manifest, apart, dtype, placement)
     files = download_files(remote, ("config.json", "generation_config.json"))
     config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
     generation = generation_configuration(files.get("generation_config.json"), config)
@@ -98,7 +100,13 @@ def load_model(
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
     model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
     attach_layers(
-        model, groups, offload_head=offload_head, exclude=exclude, probe=False, held=manifest.parameters
+        model,
+        groups,
+        offload_head=offload_head,
+        exclude=exclude,
+        probe=False,
+        held=manifest.parameters,
+        placement=placement,
     )
     _fill_excluded(model, apart, dtype)
     _fill(model, remote, dtype, progress=progress)
@@ -107,13 +115,17 @@ def load_model(
     return model
 
 
-def _check_memory(manifest: Manifest, apart: Sequence[tuple[Group, int]], dtype: torch.dtype) -> None:
+def _check_memory(
+    manifest: Manifest, apart: Sequence[tuple[Group, int]], dtype: torch.dtype, placement: Placement
+) -> None:
     """Refuse to download more than this machine has memory for.
 
     Raises:
         ModelMismatch: the parameters are larger than the machine's memory.
     """
-    numbers = sum(torch.Size(info.shape).numel() for info in manifest.parameters)
+    experts = expert_parameters(manifest)
+    needed = [info for info in manifest.parameters if not (placement.remote and info.name in experts)]
+    numbers = sum(torch.Size(info.shape).numel() for info in needed)
     numbers += sum(group.info.inputs * group.info.members[index].outputs for group, index in apart)
     size = numbers * dtype.itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -121,6 +133,11 @@ def _check_memory(manifest: Manifest, apart: Sequence[tuple[Group, int]], dtype:
         raise ModelMismatch(
             f"the executor lists parameters of {size / 2**30:.1f} GiB for this machine, which has "
             f"{memory / 2**30:.1f} GiB of memory"
+            + (
+                ". Most of it may be experts: experts='padded' or 'routed' leaves them with it"
+                if experts
+                else ""
+            )
         )
 
 

@@ -14,7 +14,7 @@ _NEEDS = {
     "_linalg_svd": "a singular value decomposition of the base weight (PiSSA, CorDA, MiLoRA)",
     "linalg_qr": "a QR decomposition of the base weight (OLoRA)",
     "linalg_vector_norm": "the norm of the base weight's rows (DoRA)",
-    "add": "a sum with the base weight (DoRA's weight norm, or merging an adapter)",
+    "add": "a sum with the base weight (DoRA's weight norm, merging, or several adapters on one parameter)",
     "mm": "a product with the base weight itself (PiSSA by iteration, HRA, or merging)",
     "mul": "scaling the base weight (merging an adapter)",
     "t": "the base weight transposed (merging an adapter)",
@@ -61,15 +61,16 @@ class RemoteWeight(torch.Tensor):
         name = func.overloadpacket.__name__
         weight = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls))
         if name in ("detach", "alias"):
-            return cls(weight.layer, weight.shape, weight.dtype, weight.device)
+            return weight.like(weight.dtype, weight.device)
         if name == "_to_copy":
-            return cls(
-                weight.layer,
-                weight.shape,
-                kwargs.get("dtype") or weight.dtype,
-                torch.device(kwargs.get("device") or weight.device),
+            return weight.like(
+                kwargs.get("dtype") or weight.dtype, torch.device(kwargs.get("device") or weight.device)
             )
         raise weight._unavailable(_NEEDS.get(name, f"the operation {name} on the base weight"))
+
+    def like(self, dtype: torch.dtype, device: torch.device) -> RemoteWeight:
+        """A stand-in for the same weight."""
+        return RemoteWeight(self.layer, self.shape, dtype, device)
 
     def _unavailable(self, need: str, instead: str = _INSTEAD) -> RemoteWeightUnavailable:
         return RemoteWeightUnavailable(
@@ -110,7 +111,7 @@ class RemoteWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteWeight:
         """A copy of the stand-in; as a Parameter if it is one."""
-        copy = type(self)(self.layer, self.shape, self.dtype, self.device)
+        copy = self.like(self.dtype, self.device)
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=False)  # type: ignore[assignment]
         memo[id(self)] = copy

@@ -17,6 +17,14 @@ from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.wire.header import Direction
 from shared.wire.messages import Manifest, Member, ParameterInfo
+from tenant_sdk.model.experts import (
+    Placement,
+    attach_experts,
+    detach_experts,
+    own_projections,
+    plan_experts,
+    probe_experts,
+)
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
 from tenant_sdk.trust.attestation import base_model, linear_layers, open_checkpoint
@@ -36,8 +44,9 @@ def attach_layers(
     exclude: Sequence[str] = (),
     probe: bool = True,
     held: Sequence[ParameterInfo] = (),
+    placement: Placement = Placement(),  # noqa: B008 -- a value
 ) -> int:
-    """Replace every served linear layer of a model.
+    """Replace every served linear layer of a model, and the weights of its experts.
 
     Args:
         model: transformers model or PEFT model around one.
@@ -46,9 +55,10 @@ def attach_layers(
         exclude: layers whose name ends with one of these (whole parts of it) stay local.
         probe: compare one random row per layer with the executor's answer before its weight goes.
         held: what the executor lists for tenants to hold; a warning names the linear layers among it.
+        placement: of experts.
 
     Returns:
-        How many layers were replaced.
+        How many layers were replaced; a projection of experts is one.
 
     Raises:
         ModelMismatch: a layer is missing or has another shape or other weights; nothing was changed.
@@ -57,17 +67,21 @@ def attach_layers(
     # PEFT reads it of every model.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
+    experts = plan_experts(model, groups, exclude) if placement.remote else []
     if probe:
         for group, index, layer in plan:
             _probe(group, index, layer)
+        for each in experts:
+            probe_experts(each, PROBE_TOLERANCE)
     replaced = {id(layer): (group, index) for group, index, layer in plan}
     for parent in list(base_model(model).modules()):
         for name, child in list(parent.named_children()):
             if id(child) in replaced:
                 setattr(parent, name, virtual_layer(*replaced[id(child)], child))
-    _warn_about_local(base_model(model))
+    attach_experts(model, experts, placement.padding)
+    _warn_about_local(base_model(model), placement)
     _warn_about_kept(model, held)
-    return len(plan)
+    return len(plan) + len(experts)
 
 
 def plan_layers(
@@ -81,7 +95,7 @@ def plan_layers(
         if group.info.head and not offload_head:
             continue
         for index, member in enumerate(group.info.members):
-            if (group, index) not in apart:
+            if member.expert is None and (group, index) not in apart:
                 plan.append((group, index, checked_layer(layers.get(member.name), member, group.info.inputs)))
     head = getattr(base_model(model), "get_output_embeddings", lambda: None)()
     for group, index, layer in plan:
@@ -95,13 +109,14 @@ def plan_layers(
 
 
 def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tuple[Group, int]]:
-    """The served layers whose names end with an entry of ``exclude``: group and member.
+    """The served layers, but for experts, whose names end with an entry of ``exclude``: group and member.
 
     Raises:
-        ConfigurationError: an entry fits no layer.
+        ConfigurationError: an entry fits no layer, and no parameter of experts.
     """
     members = [(group, index) for group in groups for index in range(len(group.info.members))]
-    names = [group.info.members[index].name for group, index in members]
+    infos = [group.info.members[index] for group, index in members]
+    names = [info.name if info.expert is None else info.name.rpartition(".")[0] for info in infos]
     for entry in exclude:
         if not any(_ends_with(name, entry) for name in names):
             raise ConfigurationError(
@@ -109,8 +124,8 @@ def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tup
             )
     return [
         member
-        for member, name in zip(members, names, strict=True)
-        if any(_ends_with(name, entry) for entry in exclude)
+        for member, info in zip(members, infos, strict=True)
+        if info.expert is None and any(_ends_with(info.name, entry) for entry in exclude)
     ]
 
 
@@ -158,11 +173,28 @@ def _probe(group: Group, index: int, layer: nn.Module) -> None:
         )
 
 
-def _warn_about_local(model: nn.Module) -> None:
-    """Expert weights are one 3-D parameter, not linear layers: they cannot be served and stay here."""
-    local = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
-    if local:
-        log.warning("these parameters are no linear layers and stay in tenant memory: %s", ", ".join(local))
+def _warn_about_local(model: nn.Module, placement: Placement) -> None:
+    """Name the parameters of three axes that stay here, and what they take: most weights of a mixture."""
+    experts = {id(each.weight) for each in own_projections(model).values()}
+    local = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and not isinstance(parameter, RemoteWeight)
+    }
+    if not local:
+        return
+    others = [name for name, parameter in local.items() if id(parameter) not in experts]
+    if others:
+        told = ", ".join(others)
+        log.warning("these parameters are no linear layers and stay in tenant memory: %s", told)
+    if len(others) < len(local) and not placement.remote:
+        size = sum(each.numel() * each.element_size() for each in local.values() if id(each) in experts)
+        log.warning(
+            "the weights of experts stay in this machine's memory, %.2f GiB: experts='local'. 'padded' "
+            "leaves them with the provider, which is sent more rows than are needed; 'routed' shows it how "
+            "many tokens each expert gets, which depends on the text (docs/privacy.md)",
+            size / 2**30,
+        )
 
 
 def _warn_about_kept(model: nn.Module, held: Sequence[ParameterInfo]) -> None:
@@ -248,7 +280,7 @@ def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path |
         for name, child in list(parent.named_children()):
             if id(child) in virtual:
                 setattr(parent, name, _real_layer(child, source, members[virtual[id(child)]]))
-    return len(virtual)
+    return len(virtual) + detach_experts(model, manifest, source)
 
 
 def _real_layer(layer: nn.Module, source: Checkpoint, member: Member) -> nn.Module:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
+from shared.compat import is_traced, transforms_run
 from shared.devices import to_device, to_host
-from shared.errors import ModelMismatch, NonFiniteError, RemoteWeightUnavailable
+from shared.errors import ConfigurationError, ModelMismatch, NonFiniteError, RemoteWeightUnavailable
 from shared.ring.rows import below
 from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.websocket import own
+from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.products.products import Products
 
 DRAFT_TOKENS = 16  # assisted decoding looks at as many of one sequence at once; more are a prompt
+
+
+_Context = tuple[int, bool, bool, torch.dtype]  # version, whether autograd and torch.func follow, dtype
 
 
 @dataclass
@@ -30,12 +36,12 @@ class _Last:
     """The last request of a group in one thread, and the outputs of it that nobody took yet."""
 
     input: weakref.ref[torch.Tensor]
-    context: tuple[int, bool, torch.dtype]
+    context: _Context
     values: torch.Tensor | None  # a copy of an input that counts no versions
     members: set[int]  # asked for with this input
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def is_for(self, x: torch.Tensor, context: tuple[int, bool, torch.dtype]) -> bool:
+    def is_for(self, x: torch.Tensor, context: _Context) -> bool:
         if self.input() is not x or self.context != context:
             return False
         return self.values is None or torch.equal(self.values, x)
@@ -73,7 +79,7 @@ class Group:
             return self._request(1, x, dtype)[0]
         # Tensors made in inference mode have no version that would tell of writing in place.
         version = -1 if x.is_inference() else x._version
-        context = (version, x.requires_grad and torch.is_grad_enabled(), dtype)
+        context = (version, x.requires_grad and torch.is_grad_enabled(), transforms_run()(), dtype)
         last: _Last | None = getattr(self._threads, "last", None)
         if last is not None and last.is_for(x, context):
             if member in last.outputs:
@@ -103,29 +109,51 @@ class Group:
             self._together[member] -= used
 
     def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        x = x.to(dtype)
-        if x.requires_grad and torch.is_grad_enabled():
-            outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(x, self, members)  # type: ignore[no-untyped-call]
+        return self.differentiable(Direction.FORWARD, members, (x.to(dtype),), waited_for(x))
+
+    def differentiable(
+        self,
+        direction: Direction,
+        members: int,
+        blocks: tuple[torch.Tensor, ...],
+        request_class: RequestClass = RequestClass.FINETUNING,
+    ) -> tuple[torch.Tensor, ...]:
+        """``product`` of blocks [..., W] of one leading shape, with a graph where something needs one."""
+        if transforms_run()() or any(map(followed, blocks)):
+            outputs: tuple[torch.Tensor, ...] = _GroupProduct.apply(  # type: ignore[no-untyped-call]
+                self, direction, members, request_class, *blocks
+            )
             return outputs
         # Nothing to differentiate: decoding does not pay for the graph.
-        return self.forward_product(members, x, _waited_for(x))
+        return self.plain_product(direction, members, blocks, request_class)
+
+    def plain_product(
+        self,
+        direction: Direction,
+        members: int,
+        blocks: tuple[torch.Tensor, ...],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> tuple[torch.Tensor, ...]:
+        """The same outside autograd."""
+        leading = blocks[0].shape[:-1]
+        rows = [block.detach() if block.requires_grad else block for block in blocks]
+        rows = [block.reshape(-1, block.shape[-1]) if block.dim() != 2 else block for block in rows]
+        answers = self._ask(direction, members, rows, request_class)
+        if is_traced():
+            return tuple(answer.view(*leading, answer.shape[-1]) for answer in answers)
+        return tuple(own(answer, (*leading, answer.shape[-1])) for answer in answers)
 
     def forward_product(
         self, members: int, x: torch.Tensor, request_class: RequestClass = RequestClass.UNDECLARED
     ) -> tuple[torch.Tensor, ...]:
         """Outputs [..., O_m] of the members for x [..., D], outside autograd."""
-        rows = x.detach() if x.requires_grad else x
-        rows = rows.reshape(-1, x.shape[-1]) if rows.dim() != 2 else rows
-        blocks = self._ask(Direction.FORWARD, members, [rows], request_class)
-        if torch.compiler.is_compiling():
-            return tuple(block.view(*x.shape[:-1], block.shape[-1]) for block in blocks)
-        return tuple(own(block, (*x.shape[:-1], block.shape[-1])) for block in blocks)
+        return self.plain_product(Direction.FORWARD, members, (x,), request_class)
 
     def _ask(
         self, direction: Direction, members: int, blocks: list[torch.Tensor], request_class: RequestClass
     ) -> list[torch.Tensor]:
         """``product``, or what stands for it in a graph that is being made."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             answers: list[torch.Tensor] = _products(blocks, self.handle, direction, members, request_class)
             return answers
         return self.product(direction, members, blocks, request_class)
@@ -137,10 +165,21 @@ class Group:
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> list[torch.Tensor]:
+        """What ``submit`` gives, waited for."""
+        return self.submit(direction, members, blocks, request_class).result()
+
+    def submit(
+        self,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> PendingProduct:
         """Blocks of any float dtype through the privacy mode, which works in float32 on the CPU.
 
         Raises:
             NonFiniteError: before anything is sent.
+            ConfigurationError: blocks without values of their own.
             ModelMismatch: the model's own configuration makes rows that do not fit these layers.
         """
         outputs = self.widths(members)
@@ -152,18 +191,17 @@ class Group:
                 f"{names} takes rows of {widths} numbers, but the model makes rows of {made}: its "
                 "configuration does not fit the weights"
             )
-        if not len(blocks[0]):  # an expert without tokens, an empty batch: nothing to ask for
-            made = outputs if direction == Direction.FORWARD else [self.info.inputs]
-            return [blocks[0].new_empty((0, width)) for width in made]
-        for block in blocks:
-            if not below(block):
-                raise NonFiniteError(self._where_not_finite(direction))
         first = blocks[0]
+        if not len(first):  # an empty batch: nothing to ask for
+            made = outputs if direction == Direction.FORWARD else [self.info.inputs]
+            return PendingProduct(lambda: [first.new_empty((0, width)) for width in made])
+        for block in blocks:
+            check_values(block, direction, (member.name for member in self.info.members))
         if first.dtype == torch.float32 and first.device.type == "cpu":
-            return self._products.submit(self.identity, direction, members, blocks, request_class).result()
+            return self._products.submit(self.identity, direction, members, blocks, request_class)
         here = to_host(blocks, torch.float32)
-        results = self._products.submit(self.identity, direction, members, here, request_class).result()
-        return to_device(results, first.device, first.dtype)
+        pending = self._products.submit(self.identity, direction, members, here, request_class)
+        return PendingProduct(lambda: to_device(pending.result(), first.device, first.dtype))
 
     def widths(self, members: int) -> list[int]:
         """Outputs of the members."""
@@ -175,17 +213,33 @@ class Group:
     def _members(self, members: int) -> list[Member]:
         return [self.info.members[i] for i in member_indices(members)]
 
-    def _where_not_finite(self, direction: Direction) -> str:
-        names = ", ".join(member.name for member in self.info.members)
-        if direction == Direction.FORWARD:
-            return (
-                f"the input of {names} holds NaN or infinity; nothing was sent. Look at the layers and "
-                "adapters before it, or lower the learning rate"
-            )
-        return (
-            f"the output gradient of {names} holds NaN or infinity; nothing was sent. Lower the learning "
-            "rate or the loss scale"
+
+def check_values(block: torch.Tensor, direction: Direction, names: Iterable[str]) -> None:
+    """Refuse rows that cannot be sent, of layers of these names.
+
+    Raises:
+        NonFiniteError: NaN or infinity.
+        ConfigurationError: what stands for several tensors in a way that no product can be asked for.
+    """
+    try:
+        block.data_ptr()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "the rows of a remote product have no values here, as with is_grads_batched=True and "
+            "vectorize=True of torch.autograd; use torch.func (vmap, jacrev, jacfwd, hessian), which remote "
+            "products know"
+        ) from error
+    if below(block):
+        return
+    if direction == Direction.FORWARD:
+        raise NonFiniteError(
+            f"the input of {', '.join(names)} holds NaN or infinity; nothing was sent. Look at the layers "
+            "and adapters before it, or lower the learning rate"
         )
+    raise NonFiniteError(
+        f"the output gradient of {', '.join(names)} holds NaN or infinity; nothing was sent. Lower the "
+        "learning rate or the loss scale"
+    )
 
 
 # -- inside torch.compile --------------------------------------------------------------------------
@@ -221,36 +275,84 @@ def _traced_output(x: torch.Tensor, handle: int, member: int) -> torch.Tensor:
     return _groups[handle].output(member, x)
 
 
-class _GroupProduct(torch.autograd.Function):
-    """``y_m = x W_m^T`` for some members; backward ``gx = sum_m gy_m W_m``.
+_OPTIONS = 4  # of ``_GroupProduct``, before the blocks
 
-    Nothing is saved: the gradient needs the weight alone (Symbiosis §3.6).
+
+class _GroupProduct(torch.autograd.Function):
+    """``y_m = x W_m^T`` for some members, or backward ``gx = sum_m gy_m W_m``: each is the other's adjoint.
+
+    Nothing is saved: the gradient needs the weight alone (Symbiosis §3.6). Both are linear, so a tangent goes
+    the way of the rows themselves, and rows of a batch are rows like others (``torch.func``).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, members: int) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.group, ctx.members, ctx.shape = group, members, x.shape
-        return group.forward_product(members, x, RequestClass.FINETUNING)
+    def forward(
+        group: Group, direction: Direction, members: int, request_class: RequestClass, *blocks: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return group.plain_product(direction, members, blocks, request_class)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.direction, ctx.members, ctx.request_class, *blocks = inputs
+        ctx.count = len(blocks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        nothing: tuple[None, ...] = (None,) * (_OPTIONS + ctx.count)
+        if ctx.direction == Direction.BACKWARD:
+            (gradient,) = grads
+            if gradient is None:
+                return nothing
+            outputs = ctx.group.differentiable(Direction.FORWARD, ctx.members, (gradient,))
+            return (*nothing[:_OPTIONS], *outputs)
         # A backward may reach only some members (their adapters are trained, others' are not).
-        reached = [
-            (index, grad)
-            for index, grad in zip(member_indices(ctx.members), grads, strict=True)
-            if grad is not None
-        ]
-        if not reached:
-            return None, None, None
-        members = sum(1 << index for index, _ in reached)
-        blocks = [grad.reshape(-1, grad.shape[-1]) for _, grad in reached]
-        (gradient,) = ctx.group._ask(Direction.BACKWARD, members, blocks, RequestClass.FINETUNING)
-        return gradient.view(ctx.shape), None, None
+        members, blocks = _reached(ctx.members, grads)
+        if not blocks:
+            return nothing
+        gradients = ctx.group.differentiable(Direction.BACKWARD, members, blocks)
+        return (*nothing[:_OPTIONS], *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        given = tangents[_OPTIONS:]
+        if ctx.direction == Direction.FORWARD:
+            members, blocks = ctx.members, tuple(each for each in given if each is not None)
+        else:
+            members, blocks = _reached(ctx.members, given)
+        return ctx.group.differentiable(  # type: ignore[no-any-return]
+            ctx.direction, members, blocks, ctx.request_class
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        options, blocks = inputs[:_OPTIONS], inputs[_OPTIONS:]
+        batched = tuple(
+            block.expand(info.batch_size, *block.shape) if dim is None else block.movedim(dim, 0)
+            for block, dim in zip(blocks, in_dims[_OPTIONS:], strict=True)
+        )
+        outputs = _GroupProduct.apply(*options, *batched)  # type: ignore[no-untyped-call]
+        return outputs, (0,) * len(outputs)
 
 
-def _waited_for(x: torch.Tensor) -> RequestClass:
+def _reached(members: int, blocks: Sequence[torch.Tensor | None]) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """Of some members' blocks those that are there, and whose they are."""
+    there = [
+        (index, block)
+        for index, block in zip(member_indices(members), blocks, strict=True)
+        if block is not None
+    ]
+    return sum(1 << index for index, _ in there), tuple(block for _, block in there)
+
+
+def followed(x: torch.Tensor) -> bool:
+    """Whether autograd follows what is made of this tensor: for gradients, or with a tangent."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def waited_for(x: torch.Tensor) -> RequestClass:
     """What an input [..., T, D] that nothing is learned from is for: the next tokens, or a prompt."""
     if torch.is_grad_enabled():  # nothing is generated with gradients; below the first adapter x has none
         return RequestClass.FINETUNING
@@ -284,12 +386,16 @@ class _Virtual(nn.Module):
                 f"{self._group.info.members[self._member].name} is to be trained in full, but its weight "
                 "stays with the provider; train an adapter, or keep the layer local with exclude="
             )
-        if torch.compiler.is_compiling():
-            out: torch.Tensor = _traced_output(x, self._group.handle, self._member)
-        else:
-            out = self._group.output(self._member, x)
         bias = parameters["bias"]
-        return out if bias is None else out.add_(bias)
+        if torch.compiler.is_compiling():
+            traced: torch.Tensor = _traced_output(x, self._group.handle, self._member)
+            return traced if bias is None else traced + bias
+        out = self._group.output(self._member, x)
+        if bias is None:
+            return out
+        if transforms_run()() or is_traced():  # a batch of biases fits into no output
+            return out + bias
+        return out.add_(bias)
 
 
 class VirtLinear(_Virtual, nn.Linear):

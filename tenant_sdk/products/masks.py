@@ -27,7 +27,8 @@ from tenant_sdk.products.noise_bank import NoiseBankOptions
 log = logging.getLogger(__name__)
 
 BATCH_ROWS = 64  # ordered at once for decoding
-ORDERS_UNDER_WAY = 2  # so that a source computes one while the other's answer travels
+ORDERS_UNDER_WAY = 2  # ahead: so that a source computes one while the other's answer travels
+ORDERS_AT_ONCE = 16  # of what is needed now, such as that of many experts
 EFFECT_ITEM_BYTES = 4
 
 
@@ -308,7 +309,7 @@ class OneTimeMasks:
         self._shapes, self._sources, self._entropy = shapes, sources, entropy
         self.budget_bytes, self.batch_rows = budget_bytes, BATCH_ROWS
         self._pools = [
-            ThreadPoolExecutor(ORDERS_UNDER_WAY, thread_name_prefix=f"symbiosis-mask-source-{i}")
+            ThreadPoolExecutor(ORDERS_AT_ONCE, thread_name_prefix=f"symbiosis-mask-source-{i}")
             for i in range(len(sources))
         ]
         self._changed = Condition()  # guards all below

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,7 @@ class RingProducts:
         masks: what hides the rows.
         verifier: None: answers are not checked.
         scales: of a group, [O], once they are known to be the right ones.
+        unforeseen: groups that are asked for in no order that the last pass told.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class RingProducts:
         masks: Masks,
         verifier: Verifier | None,
         scales: Callable[[int], torch.Tensor],
+        unforeseen: Collection[int] = (),
     ) -> None:
         self._remote, self._masks, self._verifier, self._scales = remote, masks, verifier, scales
+        self._unforeseen = unforeseen
         self._groups: dict[int, RingGroup] = {}
         self._failed: VerificationError | None = None
         self._home = Home()
@@ -126,7 +129,8 @@ class RingProducts:
             # It travels while the next one is hidden.
             pending = self._remote.submit(Operation.PRODUCT, *kind, [request], request_class, channel)
             pieces.append(_Piece(piece, mask, exponents, expected, pending))
-        self._masks.asked(kind, count)
+        if group not in self._unforeseen:
+            self._masks.asked(kind, count)
         return PendingProduct(lambda: self._finish(kind, pieces, print_, spent))
 
     def _hide(

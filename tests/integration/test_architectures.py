@@ -255,16 +255,16 @@ def test_mixtral(
     checkpoint: Folder,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its experts, three tensors each, are merged by the executor and held by the tenant."""
+    """Its experts, three tensors each, are merged by the executor; a tenant may hold them."""
     ids = token_ids()
     local = load_local(checkpoint("mixtral"))
-    with executor("mixtral").connect(privacy=privacy) as session:
+    with executor("mixtral").connect(privacy=privacy, experts="local") as session:
         assert not session.manifest.unavailable
         with caplog.at_level(logging.WARNING, logger="tenant_sdk"):
             model = remote_model(session, checkpoint("mixtral"), way)
         experts = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
         assert len(experts) == 4  # two in each block
-        assert all(name in caplog.text for name in experts)
+        assert "the weights of experts stay in this machine's memory" in caplog.text
         assert relative_error(fixed_result(model, ids), fixed_result(local, ids)) < tolerance
         options = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
         trained = gradients(add_lora(model, **options), ids)

@@ -148,7 +148,7 @@ def test_equals_local(architecture: str, serve: Callable[..., Executor], tmp_pat
     *names, round_trips = TABLE[architecture]
     local = build(*names, tmp_path)  # type: ignore[arg-type]
     inputs = inputs_for(local)
-    with serve(tmp_path).connect() as session, torch.no_grad():
+    with serve(tmp_path).connect(experts="local") as session, torch.no_grad():
         expected = local(**inputs)[0]
         for model in (session.load_model(progress=False), session.attach(local, probe=False)):
             counts = []

@@ -47,7 +47,7 @@ def lora_for(architecture: str) -> Adapt:
 
 def remote_results(architecture: str, way: str, trios: Trios, folder: Path) -> Results:
     adapt = lora_for(architecture)
-    with session_in(way, trios(architecture), folder) as session:
+    with session_in(way, trios(architecture), folder, experts="routed") as session:
         return results(session.load_model(progress=False), adapt)
 
 

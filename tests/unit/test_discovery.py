@@ -27,7 +27,8 @@ BLOCKS = {
     "gpt_bigcode": [{"c_attn"}, {"c_proj"}, {"c_fc"}, {"c_proj"}],
     "opt": [{"q_proj", "k_proj", "v_proj"}, {"out_proj"}, {"fc1"}, {"fc2"}],
     "bert": [{"query", "key", "value"}, {"dense"}, {"dense"}, {"dense"}],
-    "mixtral": [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}],
+    # Then four experts of two projections, each alone.
+    "mixtral": [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, *({str(at)} for at in (*range(4), *range(4)))],
 }
 
 
@@ -48,7 +49,9 @@ def test_every_stored_tensor_is_served_or_a_tenants(
 ) -> None:
     source = Checkpoint(checkpoint(architecture))
     found = discover(source)
-    served = {member.tensor for group in found.groups for member in group.members}
+    # Experts are both: tenants choose.
+    members = [member for group in found.groups for member in group.members]
+    served = {member.tensor for member in members if member.expert is None}
     sources = [source.stored.source(parameter.name) for parameter in found.parameters]
     held = {key for each in sources if each for key in each.keys}
     assert not served & held

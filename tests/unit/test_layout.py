@@ -30,6 +30,7 @@ ROOMS = {
         "wire",
         "quantised",
         "recipes",
+        "experts",
         "stored",
         "checkpoint",
         "ring",

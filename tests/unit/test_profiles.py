@@ -131,6 +131,7 @@ def test_what_is_given_wins(opened: list[SessionConfig], tmp_path: Path) -> None
     party = {"provider": "wss://x", "token": "other", "ca": None, "client_certificate": None}
     pairs: list[tuple[dict[str, Any], list[object], dict[str, Any]]] = [
         ({"pad_rows": 0}, ["--pad-rows", 0], {"pad_rows": 0}),
+        ({"experts": "routed"}, ["--experts", "routed"], {"experts": "routed"}),
         ({"timeout": 60.0}, ["--timeout", 60], {"timeout": 60.0}),
         ({"token": "other"}, ["--token-env", "OTHER"], {"token": "other"}),
         ({"mask_sources": ["local:w"]}, ["--mask-source", "local:w"], masks),

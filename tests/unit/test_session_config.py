@@ -34,6 +34,22 @@ def test_all_parameters_of_connect_arrive(monkeypatch: pytest.MonkeyPatch) -> No
     assert opened == [SessionConfig(**given)]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({}, "local"),
+        ({"experts": "padded"}, "padded"),
+        ({"experts": "routed"}, "routed"),
+        ({"privacy": "noise-bank"}, "routed"),
+        ({"privacy": "plain", "mask_sources": []}, "routed"),
+        ({"privacy": "plain", "mask_sources": [], "experts": "local"}, "local"),
+    ],
+)
+def test_where_experts_are(options: dict[str, object], where: str) -> None:
+    """What shows how many tokens each gets has to be asked for where masks promise more."""
+    assert SessionConfig(**(HERE | options)).where_experts == where  # type: ignore[arg-type]
+
+
 def test_secrets_are_not_shown() -> None:
     secrets = {"token": "t0k3n", "mask_source_token": "s0urc3", "fingerprint_key": "k3y"}
     config = SessionConfig(**(HERE | secrets), fingerprints="file")  # type: ignore[arg-type]

@@ -295,11 +295,26 @@ def test_gradients_numerically(trio: Trio) -> None:
     assert torch.autograd.gradcheck(function, (x,), eps=1e-1, atol=1e-4, nondet_tol=1e-6)
 
 
-def test_differentiating_twice_is_refused(trio: Trio) -> None:
+def second(layers: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """A gradient of a gradient, which reaches the outputs of two of three layers."""
+    outputs = [layer(x).tanh().square().sum() for layer in layers]
+    (gradient,) = torch.autograd.grad(outputs[0] * outputs[2], x, create_graph=True)
+    (found,) = torch.autograd.grad(gradient.square().sum(), x)
+    return found
+
+
+def test_differentiating_twice(trio: Trio) -> None:
+    """A request each way for each derivative; ``tests/integration/test_func.py`` has the rest."""
     x = rows(grad=True)
-    (gradient,) = torch.autograd.grad(trio.layers[0](x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
+    torch.testing.assert_close(second(trio.layers, x), second(trio.real, x))
+    assert trio.asked() == [(FORWARD, ALL), (BACKWARD, 0b101), (FORWARD, 0b101), (BACKWARD, 0b101)]
+
+
+def test_a_layer_outside_of_a_transform_takes_nothing_from_within(trio: Trio) -> None:
+    x, weights = rows(2, 7), torch.randn(4)
+    torch.func.grad(lambda w: (trio.layers[0](x) * w).sum())(weights)
+    out = trio.check(1, x)  # the same tensor, which no transform follows
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(out)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -53,7 +53,7 @@ def test_no_error_spells_an_option_for_one_kind_of_user_alone() -> None:
 WHERE = ("--provider", "wss://localhost:1", "--token-env", "T")
 MASKED = (*WHERE, "--mask-source", "wss://m")
 PYTHON = re.compile(
-    r"\b(ca|token|mask_source\w*|allow_\w+|privacy|verify\w*|pad_rows|timeout|digest|fingerprint\w*)="
+    r"\b(ca|token|mask_source\w*|allow_\w+|privacy|verify\w*|pad_rows|experts|timeout|digest|fingerprint\w*)="
 )
 
 
@@ -79,6 +79,12 @@ PYTHON = re.compile(
         (
             (*WHERE, "--privacy", "plain", "--pad-rows", "8"),
             "--pad-rows 8 adds rows of zeros, which --privacy plain",
+        ),
+        ((*MASKED, "--experts", "mine"), "--experts mine is none of local, padded, routed"),
+        (
+            (*WHERE, "--privacy", "plain", "--experts", "padded"),
+            "--experts padded adds rows of zeros, which --privacy plain would show: use it with one-time "
+            "masks, or give --experts routed",
         ),
         ((*MASKED, "--mask-budget-mib", "-1"), "--mask-budget-mib -1.0 cannot be"),
         (MASKED, "own token: --mask-source-token-env VAR. The"),

@@ -1,0 +1,51 @@
+"""Experts as groups: each expert of a projection gets rows of its own, so each is a group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from shared.wire.messages import GroupInfo, Member
+from shared.wire.protocol import MAX_GROUPS
+
+log = logging.getLogger(__name__)
+
+
+def with_experts(groups: Sequence[GroupInfo], experts: Iterable[tuple[Member, int]]) -> list[GroupInfo]:
+    """Groups and experts in the order of a pass: a block's experts come behind its other layers.
+
+    Args:
+        groups: of layers.
+        experts: members and their inputs (``Stored.experts``).
+    """
+    by_block: dict[str, list[GroupInfo]] = {}
+    for member, inputs in experts:
+        block = _block(member.name.rpartition(".")[0])
+        by_block.setdefault(block, []).append(GroupInfo(inputs, (member,)))
+    count = len(groups) + sum(map(len, by_block.values()))
+    if count > MAX_GROUPS:
+        log.warning(
+            "tenants keep the experts' weights: with each as a group there were %d groups, and no tenant "
+            "takes more than %d",
+            *(count, MAX_GROUPS),
+        )
+        return list(groups)
+    ends = {block: _end(groups, block) for block in by_block}
+    found: list[GroupInfo] = []
+    for at in range(len(groups) + 1):
+        found += [each for block, end in ends.items() if end == at for each in by_block[block]]
+        found += groups[at : at + 1]
+    return found
+
+
+def _block(name: str) -> str:
+    """A name up to its last number, such as ``layers.3.``; without one, nothing."""
+    parts = name.split(".")
+    last = max((at for at, part in enumerate(parts) if part.isdigit()), default=-1)
+    return "".join(f"{part}." for part in parts[: last + 1])
+
+
+def _end(groups: Sequence[GroupInfo], block: str) -> int:
+    """Behind the last group of a block, or behind all."""
+    own = [at for at, group in enumerate(groups) if any(m.name.startswith(block) for m in group.members)]
+    return own[-1] + 1 if own else len(groups)

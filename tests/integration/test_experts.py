@@ -1,0 +1,270 @@
+"""Mixtures of experts whose experts are multiplied by the provider, against the local model.
+
+Tolerances, relative L2: float32 in another order of additions, 1e-5 after two blocks. On the ring, where a
+layer is off by up to 2e-4, 1e-3 for logits and 3e-3 for all gradients of adapters taken as one vector. A
+router compares, which rounding may decide otherwise: not for these tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import _LLAMA_LIKE, RING, Executor, relative_error
+from parity import fixed_result, gradients, load_local, token_ids, total_error
+from ring_sessions import one_time, taken_down
+from torch import nn
+
+import tenant_sdk
+from shared.wire.header import Operation
+from tenant_sdk.model.experts import RemoteExperts, own_projections
+
+FLOAT = 1e-5
+LOGITS, GRADIENTS = 1e-3, 3e-3
+SETTINGS = ("local", "padded", "routed")
+_SMALL: dict[str, Any] = {**_LLAMA_LIKE, "num_experts_per_tok": 2, "head_dim": 16}
+TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # Two tensors for each expert become one parameter.
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_SMALL, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**_SMALL, "num_experts": 6, "moe_intermediate_size": 48},
+    ),
+    # Stored as it is, with the inputs first; biases, and a gate that takes turns.
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**_SMALL, "num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+Folder = Callable[[str], Path]
+Pair = Callable[[str], tuple[Executor, Executor]]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Folder of a saved tiny model with experts that differ: ``mixture("mixtral")``; made once."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        if architecture not in made:
+            class_name, config_name, options = TABLE[architecture]
+            torch.manual_seed(0)
+            model = getattr(transformers, class_name)(getattr(transformers, config_name)(**options))
+            for name, parameter in model.named_parameters():
+                if "norm" not in name:
+                    nn.init.normal_(parameter, std=0.1)
+            made[architecture] = tmp_path_factory.mktemp(architecture)
+            model.save_pretrained(made[architecture])
+        return made[architecture]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def pair(serve: Callable[..., Executor], mixture: Folder) -> Pair:
+    """A provider and a mask source on the ring."""
+    made: dict[str, tuple[Executor, Executor]] = {}
+
+    def get(architecture: str) -> tuple[Executor, Executor]:
+        if architecture not in made:
+            folder = mixture(architecture)
+            made[architecture] = serve(folder, numerics=RING), serve(folder, numerics=RING)
+        return made[architecture]
+
+    return get
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """LoRA on attention, and on the experts' own parameters."""
+    torch.manual_seed(7)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(model, config)
+
+
+def results(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits, logits with an adapter, gradients of it."""
+    plain = fixed_result(model, token_ids())
+    model = adapted(model)
+    return plain, fixed_result(model, token_ids()), gradients(model, token_ids())
+
+
+def assert_near(got: Any, expected: Any, logits: float, all_gradients: float) -> None:
+    assert relative_error(got[0], expected[0]) < logits
+    assert relative_error(got[1], expected[1]) < logits
+    assert total_error(got[2], expected[2]) < all_gradients
+    assert sum("experts" in name for name in expected[2]) == 2 * 2 * 2  # blocks, projections, A and B
+
+
+def stand_ins(model: nn.Module) -> int:
+    return sum(isinstance(each.weight, RemoteExperts) for each in own_projections(model).values())
+
+
+@pytest.mark.parametrize("architecture", TABLE)
+def test_equals_local_on_floats(architecture: str, serve: Callable[..., Executor], mixture: Folder) -> None:
+    folder = mixture(architecture)
+    expected = results(load_local(folder))
+    with serve(folder).connect() as session:
+        loaded = session.load_model(progress=False)
+        assert stand_ins(loaded) == 4
+        assert_near(results(loaded), expected, FLOAT, 10 * FLOAT)
+        attached = session.attach(load_local(folder))
+        assert stand_ins(attached) == 4
+        assert_near(results(attached), expected, FLOAT, 10 * FLOAT)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("architecture", TABLE)
+def test_equals_local_under_one_time_masks(
+    architecture: str, setting: str, pair: Pair, mixture: Folder
+) -> None:
+    expected = results(load_local(mixture(architecture)))
+    with one_time(*pair(architecture), experts=setting) as session:
+        model = session.load_model(progress=False)
+        assert stand_ins(model) == (0 if setting == "local" else 4)
+        assert_near(results(model), expected, LOGITS, GRADIENTS)
+        assert session.stats.verified_rows > 0
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_text(setting: str, pair: Pair, mixture: Folder) -> None:
+    """Token by token, with the adapter too."""
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    texts = []
+    with one_time(*pair("mixtral"), experts=setting) as session:
+        for model in (load_local(mixture("mixtral")), session.load_model(progress=False)):
+            for each in (model, adapted(model)):
+                texts.append(each.generate(input_ids=token_ids(1, 5), **options))
+    assert torch.equal(texts[2], texts[0])
+    assert torch.equal(texts[3], texts[1])
+
+
+def test_inference_mode(pair: Pair, mixture: Folder) -> None:
+    """Whose tensors other threads must not write into."""
+    with one_time(*pair("mixtral"), experts="padded") as session, torch.inference_mode():
+        got = session.load_model(progress=False)(token_ids()).logits
+        assert relative_error(got, load_local(mixture("mixtral"))(token_ids()).logits) < LOGITS
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+def test_with_a_checkpoint_of_ones_own(architecture: str, pair: Pair, mixture: Folder) -> None:
+    """It computes effects, and says which weight is whose; and gives weights back."""
+    folder = mixture(architecture)
+    local = load_local(folder)
+    expected = fixed_result(local, token_ids())
+    with one_time(pair(architecture)[0], folder, experts="routed") as session:
+        model = session.attach(load_local(folder))
+        assert relative_error(fixed_result(model, token_ids()), expected) < LOGITS
+        with pytest.raises(tenant_sdk.ModelMismatch, match="attached already"):
+            session.attach(model)
+        session.detach(model, folder)
+    assert stand_ins(model) == 0
+    for name, parameter in local.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    assert torch.equal(fixed_result(model, token_ids()), expected)
+
+
+# -- what the provider sees ------------------------------------------------------------------------
+
+
+def rows_of_experts(session: tenant_sdk.Session, ids: torch.Tensor) -> list[list[int]]:
+    """How many rows each expert of each projection was sent, in order, in a pass forward."""
+    model = session.load_model(progress=False)
+    experts = {
+        at: group.members[0]
+        for at, group in enumerate(session.manifest.groups)
+        if group.members[0].expert is not None
+    }
+    seen: dict[str, list[int]] = {}
+    with taken_down() as sent:
+        fixed_result(model, ids)
+    for message in sent:
+        if message.operation == Operation.PRODUCT and message.group in experts:
+            name = experts[message.group].name.rpartition(".")[0]
+            seen.setdefault(name, []).append(message.rows)
+    return list(seen.values())
+
+
+def test_padded_shows_no_more_than_a_bucket(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    with one_time(*pair("qwen3_moe"), experts="padded", verify="off") as session:
+        for tokens, buckets in ((1, {4}), (18, {8, 16})):
+            seen = rows_of_experts(session, token_ids(1, tokens))
+            assert len(seen) == 4  # two blocks, two projections
+            for counts in seen:
+                assert len(counts) == 6
+                assert set(counts) < buckets | {0}
+                assert len(set(counts)) == 1
+    (told,) = [record.getMessage() for record in caplog.records if "padded" in record.getMessage()]
+    assert "each of 6 experts" in told
+    assert "24 rows are sent where 2 are needed, 12.0 times as many" in told
+
+
+def test_routed_shows_how_many_tokens_each_expert_gets(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    with one_time(*pair("qwen3_moe"), experts="routed", verify="off") as session:
+        assert "sees how many tokens each expert gets" in caplog.text
+        for counts in rows_of_experts(session, token_ids(1, 18)):
+            assert sum(counts) == 18 * 2
+            assert len(set(counts)) > 1
+
+
+def test_nothing_said_keeps_experts_here_and_says_what_they_take(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    with one_time(*pair("mixtral")) as session:
+        assert rows_of_experts(session, token_ids()) == []
+    assert "stay in this machine's memory, 0.00 GiB: experts='local'" in caplog.text
+    caplog.clear()
+    with pair("mixtral")[0].connect() as session:  # 'plain' shows everything anyway
+        assert rows_of_experts(session, token_ids())
+    assert "experts" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"experts": "mine"}, "experts='mine' is none of local, padded, routed"),
+        ({"experts": "padded"}, r"rows of zeros, which privacy='plain' would show.*experts='routed'"),
+    ],
+)
+def test_what_cannot_be(options: dict[str, Any], words: str, pair: Pair) -> None:
+    with pytest.raises(tenant_sdk.ConfigurationError, match=words):
+        pair("mixtral")[0].connect(**options)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_other_experts_are_noticed(pair: Pair, mixture: Folder) -> None:
+    with pair("gpt_oss")[0].connect() as session:
+        model = load_local(mixture("gpt_oss"))
+        with torch.no_grad():
+            model.model.layers[1].mlp.experts.down_proj[2] *= 1.2
+        with pytest.raises(
+            tenant_sdk.ModelMismatch, match=r"layers\.1\.mlp\.experts\.down_proj\.2 has other"
+        ):
+            session.attach(model)
+        assert stand_ins(model) == 0
+        session.attach(model, exclude=["layers.1.mlp.experts.down_proj"])
+        assert stand_ins(model) == 3
+
+
+def test_several_adapters_at_once_are_refused(pair: Pair) -> None:
+    """PEFT adds a product of full size to the weight then, which nobody has."""
+    with pair("mixtral")[0].connect() as session:
+        model = adapted(session.load_model(progress=False))
+        fixed_result(model, token_ids())
+        model.add_adapter("other", model.peft_config["default"])
+        model.base_model.set_adapter(["default", "other"])
+        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match="several adapters on one parameter"):
+            fixed_result(model, token_ids())
