@@ -53,8 +53,8 @@ def quantizer_of(said: Mapping[str, Any]) -> Any:
     if not hasattr(HfQuantizer, "serialized_names"):
         raise CheckpointError(
             f"the checkpoint was quantised by {method}, whose tensors transformers "
-            f"{transformers.__version__} does not list; install the newest one, or serve a checkpoint that was "
-            "not quantised"
+            f"{transformers.__version__} does not list; install the newest one, or serve a checkpoint that "
+            "was not quantised"
         )
     if method in ("gptq", "awq"):
         return _Int4({"gptq": _gptq, "awq": _awq}[method](said))

@@ -240,6 +240,8 @@ def storages(root: object) -> dict[int, int]:
             return
         seen.add(id(each))
         if isinstance(each, torch.Tensor):
+            if each.is_meta:  # of the model without values
+                return
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
         elif isinstance(each, dict):

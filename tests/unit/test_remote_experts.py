@@ -199,8 +199,8 @@ def test_an_adapter_on_the_weight(mixture: Mixture, again: bool) -> None:
     results = []
     for out in (mixture.remote(mixture.x, stand_in), mixture.local(mixture.x, weight)):
         results.append((out, *torch.autograd.grad(out.square().sum(), (left, right))))
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected)
+    for got, expected in zip(*results, strict=True):  # sums of up to some hundreds, in another order
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
