@@ -14,7 +14,7 @@ from provider.executor.stripes import Stripe
 from provider.planning.capacity import COPIED_BYTES_PER_SECOND, WORKER_SECONDS, PlacedLanes
 from provider.planning.options import Assumed, check_shapes
 from provider.workers.planner import Device, Placement, place
-from provider.workers.pool import check_stripes
+from provider.workers.pool import check_lanes, check_stripes
 from provider.workers.survey import (
     MEASURED_ELEMENTS,
     devices_of,
@@ -130,6 +130,7 @@ def lay_out(
     """
     assumed, weight_bytes = assumed or {}, weight_bytes_of(numerics)
     check_stripes(groups, stripes)
+    check_lanes(groups, len(names), stripes)
     shapes = shapes_of(groups)
     widest = Stripe(stripes - 1, stripes)
     own = [

@@ -81,14 +81,22 @@ def test_shapes_of_a_configuration_alone_are_those_of_the_checkpoint(tmp_path: P
 def test_what_moves_for_a_row() -> None:
     groups = read_groups(BASE_MODEL)[:1]  # 256 to three times 256
     assumed = {"far": (1e12, 1e12, 1e13)}
-    one = lay_out(groups, ["far", "far"], numerics="ring", assumed=assumed)
+    one = lay_out(groups, ["far"], numerics="ring", assumed=assumed)
     assert one.moved(0) == (4 * (256 + 768) / 2, 4 * (256 + 768) / 2, 0)
-    assert one.moved(1) == (0, 0, 0)
-    assert one.products_per_second(1, 1) == 0
     two = lay_out(groups, ["far", "far"], numerics="ring-fine", stripes=2, assumed=assumed)
     assert two.moved(0) == (4 * (256 + 384) / 2, 2 * 4 * (256 + 384) / 2, 2 * 4 * 256 / 2)
     assert two.doubts == ("the speed of far is as was said",)
     assert [each["measured"] for each in described(two)["workers"]] == [False, False]
+
+
+def test_workers_without_anything_to_do_are_refused() -> None:
+    groups = read_groups(BASE_MODEL)
+    with pytest.raises(ConfigurationError, match="30 workers are too many for 24 groups of layers"):
+        lay_out(groups, ["cpu"] * 30, numerics="ring")
+    with pytest.raises(ConfigurationError, match=r"start at most 48, or .* \(stripes=N\)"):
+        lay_out(groups, ["cpu"] * 50, numerics="ring", stripes=2)
+    with pytest.raises(ConfigurationError, match="4 workers are too many for 3 groups"):
+        WorkerPool(BASE_MODEL, Sharding(["cpu"] * 4), numerics="ring", part=(1, 12))
 
 
 def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -> None:
