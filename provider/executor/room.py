@@ -17,8 +17,8 @@ BASE_BYTES = 256 << 20  # what Python and torch still take while they load and s
 STORED_BYTES = 4  # of one weight in a checkpoint, at most
 GIB = 2.0**30
 ADVICE = (
-    "choose a smaller model or a machine with more memory, raise the limit, or have each of several hosts serve "
-    "a part of the layers (part=k/n)"
+    "choose a smaller model or a machine with more memory, raise the limit, or have each of several hosts "
+    "serve a part of the layers (part=k/n)"
 )
 
 

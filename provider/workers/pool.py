@@ -64,8 +64,8 @@ def check_lanes(groups: Sequence[GroupInfo], workers: int, together: int) -> Non
         each = "each worker has" if together == 1 else f"each {together} of them, which share layers, have"
         raise ConfigurationError(
             f"{workers} workers are too many for {count} group{'s'[: count != 1]} of layers, of which {each} "
-            f"at least one: start at most {count * together}, or have more of them share each layer's outputs "
-            "(stripes=N)"
+            f"at least one: start at most {count * together}, or have more of them share each layer's "
+            "outputs (stripes=N)"
         )
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import BASE_MODEL
+from typer.testing import CliRunner
 
+from provider.cli import app
 from provider.engine.latency import Shape
 from provider.engine.profiling import shapes_of
+from provider.planning import tables
 from provider.planning.layout import described, lay_out, read_groups
 from provider.workers import survey as surveys
 from provider.workers.pool import Sharding, WorkerPool, place_groups
@@ -89,6 +93,28 @@ def test_what_moves_for_a_row() -> None:
     assert [each["measured"] for each in described(two)["workers"]] == [False, False]
 
 
+def test_what_all_workers_reach() -> None:
+    """In whole layers, however many share one; of those the slowest counts."""
+    groups = read_groups(BASE_MODEL)
+    assumed = {"fast": (1e12, 1e12, 1e13), "slow": (1e12, 5e11, 5e12)}
+    alone = lay_out(groups, ["fast"], numerics="ring", assumed=assumed)
+    pair = lay_out(groups, ["fast:0", "fast:1"], numerics="ring", stripes=2, assumed=assumed)
+    mixed = lay_out(groups, ["fast:0", "slow:0"], numerics="ring", stripes=2, assumed=assumed)
+    whole = alone.layers_per_second(1)
+    assert alone.products_per_second(0, 1) == whole
+    assert pair.products_per_second(0, 1) == pytest.approx(2 * whole)
+    assert pair.layers_per_second(1) == pytest.approx(2 * whole)
+    assert mixed.layers_per_second(1) == pytest.approx(whole)
+    assert lay_out(groups, ["fast:0", "fast:1"], numerics="ring", assumed=assumed).layers_per_second(
+        1
+    ) == pytest.approx(2 * whole, rel=0.2)  # groups are not all of one size
+
+
+def test_times_as_people_read_them() -> None:
+    said = [tables.duration(seconds) for seconds in (0.0101, 1.9, 2, 543.161, 9000)]
+    assert said == ["10 ms", "1,900 ms", "2.0 s", "9.1 min", "2.5 h"]
+
+
 def test_workers_without_anything_to_do_are_refused() -> None:
     groups = read_groups(BASE_MODEL)
     with pytest.raises(ConfigurationError, match="30 workers are too many for 24 groups of layers"):
@@ -109,7 +135,7 @@ def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -
         place_groups(groups, ["cuda:99"], 1, "ring")
     tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, anyway=True)
     assert tight.misfit.startswith("the weights do not fit")
-    assert "the weights do not fit here" in tight.doubts
+    assert tables.source(tight) == tables.EXTRAPOLATED
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,3 +159,19 @@ def test_the_pool_says_how_many_ranks_a_machine_has(
     world = World(0, 3, 0, 3, "127.0.0.1", 0, hosts_store=True)
     with pytest.raises(ConfigurationError, match="machine 0 has"):
         WorkerPool(checkpoint("llama"), Sharding(["cpu"] * 3, world=world), numerics="ring")
+
+
+@pytest.mark.parametrize("command", [["serve", "--plan"], ["plan"]], ids=str)
+def test_what_does_not_fit_is_said_once_and_first(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one exit status, whichever command is asked."""
+    monkeypatch.setattr(surveys, "available_memory", lambda: (300e6, "this test"))
+    told = CliRunner().invoke(app, [*command, str(BASE_MODEL)])
+    assert told.exit_code == 78
+    assert told.stdout.startswith("the weights do not fit: ")
+    assert told.stdout.count("do not fit") == 1
+    assert "extrapolated, not measured" in " ".join(told.stdout.split())
+    told = CliRunner().invoke(app, [*command, str(BASE_MODEL), "--json"])
+    assert told.exit_code == 78
+    assert json.loads(told.stdout)["misfit"].startswith("the weights do not fit")
