@@ -378,12 +378,21 @@ def _introduce(provider: Provider) -> None:
             "RECORDING everything that tenants send into %s; they are told, and refuse unless they allow it",
             provider.recording.path,
         )
+    for worker in provider.workers():
+        where = f"PID {worker.pid}" if worker.pid else "elsewhere"
+        log.info("worker %s: %s, on %s, %d groups", worker.name, where, worker.device, worker.groups)
+    groups = f"{len(manifest.groups)} groups"
+    if manifest.part is not None:
+        first, stop = manifest.part
+        groups = f"part {config.part}: groups {first} to {stop - 1} of {len(manifest.groups)}"
+    if count := len(provider.workers()):
+        groups += f", {count} worker{'s'[: count != 1]}"
     log.info(
-        "serving %s (%s, %s, %d groups, digest %s) to %d tenant%s at %s; status at %s/",
+        "serving %s (%s, %s, %s, digest %s) to %d tenant%s at %s; status at %s/",
         manifest.model,
         manifest.architecture,
         config.numerics,
-        len(manifest.groups),
+        groups,
         manifest.digest[:16],
         provider.tenants,
         "s"[: provider.tenants != 1],

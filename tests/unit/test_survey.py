@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import BASE_MODEL
 from typer.testing import CliRunner
 
-from provider.cli import app
+from provider.cli import _introduce, app
 from provider.engine.latency import Shape
 from provider.engine.profiling import shapes_of
 from provider.planning import tables
@@ -166,7 +167,7 @@ def test_what_does_not_fit_is_said_once_and_first(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one exit status, whichever command is asked."""
-    monkeypatch.setattr(surveys, "available_memory", lambda: (300e6, "this test"))
+    monkeypatch.setattr(surveys, "available_memory", lambda: (272e6, "this test"))
     told = CliRunner().invoke(app, [*command, str(BASE_MODEL)])
     assert told.exit_code == 78
     assert told.stdout.startswith("the weights do not fit: ")
@@ -175,3 +176,22 @@ def test_what_does_not_fit_is_said_once_and_first(
     told = CliRunner().invoke(app, [*command, str(BASE_MODEL), "--json"])
     assert told.exit_code == 78
     assert json.loads(told.stdout)["misfit"].startswith("the weights do not fit")
+
+
+def test_what_is_served_is_said_with_its_part_and_its_workers(caplog: pytest.LogCaptureFixture) -> None:
+    told = SimpleNamespace(
+        config=SimpleNamespace(numerics="ring", part="2/8"),
+        manifest=SimpleNamespace(
+            model="m", architecture="A", groups=[None] * 24, part=(3, 5), digest="0123456789abcdef0"
+        ),
+        workers=lambda: [SimpleNamespace(name="0", pid=4321, device="cpu", groups=2)],
+        recording=None,
+        tenants=1,
+        url="wss://a:1",
+        local_url="",
+        admin_url="http://b:2",
+    )
+    with caplog.at_level("INFO"):
+        _introduce(told)  # type: ignore[arg-type]
+    assert "worker 0: PID 4321, on cpu, 2 groups" in caplog.text
+    assert "part 2/8: groups 3 to 4 of 24, 1 worker," in caplog.text
