@@ -159,7 +159,7 @@ def _first_line(error: Exception) -> str:
 
 def _lost(name: str, error: Exception) -> ConnectionError:
     """In words of our own: gloo's are about its source files."""
-    if "timed out" in str(error).lower():
+    if any(word in str(error).lower() for word in ("timed out", "timeout")):
         return ConnectionError(f"{name} is silent")
     if "onnect" in str(error):  # closed, reset, refused
         return ConnectionError(f"{name} has ended the connection, or cannot be reached")
