@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -26,6 +26,7 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from tqdm import tqdm
 
 from provider.config import ServeConfig
@@ -231,19 +232,36 @@ def _show_layout(config: ServeConfig) -> None:
         stripes=config.stripes,
         threads=config.threads,
         processes=bool(config.worker_devices),
+        anyway=True,
     )
-    if config.json:
-        print(json.dumps({"model": str(config.model_dir)} | described(layout), indent=1))
-        return
-    _tables.print(workers_table(layout))
-    for line in (*reasons(layout), *layout.doubts):
-        _tables.print(f"{line}.", highlight=False)
+    told = {"model": str(config.model_dir)} | described(layout)
+    said = [*reasons(layout), *layout.doubts]
+    _print_plan(layout.misfit, told if config.json else None, [workers_table(layout)], said)
+
+
+def _print_plan(
+    misfit: str, told: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
+) -> None:
+    """As JSON, or tables and sentences below a warning; weights that do not fit have an exit status."""
+    if told is not None:
+        print(json.dumps(told, indent=1))
+    else:
+        if misfit:
+            _tables.print(f"[bold red]{escape(in_options(misfit, _NAMES))}.[/]", highlight=False)
+        _tables.print(*tables)
+        for line in sentences:
+            _tables.print(f"{line}.", highlight=False)
+    if misfit:
+        raise typer.Exit(CONFIGURATION)
 
 
 @app.command("plan")
 def plan_capacity(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder, or its config.json alone.")],
-    devices: Annotated[str, typer.Option(help="One worker for each: cpu,cpu or cuda:0,cuda:1.")] = "cpu",
+    workers: Annotated[int, typer.Option(min=0, help="As for serve; 0: none, all is in one process.")] = 0,
+    devices: Annotated[
+        str, typer.Option(help="One worker for each: cuda:0,cuda:1; cpu,cpu is --workers 2. Default: cpu.")
+    ] = "",
     stripes: Annotated[int, typer.Option(min=1, help="How many workers share each layer's outputs.")] = 1,
     numerics: Annotated[str, typer.Option(help="As for serve.")] = "ring",
     network: Annotated[
@@ -262,15 +280,25 @@ def plan_capacity(
 ) -> None:
     """Forecast what tenants would get of a model, and what limits it; shapes suffice, no weights are read."""
     link, assumed = parse_network(network), parse_assumed(assume or [])
-    names = [name.strip() for name in devices.split(",")]
+    if workers and devices:
+        raise ConfigurationError(f"devices={devices} has a worker for each: leave out workers={workers}")
+    names = [name.strip() for name in devices.split(",")] if devices else ["cpu"] * max(1, workers)
     if not all(names) or len(names) % stripes:
-        raise ConfigurationError(f"devices={devices} cannot be divided into stripes={stripes}")
+        given = f"devices={devices}" if devices else f"workers={workers}"
+        raise ConfigurationError(f"{given} cannot be divided into stripes={stripes}")
     check_shapes(model)
     _errors.print("loading torch, and measuring products", highlight=False)
     with imports.at_once():
         from provider.planning.capacity import plan
         from provider.planning.layout import described, lay_out, read_groups
-        from provider.planning.tables import plan_described, plan_table, reasons, source, workers_table
+        from provider.planning.tables import (
+            assumption,
+            plan_described,
+            plan_table,
+            reasons,
+            source,
+            workers_table,
+        )
 
     layout = lay_out(
         read_groups(model),
@@ -278,19 +306,17 @@ def plan_capacity(
         numerics=numerics,
         stripes=stripes,
         assumed=assumed,
-        processes=len(names) > 1,
+        processes=workers > 0 or len(names) > 1,
         anyway=True,
     )
     found = plan(
         layout.lanes(), layout.shapes, itemsize=layout.itemsize, link=link, tenants=tenants, rows=rows
     )
-    if as_json:
-        whole = {"model": str(model), "network": network, "tenants": tenants, "rows": rows}
-        print(json.dumps(whole | described(layout) | plan_described(found), indent=1))
-        return
-    _tables.print(workers_table(layout), plan_table(found, tenants, rows, source(layout)))
-    for line in (*reasons(layout), *layout.doubts, *filter(None, [layout.misfit])):
-        _tables.print(f"{line}.", highlight=False)
+    whole = {"model": str(model), "network": network, "tenants": tenants, "rows": rows}
+    told = whole | described(layout) | plan_described(found)
+    tables = [workers_table(layout), plan_table(found, tenants, rows, source(layout))]
+    said = [*reasons(layout), *layout.doubts, assumption()]
+    _print_plan(layout.misfit, told if as_json else None, tables, said)
 
 
 def _serve(
@@ -355,12 +381,21 @@ def _introduce(provider: Provider) -> None:
             "RECORDING everything that tenants send into %s; they are told, and refuse unless they allow it",
             provider.recording.path,
         )
+    for worker in provider.workers():
+        where = f"PID {worker.pid}" if worker.pid else "elsewhere"
+        log.info("worker %s: %s, on %s, %d groups", worker.name, where, worker.device, worker.groups)
+    groups = f"{len(manifest.groups)} groups"
+    if manifest.part is not None:
+        first, stop = manifest.part
+        groups = f"part {config.part}: groups {first} to {stop - 1} of {len(manifest.groups)}"
+    if count := len(provider.workers()):
+        groups += f", {count} worker{'s'[: count != 1]}"
     log.info(
-        "serving %s (%s, %s, %d groups, digest %s) to %d tenant%s at %s; status at %s/",
+        "serving %s (%s, %s, %s, digest %s) to %d tenant%s at %s; status at %s/",
         manifest.model,
         manifest.architecture,
         config.numerics,
-        len(manifest.groups),
+        groups,
         manifest.digest[:16],
         provider.tenants,
         "s"[: provider.tenants != 1],

@@ -84,12 +84,13 @@ class Development:
             port = self._source_port()
             self._tokens = [_party(self._folder / name) for name in ("provider", "masks")]
             self._ready.unlink(missing_ok=True)
-            with self._log.open("wb") as log:
+            log.info("starting a mask source as well; its log is %s", self._log)
+            with self._log.open("wb") as output:
                 self._process = subprocess.Popen(  # noqa: S603 - this program
                     source_command(self._config, self._ready, port),
                     stdin=subprocess.PIPE,  # which ends with this process, however that ends
-                    stdout=log,
-                    stderr=log,
+                    stdout=output,
+                    stderr=output,
                     process_group=0,  # Ctrl-C is for this process, which ends the other one
                 )
         except OSError as error:

@@ -56,7 +56,13 @@ class Checkpoint:
             try:
                 with safe_open(path, framework="pt") as file:
                     found.update(dict.fromkeys(file.keys(), path))
-            except (OSError, SafetensorError) as error:
+            except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
+                if "Cannot allocate memory" in str(error):  # it is mapped whole, whatever is then read of it
+                    raise CheckpointError(
+                        f"{path} cannot be mapped, for it is larger than this machine's memory or limits "
+                        "allow: split the checkpoint (save_pretrained(max_shard_size=...)), or raise the "
+                        "limit on address space (ulimit -v, vm.overcommit_memory)"
+                    ) from error
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
         return found
 

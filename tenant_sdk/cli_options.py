@@ -146,7 +146,7 @@ class ExecutorOptions:
             _EXECUTORS,
             "URL of the executor: wss://host:port; on this machine ipc://DIRECTORY. Several, with commas in "
             "between, are replicas: executors of one operator and model, of which one is used at a time; so "
-            "are several addresses of a host name.",
+            "are several addresses of a host name. Or they are parts (serve --part k/n), which are all used.",
             metavar="URL",
         ),
     ] = None

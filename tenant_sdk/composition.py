@@ -72,8 +72,8 @@ def connect(
         provider: its URL, ``wss://host:port``, or ``ipc://`` and the absolute path of the directory in which
             an executor on this machine listens (``serve --local-dir``); or what ``provider.inprocess.serve``
             returns. A list, or URLs with commas in between, are replicas: executors of one operator that
-            serve the same, of which one at a time is used; so are several addresses of a host name. Not
-            needed with a profile.
+            serve the same, of which one at a time is used; so are several addresses of a host name.
+            Or they are parts (``serve --part k/n``), all of which are used. Not needed with a profile.
         profile: a TOML file with these arguments (docs/profiles.md): its path, or the NAME of
             ``~/.config/symbiosis/NAME.toml``. Arguments that are given here win.
         token: as the provider printed it; an executor in this process needs none.

@@ -16,7 +16,10 @@ if TYPE_CHECKING:  # torch itself may be what does not fit
 BASE_BYTES = 256 << 20  # what Python and torch still take while they load and serve
 STORED_BYTES = 4  # of one weight in a checkpoint, at most
 GIB = 2.0**30
-ADVICE = "choose a smaller model or a machine with more memory, or raise the limit"
+ADVICE = (
+    "choose a smaller model or a machine with more memory, raise the limit, or have each of several hosts "
+    "serve a part of the layers (part=k/n)"
+)
 
 
 def check_room(

@@ -14,9 +14,8 @@ from provider.workers.planner import Placement
 from shared.wire.header import Direction, RequestClass
 from shared.wire.protocol import GroupShape
 
-# Of one request beside its product, over TLS, from docs/performance.md: "One loop", "Eight tenants that
-# decode" and "Where the time goes". benchmarks/capacity.py measures them anew.
-COSTS = Costs(3.5e-4, 0.75e-9, 4e-4, 0.75e-9)
+# Of one request beside its product, over TLS, as benchmarks/capacity.py measured them (docs/capacity.md).
+COSTS = Costs(119e-6, 1.13e-9, 144e-6, 0.43e-9)
 MOST_REQUESTS = 50_000  # that count in a simulation, which takes some seconds then
 # A batch's way to a worker of this machine and back, and how fast its rows and answers are copied. Guesses
 # for an ordinary machine; benchmarks/simulated_cluster.py --validate measures them.

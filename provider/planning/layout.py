@@ -14,7 +14,7 @@ from provider.executor.stripes import Stripe
 from provider.planning.capacity import COPIED_BYTES_PER_SECOND, WORKER_SECONDS, PlacedLanes
 from provider.planning.options import Assumed, check_shapes
 from provider.workers.planner import Device, Placement, place
-from provider.workers.pool import check_stripes
+from provider.workers.pool import check_lanes, check_stripes
 from provider.workers.survey import (
     MEASURED_ELEMENTS,
     devices_of,
@@ -77,6 +77,12 @@ class Layout:
         ]
         return len(taken) / sum(taken)
 
+    def layers_per_second(self, rows: int) -> float:
+        """Products with whole layers, of all workers at work; of those that share layers the last counts."""
+        stripes, count = self.placement.stripes, len(self.placement.devices)
+        rates = [self.products_per_second(worker, rows) for worker in range(count)]
+        return sum(min(rates[at : at + stripes]) for at in range(0, count, stripes))
+
     def moved(self, worker: int) -> tuple[float, float, float]:
         """Bytes for a row of a product, on average of its groups and both directions: to the worker, from it,
         and of these what is added to other stripes' answers.
@@ -130,6 +136,7 @@ def lay_out(
     """
     assumed, weight_bytes = assumed or {}, weight_bytes_of(numerics)
     check_stripes(groups, stripes)
+    check_lanes(groups, len(names), stripes)
     shapes = shapes_of(groups)
     widest = Stripe(stripes - 1, stripes)
     own = [
@@ -149,13 +156,11 @@ def lay_out(
         placement = place(shapes, roomy, weight_bytes=weight_bytes, stripes=stripes)
     by_name = {each.name: each for each in found}
     latency = tuple(latency_of(device, weight_bytes, own, by_name.get(device.name)) for device in devices)
-    doubts = _doubts(devices, assumed, own, misfit)
+    doubts = _doubts(devices, assumed, own)
     return Layout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
 
 
-def _doubts(
-    devices: Sequence[Device], assumed: Assumed, own: Sequence[Shape], misfit: str
-) -> tuple[str, ...]:
+def _doubts(devices: Sequence[Device], assumed: Assumed, own: Sequence[Shape]) -> tuple[str, ...]:
     found = []
     for name in dict.fromkeys(device.name for device in devices if not device.measured):
         source = (
@@ -164,8 +169,6 @@ def _doubts(
         found.append(f"the speed of {name} is {source}")
     if any(device.measured for device in devices) and any(shape.size > MEASURED_ELEMENTS for shape in own):
         found.append("products of large layers were measured with a part of their outputs, and multiplied")
-    if misfit:
-        found.append("the weights do not fit here")
     return tuple(found)
 
 

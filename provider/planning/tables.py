@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from rich.table import Table
 
 from provider.engine.profiling import PROFILE_ROWS
-from provider.planning.capacity import Plan
+from provider.planning.capacity import COSTS, Plan
 from provider.planning.layout import Layout
-from provider.planning.simulation import Forecast
-from provider.workers.planner import gib
+from provider.planning.simulation import Costs, Forecast
+from provider.workers.planner import Device, gib
 
 MEASURED = "from products measured here"
 EXTRAPOLATED = "extrapolated, not measured"
@@ -19,17 +20,28 @@ EXTRAPOLATED = "extrapolated, not measured"
 
 def source(layout: Layout) -> str:
     """What figures are, in words for a heading."""
-    return EXTRAPOLATED if layout.doubts else MEASURED
+    return EXTRAPOLATED if layout.doubts or layout.misfit else MEASURED
 
 
 def workers_table(layout: Layout) -> Table:
-    """A row for each worker."""
-    placement = layout.placement
+    """A row for each worker, and one for all of them."""
+    placement, each = layout.placement, (1, PROFILE_ROWS)
     table = Table(title=f"Products {source(layout)}")
-    for title in ("worker", "device", "groups", "memory", "of", "products/s, 1 row", f"{PROFILE_ROWS} rows"):
+    for title in (
+        "worker",
+        "device",
+        "groups",
+        "weights",
+        "room",
+        "products/s, 1 row",
+        f"{PROFILE_ROWS} rows",
+    ):
         table.add_column(title, justify="right")
-    for title in ("bytes in a row", "out", "summed", "speed"):
+    for title in ("bytes a row: to it", "from it", "of these summed", "speed"):
         table.add_column(title, justify="right")
+    if placement.stripes > 1:
+        table.caption = "A worker's products are with its stripe of a layer, those of all with whole layers."
+    sharing = Counter(device.name for device in placement.devices)
     for worker, device in enumerate(placement.devices):
         lane, stripe = divmod(worker, placement.stripes)
         moved = layout.moved(worker)
@@ -38,12 +50,22 @@ def workers_table(layout: Layout) -> Table:
             device.name,
             str(len(placement.groups(worker))),
             gib(placement.memory(worker)),
-            gib(device.memory) if device.memory < float("inf") else "unknown",
-            *(f"{layout.products_per_second(worker, rows):,.0f}" for rows in (1, PROFILE_ROWS)),
+            _room(device, sharing[device.name]),
+            *(f"{layout.products_per_second(worker, rows):,.0f}" for rows in each),
             *(f"{size:,.0f}" for size in moved),
             "measured" if device.measured else "guess",
         )
+    table.add_section()
+    weights = sum(placement.memory(worker) for worker in range(len(placement.devices)))
+    rates = [f"{layout.layers_per_second(rows):,.0f}" for rows in each]
+    table.add_row("all", "", str(len(placement.shapes)), gib(weights), "", *rates)
     return table
+
+
+def _room(device: Device, sharing: int) -> str:
+    if device.memory == float("inf"):
+        return "unknown"
+    return gib(device.memory) + (f" for {sharing}" if sharing > 1 else "")
 
 
 def reasons(layout: Layout) -> list[str]:
@@ -69,7 +91,7 @@ def plan_table(plan: Plan, tenants: int, rows: int, kind: str) -> Table:
     factors = (1, rows)
     lines: list[tuple[str, list[str]]] = [
         ("tokens a second", [f"{f.passes_per_second * n:,.1f}" for f, n in zip(both, factors, strict=True)]),
-        ("a tenant waits for a token, a step", [f"{each.pass_seconds * 1e3:,.0f} ms" for each in both]),
+        ("a tenant waits for a token, a step", [duration(each.pass_seconds) for each in both]),
         ("bytes up a token", [f"{sizes[0]:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
         ("bytes down a token", [f"{sizes[1]:,.0f}" for sizes in (plan.token_bytes, plan.step_bytes)]),
         ("rows in a product", [f"{each.rows:,.1f}" for each in both]),
@@ -84,6 +106,25 @@ def plan_table(plan: Plan, tenants: int, rows: int, kind: str) -> Table:
     return table
 
 
+def duration(seconds: float) -> str:
+    """As people read it."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds * 1e3:,.0f} ms"
+
+
+def assumption(costs: Costs = COSTS) -> str:
+    """What a forecast takes for granted of a request, in a sentence without its full stop."""
+    micro, nano = 1e6, 1e9
+    return (
+        f"assumed: a request costs the executor's thread {costs.request_seconds * micro:.0f} µs and "
+        f"{costs.byte_seconds * nano:.2f} ns a byte, and its tenant's machine "
+        f"{costs.tenant_seconds * micro:.0f} µs and {costs.tenant_byte_seconds * nano:.2f} ns a byte; each "
+        "tenant has a machine of its own"
+    )
+
+
 def _busy(forecast: Forecast) -> str:
     return f"{forecast.products:.0%}, {forecast.reading:.0%} of it reading weights"
 
@@ -94,6 +135,7 @@ def plan_described(plan: Plan) -> dict[str, Any]:
     for name in ("decode", "tune"):
         forecast: Forecast = getattr(plan, name)
         found[name] = forecast._asdict() | {"limit": forecast.limit}
+    found["assumed"] = COSTS._asdict()
     for field in dataclasses.fields(plan):
         if field.name not in found:
             found[field.name] = getattr(plan, field.name)

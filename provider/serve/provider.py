@@ -35,6 +35,7 @@ from provider.session.quota import Quota, Quotas
 from provider.session.tenant import Service
 from provider.workers.actors import placed
 from provider.workers.pool import Sharding, WorkerPool
+from provider.workers.state import WorkerState
 from provider.workers.world import World
 from shared.errors import ConfigurationError
 from shared.wire.messages import Manifest
@@ -243,6 +244,10 @@ class Provider:
     def not_ready(self) -> str:
         """See ``provider.observe.admin.Health``."""
         return self._not_ready or (self._pool.not_ready() if self._pool else "")
+
+    def workers(self) -> list[WorkerState]:
+        """Of its workers; empty: it has none."""
+        return list(self.server.service.metrics.workers())
 
     @property
     def manifest(self) -> Manifest:

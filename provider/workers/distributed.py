@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +52,7 @@ def join(store: Store, rank: int) -> DistributedLink:
     """
     if store.check([_OVER]):
         raise EOFError("the executor has ended")
+    store.set(_host_of(rank), socket.gethostname())
     store.set(_version_of(rank), version())  # which is there when the executor looks
     times = store.add(_word(rank), 1)
     try:
@@ -58,7 +60,7 @@ def join(store: Store, rank: int) -> DistributedLink:
     except RuntimeError as error:
         raise ConnectionError(f"the executor does not say its version: {_first_line(error)}") from error
     _check_versions(rank, version(), _text(executor))
-    return DistributedLink(_pair(store, rank, times, 1), 0)
+    return DistributedLink(_pair(store, rank, times, 1, "the executor"), 0, "the executor")
 
 
 def over(store: Store) -> None:
@@ -112,8 +114,10 @@ class Rank:
         said = self._store.check([_version_of(self._rank)])
         worker = _text(self._store.get(_version_of(self._rank))) if said else "unknown"
         _check_versions(self._rank, worker, self._version)
+        host = _text(self._store.get(_host_of(self._rank)))
+        name = f"rank {self._rank} on {host}"
         try:
-            return Joined(DistributedLink(_pair(self._store, self._rank, times, 0), 1))
+            return Joined(DistributedLink(_pair(self._store, self._rank, times, 0, name), 1, name))
         except OSError as error:  # it has ended meanwhile, and will come again
             log.info("rank %d said that it is there, and is not: %s", self._rank, error)
             return self(stop)
@@ -133,6 +137,10 @@ def _version_of(rank: int) -> str:
     return f"{_word(rank)}/{_VERSION}"
 
 
+def _host_of(rank: int) -> str:
+    return f"{_word(rank)}/host"
+
+
 def _text(said: bytes) -> str:
     return peer_text(said.decode(errors="replace"), 80)
 
@@ -149,12 +157,21 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _pair(store: Store, rank: int, times: int, own: int) -> ProcessGroupGloo:
+def _lost(name: str, error: Exception) -> ConnectionError:
+    """In words of our own: gloo's are about its source files."""
+    if any(word in str(error).lower() for word in ("timed out", "timeout")):
+        return ConnectionError(f"{name} is silent")
+    if "onnect" in str(error):  # closed, reset, refused
+        return ConnectionError(f"{name} has ended the connection, or cannot be reached")
+    return ConnectionError(f"the connection to {name} is lost: {_first_line(error)}")
+
+
+def _pair(store: Store, rank: int, times: int, own: int, name: str) -> ProcessGroupGloo:
     prefix = PrefixStore(f"{_word(rank)}/{times}", store)
     try:
         return ProcessGroupGloo(prefix, own, 2, timedelta(seconds=CONNECT_SECONDS))
     except RuntimeError as error:
-        raise ConnectionError(_first_line(error)) from error
+        raise _lost(name, error) from error
 
 
 class DistributedLink:
@@ -165,13 +182,14 @@ class DistributedLink:
     Args:
         group: of two.
         peer: the other rank.
+        name: of the other end, for errors.
 
     Attributes:
         ended: set when nothing can come any more.
     """
 
-    def __init__(self, group: ProcessGroupGloo, peer: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: ProcessGroupGloo, peer: int, name: str) -> None:
+        self._group, self._peer, self._name = group, peer, name
         self.memory: dict[int, SharedMemory] = {}
         self._answers: dict[int, SharedMemory] = {}  # where rows of an answer go
         self._lent: set[int] = set()
@@ -260,7 +278,7 @@ class DistributedLink:
                 if stop > start and rows:
                     self._put(torch.from_numpy(rows.memory.whole[start:stop]))
         except Exception as error:
-            self._end(ConnectionError(_first_line(error)))
+            self._end(_lost(self._name, error))
 
     def _end(self, error: Exception) -> None:
         self._inbox.put(error)
@@ -294,7 +312,7 @@ class DistributedLink:
         except EOFError as error:
             self._end(error)
         except Exception as error:  # RuntimeError of gloo, and whatever a peer's bytes lead to
-            self._end(ConnectionError(_first_line(error)))
+            self._end(_lost(self._name, error))
 
     def _put(self, tensor: torch.Tensor) -> None:
         patience = timedelta(seconds=SILENCE_SECONDS)

@@ -249,6 +249,12 @@ def _refusal(
     if widest > 0 and max(memory, key=lambda name: memory[name]) != "cpu":
         least = max(math.ceil(needed / widest), len(memory) + 1)
         advice.append(f"it takes at least {least} devices of {gib(widest)}")
+    room = sum(max(size, 0.0) for size in memory.values())
+    if largest < room < needed:
+        parts = math.ceil(needed / room)
+        advice.append(
+            f"with as much room on each, {parts} hosts or more could serve a part each (part=k/{parts})"
+        )
     advice.append("choose a smaller model, or free memory")
     return (
         f"the weights do not fit: {len(shapes)} groups take {gib(needed)} at {weight_bytes} bytes a weight, "

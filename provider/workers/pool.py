@@ -48,6 +48,27 @@ def check_stripes(groups: Sequence[GroupInfo], stripes: int) -> None:
         raise ConfigurationError(f"stripes={stripes} is too many: a layer has {least} outputs")
 
 
+def check_lanes(groups: Sequence[GroupInfo], workers: int, together: int) -> None:
+    """Refuse workers that would have nothing to do.
+
+    Args:
+        groups: those that are served.
+        workers: how many there are.
+        together: how many of them share each layer.
+
+    Raises:
+        ConfigurationError: there are more lanes than groups.
+    """
+    count = len(groups)
+    if workers // together > count:
+        each = "each worker has" if together == 1 else f"each {together} of them, which share layers, have"
+        raise ConfigurationError(
+            f"{workers} workers are too many for {count} group{'s'[: count != 1]} of layers, of which {each} "
+            f"at least one: start at most {count * together}, or have more of them share each layer's "
+            "outputs (stripes=N)"
+        )
+
+
 def _check_weights(checkpoint: Checkpoint, name: str, share: Share, loaded: Loaded) -> None:
     same = {number: replace(info, bounds=None) for number, info in loaded.groups.items()} == share.groups
     if not same or loaded.weights != checkpoint.digest_of_groups(share.groups.values()):
@@ -177,6 +198,7 @@ class WorkerPool:
         self.latency = (GatheredLatency if sharding.fsdp else LatencyModel)(shapes_of(groups))
         check_stripes(groups, sharding.stripes)
         served = part_of(groups, *part) if part else (0, len(groups))
+        check_lanes(groups[slice(*served)], len(sharding.devices), sharding.together)
         per_host = world.local_size if world is not None else 0
         self.placement = place_groups(
             groups[slice(*served)], sharding.devices, sharding.together, numerics, per_host=per_host

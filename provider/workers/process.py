@@ -93,7 +93,7 @@ class Process:
         self.link: Link = LocalLink(ours, PATIENCE_SECONDS)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this program
-                [sys.executable, "-P", "-m", "provider.workers.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "provider.workers.local", str(theirs.fileno())],
                 env={name: value for name, value in os.environ.items() if not name.endswith(_SECRET)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

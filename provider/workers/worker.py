@@ -1,16 +1,11 @@
 """A worker: holds its share of the weights and multiplies what comes over the link, until that ends.
 
-``python -m provider.workers.worker DESCRIPTOR``: the descriptor is the link's socket, inherited from
-``provider.workers.lane``.
+``provider.workers.local`` starts one on the executor's machine, ``provider.workers.rank`` on any.
 """
 
 from __future__ import annotations
 
 import os
-import select
-import socket
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,7 +38,6 @@ from provider.workers.link import (
     Failure,
     Link,
     Loaded,
-    LocalLink,
     Rows,
     Share,
 )
@@ -217,25 +211,3 @@ class Worker:
                 except Exception as error:
                     failures.setdefault(number, Failure.of(error))
         return failures, None
-
-
-def _end_with(descriptor: int) -> None:
-    """Also in the middle of loading or of a product: whoever started this needs it no more, or is gone."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLRDHUP)
-    poll.poll()
-    os._exit(0)
-
-
-def main() -> None:
-    """Entry point."""
-    link = LocalLink(socket.socket(fileno=int(sys.argv[1])))
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    try:
-        Worker(link).run()
-    except (EOFError, ConnectionError):
-        pass  # the executor has ended, or wants this worker to
-
-
-if __name__ == "__main__":
-    main()

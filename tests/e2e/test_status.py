@@ -257,8 +257,8 @@ def test_a_browser_shows_workers_where_there_are_some(tmp_path: Path) -> None:
     with shown(Status(metrics, {"model": "m", "summary": "ring"}), metrics) as admin:
         page = dumped(admin, tmp_path)
     assert re.search(
-        r"<td>0 on cpu</td><td[^>]*>up for 2 h</td><td>24</td><td>1,200</td><td>48,000</td><td>12\.3 s</td>"
-        r"<td>2</td><td>5</td><td>90\.0 MiB</td><td>400\.0 MiB</td><td>0</td>",
+        r"<td>0 on cpu</td><td>1</td><td[^>]*>up for 2 h</td><td>24</td><td>1,200</td><td>48,000</td>"
+        r"<td>12\.3 s</td><td>2</td><td>5</td><td>90\.0 MiB</td><td>400\.0 MiB</td><td>0</td>",
         page,
     )
     assert re.search(

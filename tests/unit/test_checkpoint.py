@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,27 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(damage)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_file_too_large_to_be_mapped_is_named(tmp_path: Path, limited: bool) -> None:
+    """By the limit on address space; or by the machine, which torch alone finds then."""
+    size = 1 << 40
+    header = json.dumps({"a": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)  # sparse
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if limited:
+        resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+    elif Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "0":
+        pytest.skip("this machine refuses no mapping for its size")
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be mapped.*max_shard_size"):
+            Checkpoint(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}'])

@@ -130,3 +130,9 @@ def test_what_would_fit_is_said(
         placed(shapes, *(device(*each) for each in devices), stripes=stripes, weight_bytes=weight_bytes)
     assert said in str(caught.value)
     assert "0 of 1 find room" in str(caught.value)
+
+
+def test_parts_that_would_fit_are_said() -> None:
+    shapes = [Shape(1, (50,))] * 4
+    with pytest.raises(ConfigurationError, match=r"3 hosts or more could serve a part each \(part=k/3\)"):
+        placed(shapes, device("cpu", 150))

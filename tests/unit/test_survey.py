@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import BASE_MODEL
+from typer.testing import CliRunner
 
+from provider.cli import _introduce, app
 from provider.engine.latency import Shape
 from provider.engine.profiling import shapes_of
+from provider.planning import tables
 from provider.planning.layout import described, lay_out, read_groups
 from provider.workers import survey as surveys
 from provider.workers.pool import Sharding, WorkerPool, place_groups
@@ -81,14 +86,44 @@ def test_shapes_of_a_configuration_alone_are_those_of_the_checkpoint(tmp_path: P
 def test_what_moves_for_a_row() -> None:
     groups = read_groups(BASE_MODEL)[:1]  # 256 to three times 256
     assumed = {"far": (1e12, 1e12, 1e13)}
-    one = lay_out(groups, ["far", "far"], numerics="ring", assumed=assumed)
+    one = lay_out(groups, ["far"], numerics="ring", assumed=assumed)
     assert one.moved(0) == (4 * (256 + 768) / 2, 4 * (256 + 768) / 2, 0)
-    assert one.moved(1) == (0, 0, 0)
-    assert one.products_per_second(1, 1) == 0
     two = lay_out(groups, ["far", "far"], numerics="ring-fine", stripes=2, assumed=assumed)
     assert two.moved(0) == (4 * (256 + 384) / 2, 2 * 4 * (256 + 384) / 2, 2 * 4 * 256 / 2)
     assert two.doubts == ("the speed of far is as was said",)
     assert [each["measured"] for each in described(two)["workers"]] == [False, False]
+
+
+def test_what_all_workers_reach() -> None:
+    """In whole layers, however many share one; of those the slowest counts."""
+    groups = read_groups(BASE_MODEL)
+    assumed = {"fast": (1e12, 1e12, 1e13), "slow": (1e12, 5e11, 5e12)}
+    alone = lay_out(groups, ["fast"], numerics="ring", assumed=assumed)
+    pair = lay_out(groups, ["fast:0", "fast:1"], numerics="ring", stripes=2, assumed=assumed)
+    mixed = lay_out(groups, ["fast:0", "slow:0"], numerics="ring", stripes=2, assumed=assumed)
+    whole = alone.layers_per_second(1)
+    assert alone.products_per_second(0, 1) == whole
+    assert pair.products_per_second(0, 1) == pytest.approx(2 * whole)
+    assert pair.layers_per_second(1) == pytest.approx(2 * whole)
+    assert mixed.layers_per_second(1) == pytest.approx(whole)
+    assert lay_out(groups, ["fast:0", "fast:1"], numerics="ring", assumed=assumed).layers_per_second(
+        1
+    ) == pytest.approx(2 * whole, rel=0.2)  # groups are not all of one size
+
+
+def test_times_as_people_read_them() -> None:
+    said = [tables.duration(seconds) for seconds in (0.0101, 1.9, 2, 543.161, 9000)]
+    assert said == ["10 ms", "1,900 ms", "2.0 s", "9.1 min", "2.5 h"]
+
+
+def test_workers_without_anything_to_do_are_refused() -> None:
+    groups = read_groups(BASE_MODEL)
+    with pytest.raises(ConfigurationError, match="30 workers are too many for 24 groups of layers"):
+        lay_out(groups, ["cpu"] * 30, numerics="ring")
+    with pytest.raises(ConfigurationError, match=r"start at most 48, or .* \(stripes=N\)"):
+        lay_out(groups, ["cpu"] * 50, numerics="ring", stripes=2)
+    with pytest.raises(ConfigurationError, match="4 workers are too many for 3 groups"):
+        WorkerPool(BASE_MODEL, Sharding(["cpu"] * 4), numerics="ring", part=(1, 12))
 
 
 def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +136,7 @@ def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -
         place_groups(groups, ["cuda:99"], 1, "ring")
     tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, anyway=True)
     assert tight.misfit.startswith("the weights do not fit")
-    assert "the weights do not fit here" in tight.doubts
+    assert tables.source(tight) == tables.EXTRAPOLATED
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +160,38 @@ def test_the_pool_says_how_many_ranks_a_machine_has(
     world = World(0, 3, 0, 3, "127.0.0.1", 0, hosts_store=True)
     with pytest.raises(ConfigurationError, match="machine 0 has"):
         WorkerPool(checkpoint("llama"), Sharding(["cpu"] * 3, world=world), numerics="ring")
+
+
+@pytest.mark.parametrize("command", [["serve", "--plan"], ["plan"]], ids=str)
+def test_what_does_not_fit_is_said_once_and_first(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one exit status, whichever command is asked."""
+    monkeypatch.setattr(surveys, "available_memory", lambda: (272e6, "this test"))
+    told = CliRunner().invoke(app, [*command, str(BASE_MODEL)])
+    assert told.exit_code == 78
+    assert told.stdout.startswith("the weights do not fit: ")
+    assert told.stdout.count("do not fit") == 1
+    assert "extrapolated, not measured" in " ".join(told.stdout.split())
+    told = CliRunner().invoke(app, [*command, str(BASE_MODEL), "--json"])
+    assert told.exit_code == 78
+    assert json.loads(told.stdout)["misfit"].startswith("the weights do not fit")
+
+
+def test_what_is_served_is_said_with_its_part_and_its_workers(caplog: pytest.LogCaptureFixture) -> None:
+    told = SimpleNamespace(
+        config=SimpleNamespace(numerics="ring", part="2/8"),
+        manifest=SimpleNamespace(
+            model="m", architecture="A", groups=[None] * 24, part=(3, 5), digest="0123456789abcdef0"
+        ),
+        workers=lambda: [SimpleNamespace(name="0", pid=4321, device="cpu", groups=2)],
+        recording=None,
+        tenants=1,
+        url="wss://a:1",
+        local_url="",
+        admin_url="http://b:2",
+    )
+    with caplog.at_level("INFO"):
+        _introduce(told)  # type: ignore[arg-type]
+    assert "worker 0: PID 4321, on cpu, 2 groups" in caplog.text
+    assert "part 2/8: groups 3 to 4 of 24, 1 worker," in caplog.text
