@@ -412,7 +412,8 @@ def detach_experts(model: nn.Module, manifest: Manifest, source: Checkpoint) -> 
     return count
 
 
-def expert_parameters(manifest: Manifest) -> set[str]:
-    """The parameters of a manifest, by their full names, that hold the weights of served experts."""
+def expert_parameters(manifest: Manifest, exclude: Sequence[str] = ()) -> set[str]:
+    """The full names of a manifest's parameters that hold the weights of experts that are swapped."""
     names = {m.name.rpartition(".")[0] for g in manifest.groups for m in g.members if m.expert is not None}
+    names = {name for name in names if not any(f".{name}".endswith(f".{entry}") for entry in exclude)}
     return {info.name for info in manifest.parameters if below(info.name, manifest.base_prefix) in names}

@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -70,8 +70,8 @@ def load_model(
     *,
     dtype: torch.dtype,
     offload_head: bool,
-    exclude: Sequence[str],
     placement: Placement,
+    exclude: Sequence[str],
     progress: bool,
     model_class: type[Any] | None,
     config_overrides: dict[str, Any],
@@ -91,7 +91,8 @@ def load_model(
     if "trust_remote_code" in config_overrides:
         raise ConfigurationError("trust_remote_code: code from an executor is never run")
     apart = excluded_layers(groups, exclude)
-    _check_memory(manifest, apart, dtype, placement)
+    elsewhere = expert_parameters(manifest, exclude) if placement.remote else set()
+    _check_memory(manifest, apart, dtype, elsewhere)
     files = download_files(remote, ("config.json", "generation_config.json"))
     config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
     generation = generation_configuration(files.get("generation_config.json"), config)
@@ -116,18 +117,17 @@ def load_model(
 
 
 def _check_memory(
-    manifest: Manifest, apart: Sequence[tuple[Group, int]], dtype: torch.dtype, placement: Placement
+    manifest: Manifest, apart: Sequence[tuple[Group, int]], dtype: torch.dtype, elsewhere: Collection[str]
 ) -> None:
     """Refuse to download more than this machine has memory for.
 
     Raises:
         ModelMismatch: the parameters are larger than the machine's memory.
     """
-    experts = expert_parameters(manifest)
-    needed = [info for info in manifest.parameters if not (placement.remote and info.name in experts)]
-    numbers = sum(torch.Size(info.shape).numel() for info in needed)
+    here = [info for info in manifest.parameters if info.name not in elsewhere]
+    numbers = sum(torch.Size(info.shape).numel() for info in here)
     numbers += sum(group.info.inputs * group.info.members[index].outputs for group, index in apart)
-    size = numbers * dtype.itemsize
+    size, experts = numbers * dtype.itemsize, any(info.shape[2:] for info in here)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         raise ModelMismatch(

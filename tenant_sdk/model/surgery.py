@@ -109,23 +109,25 @@ def plan_layers(
 
 
 def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tuple[Group, int]]:
-    """The served layers, but for experts, whose names end with an entry of ``exclude``: group and member.
+    """The served linear layers whose names end with an entry of ``exclude``: group and member.
+
+    Experts, of which there are none among them, go by the name of their projection.
 
     Raises:
-        ConfigurationError: an entry fits no layer, and no parameter of experts.
+        ConfigurationError: an entry fits no layer.
     """
     members = [(group, index) for group in groups for index in range(len(group.info.members))]
-    infos = [group.info.members[index] for group, index in members]
-    names = [info.name if info.expert is None else info.name.rpartition(".")[0] for info in infos]
+    served = [group.info.members[index] for group, index in members]
+    names = [m.name if m.expert is None else m.name.rpartition(".")[0] for m in served]
     for entry in exclude:
         if not any(_ends_with(name, entry) for name in names):
             raise ConfigurationError(
                 f"exclude={entry!r} is the end of no served layer's name, such as {names[0]}"
             )
     return [
-        member
-        for member, info in zip(members, infos, strict=True)
-        if info.expert is None and any(_ends_with(info.name, entry) for entry in exclude)
+        (group, index)
+        for (group, index), name in zip(members, names, strict=True)
+        if group.info.members[index].expert is None and any(_ends_with(name, entry) for entry in exclude)
     ]
 
 
