@@ -1,0 +1,286 @@
+"""One architecture end to end: saved, served, loaded by a tenant, and compared with itself run locally.
+
+Tolerance: 1e-5, relative L2 distance, float32 on both sides. They multiply the same numbers and may add them
+in another order; 1e-5 is a hundred roundings of 2^-24. A gradient that is next to nothing beside the others
+is measured against a thousandth of the largest.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from tiny import NotBuilt, candidates, inputs_of
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import provider.inprocess
+import tenant_sdk
+from shared.errors import SymbiosisError
+from tenant_sdk.model.remote_weight import RemoteWeight
+
+TOLERANCE = 1e-5
+SHARE = 0.8  # of the frozen linear parameters, at least, are to be at the provider
+# PEFT refuses these layers of state spaces, which bypass the layer's forward.
+NO_LORA = {"mamba": ["out_proj"], "falcon_mamba": ["out_proj"], "mamba2": ["out_proj"]}
+_PRODUCTS = re.compile(r"mm|matmul|linear|einsum|mv")
+
+
+@dataclass
+class Result:
+    """What came of one architecture.
+
+    Attributes:
+        kind: ``causal`` or ``base``.
+        stage: how far it came: ``build``, ``local``, ``serve``, ``load``, ``forward``, or ``done``; where it
+            stayed, ``said`` has the error.
+        refused: the error is one of this project's own.
+        share: of the frozen linear parameters, those that the provider has.
+        tenants: names of the others, a few.
+        error: of the outputs.
+        gradient: error of an adapter's gradients; None: not compared, and ``said`` has the reason.
+        requests: of one forward pass.
+        seconds: it took.
+    """
+
+    kind: str
+    model_type: str
+    class_name: str
+    stage: str = "build"
+    said: str = ""
+    refused: bool = False
+    share: float | None = None
+    tenants: list[str] = field(default_factory=list)
+    error: float | None = None
+    gradient: float | None = None
+    requests: int = 0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Kind, model type and class."""
+        return self.kind, self.model_type, self.class_name
+
+    @property
+    def ran(self) -> bool:
+        """Whether local transformers ran the tiny model, so that there is something to compare with."""
+        return self.stage not in ("build", "local")
+
+    @property
+    def equal(self) -> bool:
+        """Whether outputs are equal, and gradients where they were compared."""
+        errors = [self.error, self.gradient if self.gradient is not None else 0.0]
+        return self.stage == "done" and all(each is not None and each <= TOLERANCE for each in errors)
+
+    @property
+    def good(self) -> bool:
+        """What is promised: equal, and most of the frozen parameters at the provider."""
+        return self.equal and self.share is not None and self.share >= SHARE
+
+
+def examine(kind: str, model_type: str, class_name: str) -> Result:
+    """Take one architecture from its configuration to gradients; errors are in the result."""
+    result = Result(kind, model_type, class_name)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
+        warnings.simplefilter("ignore")  # of hundreds of models, and none of them ours
+        logging.disable(logging.ERROR)
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            _examine(result, Path(folder))
+        except Exception as error:
+            result.said = _sentence(error)
+            result.refused = isinstance(error, SymbiosisError)
+        finally:
+            logging.disable(logging.NOTSET)
+    return result
+
+
+def _examine(result: Result, folder: Path) -> None:
+    local, inputs, expected = _local(result, folder)
+    linear = _linear_parameters(local, inputs)
+    result.stage = "serve"
+    with (
+        provider.inprocess.serve(folder, numerics="float32") as endpoint,
+        tenant_sdk.connect(endpoint, privacy="plain", patience=0.0) as session,
+    ):
+        result.stage = "load"
+        remote = session.load_model(progress=False)
+        _count(result, linear, remote)
+        result.stage = "forward"
+        before = session.stats.requests
+        got = _outputs(remote, inputs)
+        result.requests = session.stats.requests - before
+        result.error = _worst(got, expected)
+        result.stage = "done"
+        result.gradient = _compare_gradients(result, local, remote, inputs)
+
+
+# -- the model here --------------------------------------------------------------------------------
+
+
+def _local(result: Result, folder: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor], list[torch.Tensor]]:
+    """The checkpoint as transformers loads it, inputs that it takes, and what it makes of them."""
+    said = ""
+    for model in candidates(result.model_type, result.class_name):
+        result.stage = "local"
+        torch.manual_seed(0)
+        made = _with_values(type(model)._from_config(model.config)).eval()
+        for inputs in inputs_of(made):
+            try:
+                outputs = _outputs(made, inputs)
+            except Exception as error:
+                said = said or _sentence(error)
+                continue
+            if not outputs or not all(each.isfinite().all() for each in outputs):
+                said = said or "its output is not finite"
+                continue
+            made.save_pretrained(folder)
+            local = type(made).from_pretrained(folder).eval()
+            expected = _outputs(local, inputs)
+            if _worst(_outputs(local, inputs), expected) > TOLERANCE:
+                raise NotBuilt("two passes of it differ: it draws random numbers that no seed fixes")
+            return local, inputs, expected
+    raise NotBuilt(said or "no input of its kind is known")
+
+
+def _with_values(model: PreTrainedModel) -> PreTrainedModel:
+    """With biases that are not zero, and values where transformers leaves none."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                continue
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+            elif not parameter.isfinite().all() or parameter.abs().max() > 1e4:
+                parameter.normal_(std=0.02)
+    return model
+
+
+def _outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """All floating tensors that it gives, without a graph; random numbers are the same at every call."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        given = model(**{name: each.clone() for name, each in inputs.items()})
+    return _floats(given)
+
+
+def _floats(given: Any) -> list[torch.Tensor]:
+    values = list(given.values()) if isinstance(given, dict) else given
+    leaves = tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+class _Multiplied(TorchDispatchMode):
+    """Sees which memory takes part in products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _PRODUCTS.search(func.overloadpacket.__name__):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.memory |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return func(*args, **(kwargs or {}))
+
+
+def _linear_parameters(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Numbers in each weight that stands in a product: of linear layers, and others that a pass multiplies by.
+
+    Without the output head and embeddings, which are the tenant's on purpose.
+    """
+    with _Multiplied() as watch:
+        _outputs(model, inputs)
+    head = model.get_output_embeddings()
+    apart = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    apart_at = {each.data_ptr() for each in apart if isinstance(each, torch.Tensor)}
+    layers = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | Conv1D)}
+    return {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.data_ptr() not in apart_at
+        and parameter.dim() > 1
+        and (id(parameter) in layers or parameter.untyped_storage().data_ptr() in watch.memory)
+    }
+
+
+# -- the model there -------------------------------------------------------------------------------
+
+
+def _count(result: Result, linear: dict[str, int], remote: nn.Module) -> None:
+    held = {
+        name for name, each in remote.named_parameters() if not isinstance(each.data, RemoteWeight)
+    }  # a tied one has its first name, as it has here
+    total = sum(linear.values())
+    result.tenants = sorted((n for n in linear if n in held), key=lambda n: -linear[n])[:4]
+    result.share = sum(size for name, size in linear.items() if name not in held) / total if total else 0.0
+
+
+def _worst(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    if [each.shape for each in got] != [each.shape for each in expected]:
+        raise AssertionError("the outputs have other shapes")
+    floor = 1e-3 * max((float(each.norm()) for each in expected if each.numel()), default=1.0)
+    errors = [
+        float((a - b).norm()) / max(float(b.norm()), floor, 1e-30)
+        for a, b in zip(got, expected, strict=True)
+        if b.numel()
+    ]
+    return max(errors, default=0.0)
+
+
+def _compare_gradients(
+    result: Result, local: PreTrainedModel, remote: PreTrainedModel, inputs: dict[str, torch.Tensor]
+) -> float | None:
+    """Of a LoRA on every linear layer; None if PEFT or the model has none locally."""
+    try:
+        expected = _gradients(local, inputs)
+    except Exception as error:
+        result.said = f"without gradients locally: {_sentence(error)}"
+        return None
+    try:
+        got = _gradients(remote, inputs)
+    except Exception:
+        result.stage = "backward"
+        raise
+    names = sorted(expected)
+    if got.keys() != expected.keys():
+        result.stage = "backward"
+        raise AssertionError(f"gradients of {sorted(got.keys() ^ expected.keys())[:3]} are on one side alone")
+    return _worst([got[name] for name in names], [expected[name] for name in names])
+
+
+def _gradients(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    lora = peft.LoraConfig(
+        r=4,
+        target_modules="all-linear",
+        exclude_modules=NO_LORA.get(model.config.model_type),
+        init_lora_weights=False,
+        fan_in_fan_out=conv1d,
+    )
+    adapted = peft.get_peft_model(model, lora)
+    torch.manual_seed(3)
+    out = _floats(adapted.base_model.model(**{name: each.clone() for name, each in inputs.items()}))[0]
+    weights = torch.linspace(-1.0, 1.0, out.shape[-1])
+    (out * weights).sum(-1).mean().backward()
+    found = {name: p.grad.clone() for name, p in adapted.named_parameters() if p.grad is not None}
+    if not any(bool(each.any()) for each in found.values()):
+        raise ValueError("no gradient reaches the adapter")
+    return found
+
+
+def _sentence(error: BaseException) -> str:
+    said = " ".join(str(error).split())[:400]
+    return said if isinstance(error, SymbiosisError | NotBuilt) else f"{type(error).__name__}: {said}"
