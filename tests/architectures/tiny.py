@@ -27,7 +27,7 @@ _SIZES = [
         (r"vocab_size|^n_words$", VOCABULARY),
         (r"(key_value|kv)_heads|head_kv|multi_query_group_num|num_query_groups|^num_kv", 2),
         (r"heads?$", HEADS),
-        (r"(per_tok|per_token|selected_experts|top_?k|activated_experts|k_experts)$", 2),
+        (r"(per_tok|per_token|selected_experts|top_?k|moe_k|activated_experts|k_experts)$", 2),
         (r"^n_group$|topk_group|expert_group", 1),
         (r"shared_experts?$", 1),
         (r"experts?$|expert_num$|^expert_nums$", 4),
@@ -83,6 +83,7 @@ def candidates(model_type: str, class_name: str) -> Iterator[PreTrainedModel]:
             try:
                 config = way(model_type, class_name, layers)
                 config.dtype = torch.float32
+                config.use_cache = False  # states of earlier tokens are no part of what is compared
                 with torch.device("meta"):
                     model = getattr(transformers, class_name)._from_config(config)
             except Exception as error:  # as many kinds as there are architectures
@@ -100,7 +101,7 @@ def candidates(model_type: str, class_name: str) -> Iterator[PreTrainedModel]:
 
 def _constructed(model_type: str, class_name: str, layers: int) -> PreTrainedConfig:
     """From the defaults as a dictionary, so that what is derived of them is derived again."""
-    made = CONFIG_MAPPING[model_type]
+    made = _configuration(model_type, class_name)
     values = _shrunk(made(**_required(model_type)).to_dict(), layers)
     values.pop("model_type", None)
     return made(**_merged(values, _override(model_type, class_name)))
@@ -108,7 +109,7 @@ def _constructed(model_type: str, class_name: str, layers: int) -> PreTrainedCon
 
 def _changed(model_type: str, class_name: str, layers: int) -> PreTrainedConfig:
     """The defaults, changed in place."""
-    config = CONFIG_MAPPING[model_type](**_required(model_type))
+    config = _configuration(model_type, class_name)(**_required(model_type))
     _change(config, layers)
     for key, value in _override(model_type, class_name).items():
         part = getattr(config, key, None)
@@ -118,6 +119,12 @@ def _changed(model_type: str, class_name: str, layers: int) -> PreTrainedConfig:
         else:
             setattr(config, key, value)
     return config
+
+
+def _configuration(model_type: str, class_name: str) -> type[PreTrainedConfig]:
+    """Of the type, unless the class wants that of a part, as a causal model beside one with a tower does."""
+    usual, wanted = CONFIG_MAPPING[model_type], getattr(transformers, class_name).config_class
+    return usual if wanted is None or issubclass(usual, wanted) else wanted
 
 
 def _required(model_type: str) -> dict[str, Any]:
@@ -177,6 +184,7 @@ def _consistent(values: dict[str, Any]) -> dict[str, Any]:
     """Numbers that depend on one another."""
     if isinstance(values.get("kv_lora_rank"), int):  # latent attention: a key for each head
         values |= {k: HEADS for k in ("num_attention_heads", "num_key_value_heads") if values.get(k)}
+    values |= {k: most for k, most in (("head_dim", 16), ("num_key_value_heads", HEADS)) if values.get(k, 0) is None}
     heads = values.get("num_heads")
     if isinstance(heads, list) and isinstance(values.get("embed_dim"), int):  # a width for each stage
         values["embed_dim"] = 8 * heads[0]
