@@ -9,11 +9,11 @@ export GOMP_SPINCOUNT ?= 1000
 # In the order of the folders: files with few and long tests, which are in tests/e2e, come first, not last.
 PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder
 # As many workers as processors: second threads of the processes that tests start would only wait.
-test quick coverage: export OMP_NUM_THREADS ?= 1
+test quick coverage architectures: export OMP_NUM_THREADS ?= 1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick coverage check bench clean
+.PHONY: help install demo test quick coverage architectures check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -45,6 +45,9 @@ coverage: install ## run the tests under branch coverage; a table of rooms, page
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage html --quiet
 	@$(BIN)/python .ci/rooms.py
+
+architectures: install ## every architecture of transformers, tiny, end to end: docs/architectures.md
+	$(BIN)/python tests/architectures/sweep.py $(ARGS)
 
 check: install ## lint, check the format and the types
 	$(BIN)/ruff check .

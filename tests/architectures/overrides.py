@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_SERIES = {"prediction_length": 4, "context_length": 8}
+_SERIES = {"prediction_length": 4, "context_length": 8, "num_time_features": 1, "lags_sequence": [1]}
 _GROUPED_CONVOLUTION = {"upsample_groups": 64}
+_ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "autoformer!": _SERIES,
     "informer!": _SERIES,
@@ -55,9 +56,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ReformerModelWithLMHead": {"is_decoder": True},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": None}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": None, "sliding_attention": _ROTARY}},
     "blt": {"encoder_hash_byte_group_vocab": 160},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": 0.0},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "esm": {"vocab_size": 160, "mask_token_id": 4, "pad_token_id": 1, "position_embedding_type": "absolute"},
     "mimi": _GROUPED_CONVOLUTION,

@@ -1,4 +1,4 @@
-"""Every architecture of transformers through a provider and a tenant, and the document that says what came of it.
+"""Every architecture of transformers through a provider and a tenant, and a document of what came of it.
 
     python tests/architectures/sweep.py            # all; goes on where it was ended
     python tests/architectures/sweep.py --only 'mixtral|whisper' --processes 1
@@ -36,7 +36,9 @@ Architecture = tuple[str, str, str]
 
 def main() -> int:
     """The exit status: 0 if what is promised of architectures is met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="REGEX", help="model types to do again")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has found")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="at a time")

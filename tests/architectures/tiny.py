@@ -6,8 +6,9 @@ not tell; an architecture that is missing there needs nothing.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,8 +39,14 @@ _SIZES = [
         (r"rotary_(dim|emb_dim)|rope_dim", 8),
         (r"head_dim|d_kv$|head_size|kv_channels|(key|value)_length", 16),
         (r"dt_rank|time_step_rank|state_size|d_state|ssm_state", 8),
-        (r"(intermediate|ffn|ff|feed_?forward|mlp|inner|expert\w*)_(size|dim|hidden_size)$|d_ff$|d_inner|n_inner", 96),
-        (r"max_position|n_positions|n_ctx|max_(seq|sequence|target|source|text)|context_length|seq_length", 256),
+        (
+            r"(intermediate|ffn|ff|feed_?forward|mlp|inner|expert\w*)_(size|dim|hidden_size)$|d_ff$|d_inner|n_inner",
+            96,
+        ),
+        (
+            r"max_position|n_positions|n_ctx|max_(seq|sequence|target|source|text)|context_length|seq_length",
+            256,
+        ),
         (r"sliding_window|attention_window|window_size|chunk_size|block_size|local_attention", 8),
         (r"image_size|^img_size|input_size$|resolution", 32),
         (r"patch_size$", 8),
@@ -53,7 +60,15 @@ _SIZES = [
 ]
 _LAYERS = re.compile(r"(num|n)_.*(layers?|blocks)$|^n_layers?$|_layers$|^num_layers$|^depth$|_depth$")
 _IS_TOKEN = re.compile(r"_token_(id|index)$|_index$|(^|_)(bos|eos|pad|sep|cls|unk|mask)_(id|index)")
-_APART = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id")
+_APART = (
+    "model_type",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "id2label",
+    "label2id",
+)
 _MATTERS_NOT = ("rope_scaling", "rope_parameters", *_APART)
 
 
@@ -77,7 +92,7 @@ def candidates(model_type: str, class_name: str) -> Iterator[PreTrainedModel]:
     Raises:
         NotBuilt: there is none, and why.
     """
-    built, errors, most = 0, list[str](), 0
+    built, errors = 0, list[str]()
     for layers in (2, 4, 8):
         for way in (_constructed, _changed):
             try:
@@ -139,7 +154,9 @@ def _override(model_type: str, class_name: str) -> dict[str, Any]:
 def _merged(values: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in more.items():
         there = values.get(key)
-        values[key] = _merged(there, value) if isinstance(there, dict) and isinstance(value, Mapping) else value
+        values[key] = (
+            _merged(there, value) if isinstance(there, dict) and isinstance(value, Mapping) else value
+        )
     return values
 
 
@@ -152,7 +169,9 @@ def _size(key: str, value: int, layers: int) -> int:
 
 
 def _shrunk(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    old = next((values[key] for key in ("num_hidden_layers", "n_layer") if isinstance(values.get(key), int)), -1)
+    old = next(
+        (values[key] for key in ("num_hidden_layers", "n_layer") if isinstance(values.get(key), int)), -1
+    )
     # Stages halve an image several times, and windows have to fit them.
     pixels = re.compile(r"image_size|window_size|patch_size|img_size" if "depths" in values else r"^$")
     small = {}
@@ -161,7 +180,9 @@ def _shrunk(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
             continue
         if isinstance(value, dict) and key not in _MATTERS_NOT:
             numbered = all(str(name).isdigit() for name in value)
-            value = {n: v for n, v in value.items() if int(n) < layers} if numbered else _shrunk(value, layers)
+            value = (
+                {n: v for n, v in value.items() if int(n) < layers} if numbered else _shrunk(value, layers)
+            )
         elif isinstance(value, list):
             value = _shorter(key, value, old, layers)
         elif type(value) is int and not pixels.search(key):
@@ -184,7 +205,9 @@ def _consistent(values: dict[str, Any]) -> dict[str, Any]:
     """Numbers that depend on one another."""
     if isinstance(values.get("kv_lora_rank"), int):  # latent attention: a key for each head
         values |= {k: HEADS for k in ("num_attention_heads", "num_key_value_heads") if values.get(k)}
-    values |= {k: most for k, most in (("head_dim", 16), ("num_key_value_heads", HEADS)) if values.get(k, 0) is None}
+    values |= {
+        k: most for k, most in (("head_dim", 16), ("num_key_value_heads", HEADS)) if values.get(k, 0) is None
+    }
     heads = values.get("num_heads")
     if isinstance(heads, list) and isinstance(values.get("embed_dim"), int):  # a width for each stage
         values["embed_dim"] = 8 * heads[0]
@@ -239,16 +262,70 @@ def inputs_of(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
         "inputs_embeds": [(ROWS, COLUMNS, width)],
         "audio_values": [(ROWS, SAMPLES), (ROWS, 1, SAMPLES)],
     }
-    names = [main] if main != "input_ids" else ["pixel_values", "input_features", "input_values", "inputs_embeds"]
+    names = (
+        [main] if main != "input_ids" else ["pixel_values", "input_features", "input_values", "inputs_embeds"]
+    )
     for name in names:
         for shape in shapes.get(name, ()):
             for rest in ({}, text, text | mask) if name != "inputs_embeds" else ({},):
                 yield {name: normal(*shape)} | rest | decoder
+    asked = _asked(model, ids, image, mel, width, normal)
+    if asked:
+        yield asked
+        yield asked | text
+
+
+def _asked(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    image: tuple[int, ...],
+    mel: int,
+    width: int,
+    normal: Callable[..., torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """A value for each argument that has no default; nothing if one is unknown."""
+    config = model.config
+    patch = _number(config, ("patch_size", "spatial_patch_size"), 8)
+    inside = image[1] * patch**2 * _number(config, ("temporal_patch_size",), 1)
+    context = _number(config, ("context_length",), 8)
+    past = context + max(getattr(config, "lags_sequence", None) or [0])
+    channels, times = _number(config, ("num_input_channels",), 1), _number(config, ("num_time_features",), 1)
+    series = (past, channels) if hasattr(config, "num_input_channels") else (past,)
+    known: dict[str, Callable[[], torch.Tensor]] = {
+        "input_ids": lambda: ids,
+        "decoder_input_ids": lambda: ids,
+        "attention_mask": lambda: torch.ones_like(ids),
+        "pixel_values": lambda: normal(*image),
+        "input_features": lambda: normal(ROWS, mel, FRAMES),
+        "input_features_mask": lambda: torch.ones(ROWS, FRAMES, dtype=torch.long),
+        "bbox": lambda: torch.zeros(*ids.shape, 4, dtype=torch.long),
+        "query_embeds": lambda: normal(ROWS, COLUMNS, width),
+        "hidden_states": lambda: normal(16, inside),
+        "grid_thw": lambda: torch.tensor([[1, 4, 4]]),
+        "past_values": lambda: normal(ROWS, *series),
+        "past_time_features": lambda: normal(ROWS, past, times),
+        "past_observed_mask": lambda: torch.ones(ROWS, past),
+        "future_values": lambda: normal(ROWS, _number(config, ("prediction_length",), 4)),
+        "future_time_features": lambda: normal(ROWS, _number(config, ("prediction_length",), 4), times),
+    }
+    taken = inspect.signature(model.forward).parameters.values()
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    asked = {each.name for each in taken if each.default is each.empty and each.kind in plain}
+    if "past_values" in asked:  # its decoder has to be told as well
+        asked |= {"future_values", "future_time_features"} & {each.name for each in taken}
+    return {name: known[name]() for name in sorted(asked)} if asked <= known.keys() else {}
 
 
 def _parts(config: Any) -> Iterator[Any]:
     yield config
-    for name in ("vision_config", "audio_config", "text_config", "encoder", "backbone_config", "encoder_config"):
+    for name in (
+        "vision_config",
+        "audio_config",
+        "text_config",
+        "encoder",
+        "backbone_config",
+        "encoder_config",
+    ):
         if isinstance(getattr(config, name, None), PreTrainedConfig):
             yield getattr(config, name)
 

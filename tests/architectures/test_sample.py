@@ -1,0 +1,65 @@
+"""Architectures of many kinds end to end; ``make architectures`` takes all that transformers has.
+
+The sample has one of each mechanism that the others share: fused, parallel and shared layers, names and
+pieces that a checkpoint has of its own, experts, states, towers, images and sound, weights that a model reads
+itself.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sweep
+from examination import examine
+from tiny import architectures
+
+SAMPLE = {
+    "LlamaForCausalLM": "grouped queries",
+    "GPT2LMHeadModel": "transposed layers, one for query, key and value",
+    "GPTNeoXForCausalLM": "a head that is stored under another name; parallel blocks",
+    "Phi3ForCausalLM": "fused projections",
+    "Gemma3ForCausalLM": "tied head, scaled embeddings, windows",
+    "BloomForCausalLM": "no positions but biases of attention",
+    "MixtralForCausalLM": "experts that are stored one by one",
+    "GptOssForCausalLM": "experts that are stored transposed, with biases",
+    "DeepseekV3ForCausalLM": "latent attention, shared experts",
+    "Qwen3NextForCausalLM": "linear attention beside attention",
+    "MambaForCausalLM": "states; a weight that the model reads itself",
+    "JambaForCausalLM": "states, attention and experts",
+    "BertModel": "an encoder with a pooler",
+    "AlbertModel": "one block for all layers",
+    "DebertaV2Model": "positions in attention",
+    "XLNetModel": "weights that are multiplied in einsum",
+    "T5Model": "encoder and decoder",
+    "CLIPModel": "a tower for images beside one for text",
+    "Qwen2VLModel": "a tower that no text reaches",
+    "ViTModel": "images",
+    "SwinModel": "images, in windows and stages",
+    "SiglipModel": "attention that reads a layer's weight itself",
+    "WhisperModel": "a spectrogram",
+    "Wav2Vec2Model": "sound",
+    "VideoMAEModel": "images in time",
+}
+
+
+@pytest.mark.parametrize("class_name", SAMPLE)
+def test_equals_local(class_name: str) -> None:
+    result = examine(*next(each for each in architectures() if each[2] == class_name))
+    assert result.good, result
+
+
+@pytest.mark.architectures
+def test_all(tmp_path: Path) -> None:
+    """As many as README says, and the document has what came of each."""
+    options = [
+        "--fresh",
+        "--results",
+        tmp_path / "results.jsonl",
+        "--document",
+        tmp_path / "architectures.md",
+    ]
+    assert subprocess.run([sys.executable, sweep.__file__, *options]).returncode == 0
+    assert (tmp_path / "architectures.md").read_text() == sweep.DOCUMENT.read_text()
