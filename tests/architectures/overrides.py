@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 _SERIES = {"prediction_length": 4, "context_length": 8, "num_time_features": 1, "lags_sequence": [1]}
-_GROUPED_CONVOLUTION = {"upsample_groups": 64}
 _ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "autoformer!": _SERIES,
@@ -59,12 +58,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": None, "sliding_attention": _ROTARY}},
+    "cohere_compass": {
+        "text_config": {"rope_parameters": {"full_attention": None, "sliding_attention": _ROTARY}}
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "emu3": {"vocabulary_map": {"<image>": 4}},
     "blt": {"encoder_hash_byte_group_vocab": 160},
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "esm": {"vocab_size": 160, "mask_token_id": 4, "pad_token_id": 1, "position_embedding_type": "absolute"},
-    "mimi": _GROUPED_CONVOLUTION,
-    "mimi_decoder": _GROUPED_CONVOLUTION,
-    "pocket_tts_audio_tokenizer": _GROUPED_CONVOLUTION,
-    "pocket_tts_audio_tokenizer_decoder": _GROUPED_CONVOLUTION,
+    "mobilebert": {"embedding_size": 64, "intra_bottleneck_size": 64, "true_hidden_size": 64},
 }
+for _type in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glm_image", "glmga", "glm4v_moe"):
+    # The sections of three positions are written in the model, for heads of 128.
+    _sections = {"rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 2] if "moe" in _type else [2, 3, 3]}}
+    OVERRIDES |= {f"{_type}_text": _sections, _type: {"text_config": _sections}}

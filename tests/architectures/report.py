@@ -19,9 +19,9 @@ _TABLE_HEAD = """\
 """
 
 _INTRODUCTION = """It takes every causal language model and every base model
-that transformers has, makes a tiny one of its default configuration with random weights, saves it, serves it,
-and loads it as a tenant from the executor alone. One forward pass is compared with the same model run locally,
-and the gradients of a LoRA on every linear layer, where PEFT allows that."""
+that transformers has, makes a tiny one of its default configuration with random weights, saves it, serves
+it, and loads it as a tenant from the executor alone. One forward pass is compared with the same model run
+locally, and the gradients of a LoRA on every linear layer, where PEFT allows that."""
 _LEGEND = f"""\
 - *Equal*: the relative L2 distance is at most {TOLERANCE:g}, for every output and every gradient. Both
   sides compute in float32 and multiply the same numbers; they may add them in another order, and 1e-5 is a

@@ -32,7 +32,6 @@ SAMPLE = {
     "BertModel": "an encoder with a pooler",
     "AlbertModel": "one block for all layers",
     "DebertaV2Model": "positions in attention",
-    "XLNetModel": "weights that are multiplied in einsum",
     "T5Model": "encoder and decoder",
     "CLIPModel": "a tower for images beside one for text",
     "Qwen2VLModel": "a tower that no text reaches",
@@ -40,7 +39,6 @@ SAMPLE = {
     "SwinModel": "images, in windows and stages",
     "SiglipModel": "attention that reads a layer's weight itself",
     "WhisperModel": "a spectrogram",
-    "Wav2Vec2Model": "sound",
     "VideoMAEModel": "images in time",
 }
 

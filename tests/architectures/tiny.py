@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 VOCABULARY, HEADS, WIDTH, TOKEN = 160, 4, 64, 3
-MOST_PARAMETERS = 30_000_000
+MOST_PARAMETERS = 80_000_000
 
 # A number's name, and the most that it may be; the first that is found counts.
 _SIZES = [
@@ -27,6 +27,7 @@ _SIZES = [
     for pattern, most in (
         (r"vocab_size|^n_words$", VOCABULARY),
         (r"(key_value|kv)_heads|head_kv|multi_query_group_num|num_query_groups|^num_kv", 2),
+        (r"d_head$", 16),
         (r"heads?$", HEADS),
         (r"(per_tok|per_token|selected_experts|top_?k|moe_k|activated_experts|k_experts)$", 2),
         (r"^n_group$|topk_group|expert_group", 1),
@@ -50,10 +51,11 @@ _SIZES = [
         (r"sliding_window|attention_window|window_size|chunk_size|block_size|local_attention", 8),
         (r"image_size|^img_size|input_size$|resolution", 32),
         (r"patch_size$", 8),
+        (r"upsample_groups", WIDTH),
         (r"(num_quer|num_latents|query_length|query_tokens)", 8),
         (
             r"hidden_size|d_model|n_embd|(^|_)dim$|embed_?dim|emb_dim|embedding_(size|dim)|hidden_dim|width$|"
-            r"embed_proj|proj(ection)?_dim|d_embed|hidden_channels|channels_latent",
+            r"embed_proj|proj(ection)?_(dim|size)|d_embed|hidden_channels|channels_latent",
             WIDTH,
         ),
     )
@@ -163,7 +165,7 @@ def _merged(values: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 def _size(key: str, value: int, layers: int) -> int:
     if _IS_TOKEN.search(key):
         return value if value < VOCABULARY else TOKEN
-    if _LAYERS.search(key) and not re.search(r"dense|predict|start|offset|shared|kv", key):
+    if _LAYERS.search(key) and not re.search(r"dense|predict|start|offset|shared|kv|feat_extract", key):
         return min(value, layers)
     return next((min(value, most) for pattern, most in _SIZES if pattern.search(key)), value)
 
@@ -208,6 +210,12 @@ def _consistent(values: dict[str, Any]) -> dict[str, Any]:
     values |= {
         k: most for k, most in (("head_dim", 16), ("num_key_value_heads", HEADS)) if values.get(k, 0) is None
     }
+    for rope in (values.get("rope_parameters"), values.get("rope_scaling")):
+        if isinstance(rope, dict) and len(rope.get("mrope_section") or ()) == 3:
+            partial = values.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+            rope["mrope_section"] = [2, 3, 3] if partial == 1.0 else [1, 1, 2]  # of half a head
+    if "out_features" in values:  # they name stages, of which there are fewer
+        values = {k: v for k, v in values.items() if k not in ("out_features", "out_indices", "stage_names")}
     heads = values.get("num_heads")
     if isinstance(heads, list) and isinstance(values.get("embed_dim"), int):  # a width for each stage
         values["embed_dim"] = 8 * heads[0]
@@ -237,8 +245,9 @@ def inputs_of(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     config, named = model.config, model.main_input_name
     main = named if isinstance(named, str) else named[0]
     generator = torch.Generator().manual_seed(1)
+    most = min(_number(config, ("vocab_size",), VOCABULARY), VOCABULARY) - 8
     # Above the tokens that mean something to a model.
-    ids = torch.randint(20, VOCABULARY - 20, (ROWS, COLUMNS), generator=generator)
+    ids = torch.randint(min(20, most // 2), max(most, 1), (ROWS, COLUMNS), generator=generator)
     text = {"input_ids": ids}
     decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
     mask = {"attention_mask": torch.ones_like(ids)}
@@ -249,6 +258,7 @@ def inputs_of(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     if main == "input_ids":
         yield text | decoder
         yield text | decoder | mask
+        yield text | {"bbox": torch.zeros(*ids.shape, 4, dtype=torch.long)}
     image = (ROWS, _number(config, ("num_channels", "in_channels", "in_chans"), 3), *_pair(config))
     mel = _number(config, ("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels"), 80)
     places = _number(config, ("max_source_positions",), FRAMES)
@@ -257,7 +267,12 @@ def inputs_of(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     shapes: dict[str, list[tuple[int, ...]]] = {
         "pixel_values": [image, (*image[:2], 64, 64), (*image[:2], 224, 224), (ROWS, frames, *image[1:])],
         "pixel_values_videos": [(ROWS, frames, *image[1:])],
-        "input_features": [(ROWS, mel, 2 * places), (ROWS, FRAMES, mel), (ROWS, mel, FRAMES), (ROWS, 160)],
+        "input_features": [
+            (ROWS, mel, 2 * places),
+            (ROWS, FRAMES, mel),
+            (ROWS, mel, FRAMES),
+            (ROWS, 1, 256, 64),
+        ],
         "input_values": [(ROWS, SAMPLES), (ROWS, 1, SAMPLES), (ROWS, FRAMES, mel), (ROWS, 1024, 128)],
         "inputs_embeds": [(ROWS, COLUMNS, width)],
         "audio_values": [(ROWS, SAMPLES), (ROWS, 1, SAMPLES)],
