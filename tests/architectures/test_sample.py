@@ -33,7 +33,6 @@ SAMPLE = {
     "AlbertModel": "one block for all layers",
     "DebertaV2Model": "positions in attention",
     "T5Model": "encoder and decoder",
-    "CLIPModel": "a tower for images beside one for text",
     "Qwen2VLModel": "a tower that no text reaches",
     "ViTModel": "images",
     "SwinModel": "images, in windows and stages",
