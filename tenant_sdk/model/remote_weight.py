@@ -25,7 +25,8 @@ _NEEDS = {
 _INSTEAD = (
     "Use a method that needs only the layer's output: LoRA, rsLoRA, AdaLoRA, IA3, VeRA, LoHa, LoKr, "
     "prefix, prompt or P-tuning; and instead of merging, keep the adapter beside the base model. If the "
-    "model itself reads the weight, keep the layer local: exclude=[...] of session.load_model or session.attach."
+    "model itself reads the weight, keep the layer local: exclude=[...] of session.load_model or "
+    "session.attach."
 )
 _SAVING = "Save the adapter alone: `save_pretrained` of the PEFT model, or `peft.get_peft_model_state_dict`."
 
