@@ -65,6 +65,7 @@ class Sharded:
     expected: dict[Kind, list[torch.Tensor]] = field(default_factory=dict)
 
     def session(self, **options: Any) -> tenant_sdk.Session:
+        options = {"patience": SECONDS, **options}
         return self.executor.connect(privacy="one-time", mask_sources=[self.masks], **options)
 
     def ask(self, session: tenant_sdk.Session, kind: Kind) -> list[torch.Tensor]:
