@@ -19,6 +19,7 @@ import tenant_sdk
 from provider.executor.base import BaseExecutor
 from shared.errors import CheckpointError, RequestRefused, WireError, peer_text
 from shared.wire.header import Direction
+from shared.wire.messages import FileInfo
 from shared.wire.protocol import validate_manifest
 from tenant_sdk.connection.handshake import client_context, open_tcp
 from tenant_sdk.connection.urls import split_url
@@ -39,14 +40,20 @@ def altered(tmp_path: Path, checkpoint: Callable[[str], Path]) -> Callable[..., 
 
 
 def test_a_configuration_cannot_choose_code_or_kernels(
-    serve: Callable[..., Executor], altered: Callable[..., Path]
+    serve: Callable[..., Executor], altered: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = altered(
-        attn_implementation="kernels-community/flash-attn3",
-        auto_map={"AutoModelForCausalLM": "evil.Model"},
-        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
+        attn_implementation="kernels-community/flash-attn3", auto_map={"AutoModelForCausalLM": "evil.Model"}
     )
     with serve(folder).connect() as session:
+        said = json.loads((folder / "config.json").read_text())
+        said["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # not served
+        file = session.executor.file
+
+        def hostile(info: FileInfo) -> bytes:
+            return json.dumps(said).encode() if info.name == "config.json" else file(info)
+
+        monkeypatch.setattr(session.executor, "file", hostile)
         model = session.load_model(progress=False)
         assert type(model) is transformers.LlamaForCausalLM
         assert model.config._attn_implementation == "sdpa"
