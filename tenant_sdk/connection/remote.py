@@ -339,6 +339,7 @@ class RemoteExecutor:
             SymbiosisError: see ``LastingConnection.after``.
         """
         pending, began, attempt, lost, ended = first, time.monotonic(), 0, Lost(), 0
+        asked = began  # for the first time
         while True:
             try:
                 answer = channel.wait(pending or ask(channel))
@@ -351,13 +352,13 @@ class RemoteExecutor:
                 if ended > MOST_ENDED:
                     raise
                 seconds = pause(attempt, error.retry_after, self._chance())
-                patience = connection.patience if error.code == "restarting" else channel.timeout
-                if seconds >= began + patience - time.monotonic():
-                    if error.code != "restarting":
+                away, now = error.code == "restarting", time.monotonic()
+                if now + seconds >= (asked + connection.patience if away else began + channel.timeout):
+                    if not away:
                         raise
                     raise ConnectionLost(
                         f"{connection.url} {_REASONS[error.code]}, and was not done after "
-                        f"{time.monotonic() - began:.0f} s; to wait longer, give patience=SECONDS"
+                        f"{now - asked:.0f} s; to wait longer, give patience=SECONDS"
                     ) from error
                 self._put_off(connection.url, seconds, error.code)
                 attempt += 1

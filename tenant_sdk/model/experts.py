@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,9 @@ log = logging.getLogger(__name__)
 
 IMPLEMENTATION = "symbiosis"  # generate() replaces transformers' own by one that copies weights
 LEAST_BUCKET = 4  # rows
+FEW_TOKENS = 16  # whose routes shall not show at all where experts are padded
 FIRST_AT_ONCE = 16
+_tokens: ContextVar[int] = ContextVar("tokens", default=0)  # of the mixture that is being passed
 _PRODUCTS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
@@ -37,9 +40,17 @@ class Padding:
     def __init__(self) -> None:
         self._told = False
 
-    def rows(self, counts: Sequence[int]) -> int:
-        """How many rows each expert gets where the tokens need so many."""
-        most = 1 << (max(*counts, LEAST_BUCKET) - 1).bit_length()
+    def rows(self, counts: Sequence[int], tokens: int = 0) -> int:
+        """How many rows each expert gets where the tokens need so many.
+
+        Few tokens could all go to one expert, and equal ones do: so it has room for all of them, and says
+        nothing that the attention's rows do not say.
+
+        Args:
+            tokens: how many there are; 0: that is not known.
+        """
+        most = max(tokens if tokens <= FEW_TOKENS else 0, *counts, LEAST_BUCKET)
+        most = 1 << (most - 1).bit_length()
         if not self._told:
             self._told, sent, needed = True, most * len(counts), sum(counts)
             log.warning(
@@ -65,24 +76,35 @@ class Experts:
         self._inputs, self._outputs = groups[0].info.inputs, groups[0].info.members[0].outputs
 
     def differentiable(
-        self, direction: Direction, rows: torch.Tensor, counts: Sequence[int], request_class: RequestClass
+        self,
+        direction: Direction,
+        rows: torch.Tensor,
+        counts: Sequence[int],
+        request_class: RequestClass,
+        tokens: int = 0,
     ) -> torch.Tensor:
         """``product`` with a graph where something needs one."""
         if transforms_run()() or followed(rows):
             out: torch.Tensor = _ExpertProduct.apply(  # type: ignore[no-untyped-call]
-                self, direction, counts, request_class, rows
+                self, direction, counts, request_class, tokens, rows
             )
             return out
-        return self.product(direction, rows, counts, request_class)
+        return self.product(direction, rows, counts, request_class, tokens)
 
     def product(
-        self, direction: Direction, rows: torch.Tensor, counts: Sequence[int], request_class: RequestClass
+        self,
+        direction: Direction,
+        rows: torch.Tensor,
+        counts: Sequence[int],
+        request_class: RequestClass,
+        tokens: int = 0,
     ) -> torch.Tensor:
         """Each expert's product of its rows: all are asked before the first answer is waited for.
 
         Args:
             rows: [T, I] forward, [T, O] backward; any float dtype.
             counts: of the rows, how many are whose, in the order of the experts.
+            tokens: see ``Padding.rows``.
 
         Returns:
             [T, O] forward, [T, I] backward.
@@ -95,7 +117,7 @@ class Experts:
             return rows.new_empty((0, width))
         rows = rows.detach()
         check_values(rows, direction, [self.name])
-        each = self._padding.rows(counts) if self._padding else 0
+        each = self._padding.rows(counts, tokens) if self._padding else 0
         parts = [
             nn.functional.pad(part, (0, 0, 0, each - len(part))) if each else part
             for part in rows.split(list(counts))
@@ -126,24 +148,25 @@ class _ExpertProduct(torch.autograd.Function):
         direction: Direction,
         counts: Sequence[int],
         request_class: RequestClass,
+        tokens: int,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        return experts.product(direction, rows, counts, request_class)
+        return experts.product(direction, rows, counts, request_class, tokens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.experts, ctx.direction, ctx.counts, ctx.request_class, _ = inputs
+        ctx.experts, ctx.direction, ctx.counts, ctx.request_class, ctx.tokens, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back = Direction.BACKWARD if ctx.direction == Direction.FORWARD else Direction.FORWARD
-        gradient = ctx.experts.differentiable(back, grad, ctx.counts, RequestClass.FINETUNING)
-        return None, None, None, None, gradient
+        gradient = ctx.experts.differentiable(back, grad, ctx.counts, RequestClass.FINETUNING, ctx.tokens)
+        return None, None, None, None, None, gradient
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         return ctx.experts.differentiable(  # type: ignore[no-any-return]
-            ctx.direction, tangents[-1], ctx.counts, ctx.request_class
+            ctx.direction, tangents[-1], ctx.counts, ctx.request_class, ctx.tokens
         )
 
 
@@ -245,7 +268,7 @@ class RemoteExperts(RemoteWeight):
             ) from error
         counts = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
         direction = Direction.FORWARD if self.forwards else Direction.BACKWARD
-        out = self.experts.differentiable(direction, rows, counts, _urgency(counts))
+        out = self.experts.differentiable(direction, rows, counts, _urgency(counts), _tokens.get())
         for term in self.terms:
             # Apart for each expert: few of them may have rows, and strides are such as no kernel takes.
             added = [
@@ -268,9 +291,13 @@ def _urgency(counts: Sequence[int]) -> RequestClass:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Not within a graph: how many rows each expert has is not known to any."""
-    out: torch.Tensor = grouped_mm_experts_forward(module, *args, **kwargs)
+    before = _tokens.set(len(hidden_states))
+    try:
+        out: torch.Tensor = grouped_mm_experts_forward(module, hidden_states, *args, **kwargs)
+    finally:
+        _tokens.reset(before)
     return out
 
 

@@ -333,6 +333,10 @@ def _fill_excluded(model: nn.Module, apart: Sequence[tuple[Group, int]], dtype: 
             unit = torch.zeros((min(rows, inputs - at), inputs))
             unit.diagonal(at).fill_(1.0)
             (weight[at : at + len(unit)],) = group.product(Direction.FORWARD, 1 << index, [unit])
+        if not weight.isfinite().all():
+            raise ModelMismatch(
+                f"the executor's weight of {group.info.members[index].name} has no finite numbers"
+            )
         if not isinstance(layer, Conv1D):
             weight = weight.T.contiguous()
         layer.weight = nn.Parameter(weight, requires_grad=True)

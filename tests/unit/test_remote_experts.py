@@ -337,3 +337,12 @@ def test_more_groups_than_tenants_take_are_not_served(caplog: pytest.LogCaptureF
     assert len(with_experts([group("layers.0.q")], experts)) == 1
     assert "tenants keep the experts' weights" in caplog.text
     assert len(with_experts([group("layers.0.q")], experts[1:])) == MAX_GROUPS
+
+
+def test_few_tokens_have_room_for_all_with_any_expert() -> None:
+    """Or eight texts that agree would show, since all of them go to the same experts."""
+    padding = Padding()
+    alike, different = [8, 8, 0, 0], [4, 4, 4, 4]
+    assert padding.rows(alike, 8) == padding.rows(different, 8) == 8
+    assert padding.rows([1, 1, 0, 0], 1) == 4
+    assert (padding.rows([40, 3, 0, 0], 40), padding.rows([20, 20, 0, 3], 40)) == (64, 32)
