@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from shared.recipes import below
 from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Manifest, Member
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.model.remote_weight import RemoteWeight
+from tenant_sdk.model.remote_weight import SUM, RemoteWeight
 from tenant_sdk.model.virtual import DRAFT_TOKENS, Group, check_values, followed
 from tenant_sdk.trust.attestation import base_model
 
@@ -171,19 +172,18 @@ class _ExpertProduct(torch.autograd.Function):
 
 
 class _Term(NamedTuple):
-    """``scale * left[e] @ right[e]`` is added to each expert's weight: an adapter."""
+    """``scale`` times the product of an expert's factors is added to its weight: an adapter."""
 
-    left: torch.Tensor  # [E, first axis, r]
-    right: torch.Tensor  # [E, r, second axis]
-    scale: float
+    factors: tuple[torch.Tensor, ...]  # [E, first axis, r] and [E, r, second axis], or the product itself
+    scale: float = 1.0
 
 
 class RemoteExperts(RemoteWeight):
     """What stands where the weights of experts were: it is multiplied with, and nothing else.
 
     transformers multiplies rows that are sorted by expert (``grouped_mm``), by the weight or its transpose.
-    PEFT adds an adapter of low rank to the weight first (``baddbmm``); that is multiplied apart, so the sum,
-    which nobody has, is never made.
+    PEFT adds an adapter of low rank to the weight first (``baddbmm``, or ``add`` where there is one expert or
+    several adapters); that is multiplied apart, so the sum, which nobody has, is never made.
     """
 
     experts: Experts
@@ -222,24 +222,30 @@ class RemoteExperts(RemoteWeight):
             return first.plus(*args[1:], **kwargs)
         if isinstance(first, cls) and name == "transpose" and {args[1] % 3, args[2] % 3} == {1, 2}:
             return first.turned()
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """As a RemoteWeight; it may also be set to itself, as ``torch.nn.utils.parametrize`` does."""
-        if func.overloadpacket.__name__ == "set_" and len(args) == 2:
-            to, of = args
-            if isinstance(to, cls) and isinstance(of, cls) and to.experts is of.experts:
-                return to
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    def is_same(self, other: RemoteWeight) -> bool:
+        """Whether another stands for the same weights with the same added."""
+        return (
+            isinstance(other, RemoteExperts) and self.experts is other.experts and self.terms is other.terms
+        )
+
+    def sum_with(self, delta: torch.Tensor) -> RemoteExperts:
+        """With adapters added: [E, first axis, second axis], or without the first if there is one expert.
+
+        Raises:
+            RemoteWeightUnavailable: they have another shape.
+        """
+        if delta.shape not in (self.shape, self.shape[1:] if len(self) == 1 else self.shape):
+            raise self._unavailable(SUM)
+        return self._with(_Term((delta.reshape(self.shape),)))
 
     def turned(self) -> RemoteExperts:
         """With the last two axes exchanged."""
         experts, first, second = self.shape
         terms = tuple(
-            _Term(term.right.transpose(1, 2), term.left.transpose(1, 2), term.scale) for term in self.terms
+            _Term(tuple(each.transpose(1, 2) for each in reversed(term.factors)), term.scale)
+            for term in self.terms
         )
         return RemoteExperts(
             self.experts, (experts, second, first), self.dtype, self.device, not self.forwards, terms
@@ -247,7 +253,10 @@ class RemoteExperts(RemoteWeight):
 
     def plus(self, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0) -> RemoteExperts:
         """With a product of low rank added."""
-        terms = (*self.terms, _Term(left, right, alpha))
+        return self._with(_Term((left, right), alpha))
+
+    def _with(self, term: _Term) -> RemoteExperts:
+        terms = (*self.terms, term)
         return RemoteExperts(self.experts, self.shape, self.dtype, self.device, self.forwards, terms)
 
     def grouped_product(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -272,10 +281,8 @@ class RemoteExperts(RemoteWeight):
         for term in self.terms:
             # Apart for each expert: few of them may have rows, and strides are such as no kernel takes.
             added = [
-                part @ left @ right
-                for part, left, right in zip(
-                    rows.split(counts), term.left.unbind(), term.right.unbind(), strict=True
-                )
+                reduce(torch.matmul, factors, part)
+                for part, *factors in zip(rows.split(counts), *term.factors, strict=True)
                 if len(part)
             ]
             if added:

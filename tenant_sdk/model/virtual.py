@@ -381,19 +381,26 @@ class _Virtual(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x W^T + b`` for x [..., D]: [..., O] in x's dtype."""
         parameters = self._parameters  # not by attribute, which a module looks up at length
-        if parameters["weight"].requires_grad:  # type: ignore[union-attr]
+        weight, added = parameters.get("weight"), None
+        if weight is None:  # PEFT's ``target_parameters`` put a property in its place
+            weight = self.weight
+            added = weight.added
+        if weight.requires_grad:
             raise RemoteWeightUnavailable(
                 f"{self._group.info.members[self._member].name} is to be trained in full, but its weight "
                 "stays with the provider; train an adapter, or keep the layer local with exclude="
             )
-        bias = parameters["bias"]
-        if torch.compiler.is_compiling():
-            traced: torch.Tensor = _traced_output(x, self._group.handle, self._member)
-            return traced if bias is None else traced + bias
-        out = self._group.output(self._member, x)
+        bias, compiling = parameters["bias"], torch.compiler.is_compiling()
+        out: torch.Tensor
+        if compiling:
+            out = _traced_output(x, self._group.handle, self._member)
+        else:
+            out = self._group.output(self._member, x)
+        if added is not None:
+            out = out + x @ (added if isinstance(self, Conv1D) else added.T)
         if bias is None:
             return out
-        if transforms_run()() or is_traced():  # a batch of biases fits into no output
+        if compiling or transforms_run()() or is_traced():  # a batch of biases fits into no output
             return out + bias
         return out.add_(bias)
 

@@ -11,6 +11,7 @@ _SERIES = {"prediction_length": 4, "context_length": 8, "num_time_features": 1, 
 _ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "autoformer!": _SERIES,
+    "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
     "informer!": _SERIES,
     "time_series_transformer!": _SERIES,
     # Every second layer attends, or none would, among so few.

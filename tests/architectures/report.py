@@ -27,7 +27,8 @@ _LEGEND = f"""\
   sides compute in float32 and multiply the same numbers; they may add them in another order, and 1e-5 is a
   hundred roundings of 2^-24. A tensor that is next to nothing beside the others is measured against a
   thousandth of the largest.
-- *Equal to rounding*: it is more, and no more than twice what the local model's float32 is off its float64.
+- *Equal to rounding*: it is more, and no more than twice what the local model's float32 is off its float64,
+  in its own order of sums or in another.
 - *Served*: either, and at least {SHARE:.0%} of the frozen linear parameters are at the provider. These are
   the weights of linear layers, and all others that the pass multiplies matrices by, such as those of experts;
   without embeddings and the output head, which tenants hold on purpose.

@@ -238,6 +238,9 @@ def _change(config: PreTrainedConfig, layers: int) -> None:
 # -- inputs ----------------------------------------------------------------------------------------
 
 ROWS, COLUMNS, SAMPLES, FRAMES = 2, 8, 4000, 64
+# What they give of a text is where it ends, or its first token if it does not: that attends to itself alone,
+# and gradients of its queries and keys are zero.
+_POOLED_AT_END = ("clip", "clipseg", "metaclip_2")
 
 
 def inputs_of(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
@@ -248,6 +251,8 @@ def inputs_of(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     most = min(_number(config, ("vocab_size",), VOCABULARY), VOCABULARY) - 8
     # Above the tokens that mean something to a model.
     ids = torch.randint(min(20, most // 2), max(most, 1), (ROWS, COLUMNS), generator=generator)
+    if config.model_type in _POOLED_AT_END:
+        ids[:, -1] = config.text_config.eos_token_id
     text = {"input_ids": ids}
     decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
     mask = {"attention_mask": torch.ones_like(ids)}

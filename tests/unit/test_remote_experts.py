@@ -203,6 +203,23 @@ def test_an_adapter_on_the_weight(mixture: Mixture, again: bool) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
+def test_a_whole_adapter_on_the_weight(mixture: Mixture) -> None:
+    """As PEFT adds several adapters, or one to a mixture of one expert, without an axis for it."""
+    delta = torch.randn(EXPERTS, OUTPUTS, INPUTS, requires_grad=True)
+    results = []
+    for out in (
+        mixture.remote(mixture.x, mixture.stand_in + delta),
+        mixture.local(mixture.x, mixture.weight + delta),
+    ):
+        results.append((out, *torch.autograd.grad(out.square().sum(), delta)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+    with pytest.raises(RemoteWeightUnavailable, match="a sum with the base weight"):
+        mixture.stand_in + delta[0]
+    alone = RemoteExperts(mixture.experts, (1, OUTPUTS, INPUTS), torch.float32, CPU, False)
+    assert isinstance(alone + delta[0], RemoteExperts)
+
+
 @pytest.mark.parametrize(
     "transform",
     [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Executor
-from parity import add_lora, token_ids, virtual_layers
+from parity import add_lora, fixed_result, gradients, load_local, token_ids, virtual_layers, worst_error
 from peft import get_peft_model_state_dict
 from safetensors.torch import save as safetensors_save
 from torch import nn
@@ -84,6 +84,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "matmul": lambda w: torch.ones(2, 8) @ w.T,
     "linear": lambda w: nn.functional.linear(torch.ones(2, 8), w),
     "add": lambda w: w + 1,
+    "add another shape": lambda w: w + torch.ones(8),
     "add left": lambda w: torch.ones(4, 8) + w,
     "scale": lambda w: 2 * w,
     "in place": lambda w: w.data.add_(1),
@@ -175,3 +176,18 @@ def test_saving_the_whole_model_is_refused_and_the_adapter_alone_works(
         twin = copy.deepcopy(adapted)
         assert len(virtual_layers(twin)) == len(virtual_layers(adapted)) == 14
         assert torch.equal(twin(token_ids()).logits, adapted(token_ids()).logits)
+
+
+def test_an_adapter_of_the_weight_itself(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
+    """PEFT's ``target_parameters`` add to the weight, as it does by itself to routers of some mixtures."""
+    options = {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight", "down_proj.weight"]}
+    local = add_lora(load_local(checkpoint("llama")), **options)
+    expected = fixed_result(local, token_ids()), gradients(local, token_ids())
+    with llama.connect() as session:
+        remote = add_lora(session.load_model(progress=False), **options)
+        got = fixed_result(remote, token_ids()), gradients(remote, token_ids())
+        torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-5)
+        assert worst_error(got[1], expected[1]) < 1e-5
+        assert sum("q_proj" in name for name in expected[1]) == 4
+        with pytest.raises(RemoteWeightUnavailable, match="merging"):
+            remote.merge_and_unload()
