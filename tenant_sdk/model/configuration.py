@@ -256,8 +256,8 @@ def _check_patches(config: Any) -> None:
     side, patch = config.image_size, config.patch_size
     if not (isinstance(side, int) and isinstance(patch, int) and 0 < side <= _LEVIT_PATCHES * patch):
         raise ModelMismatch(
-            f"the executor's configuration: image_size {side!s:.40} with patch_size {patch!s:.40} is more than "
-            f"{_LEVIT_PATCHES} patches along a side"
+            f"the executor's configuration: image_size {side!s:.40} with patch_size {patch!s:.40} is more "
+            f"than {_LEVIT_PATCHES} patches along a side"
         )
 
 
