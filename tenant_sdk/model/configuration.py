@@ -41,7 +41,10 @@ _PLACES = re.compile(
     re.IGNORECASE,
 )
 # Other windows and chunks, to whose multiples a short text is padded too, and tokens that are put before it.
-_CHUNKS = re.compile(r"window|chunk|block_(size|len)|local_(attention|radius)|prompt_length", re.IGNORECASE)
+# Sound is padded by dilations.
+_CHUNKS = re.compile(
+    r"window|chunk|block_(size|len)|local_(attention|radius)|prompt_length|dilation", re.IGNORECASE
+)
 _IMAGES = re.compile(r"image_size|img_size|crop_size|pinpoints", re.IGNORECASE)  # an image's sides, in pixels
 _PAD_TOGETHER = re.compile(r"attn_chunk_length$", re.IGNORECASE)  # to what all of these divide
 # Built or run, these load compiled code from a public hub.
