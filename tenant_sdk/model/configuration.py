@@ -1,8 +1,10 @@
 """What a peer's ``config.json`` and ``generation_config.json`` may say.
 
-Numbers and words, and no larger numbers than the layers in its manifest account for. Nothing that
-transformers would open, fetch, import or run: no path, URL, class, kernel or code. How text is generated is
-the tenant's own affair; of the peer's generation configuration only token ids and lengths are taken.
+Numbers and words. What is counted, padded or multiplied without memory of its own is bounded here; how wide
+anything is, the shapes of parameters say, which ``loading`` compares with the manifest before any memory is
+taken. Nothing that transformers would open, fetch, import or run: no path, URL, class, kernel or code. How
+text is generated is the tenant's own affair; of the peer's generation configuration only token ids and
+lengths are taken.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import transformers
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, LevitConfig, PreTrainedConfig
 
 from shared.errors import ModelMismatch
 from shared.wire.messages import Manifest
@@ -34,21 +36,31 @@ _LABEL = re.compile(r"[^/\\:\x00-\x1f]{1,128}")  # what a class is called: words
 # Numbers that no layer accounts for: places in a text, how far a token sees, and ids of tokens. Nothing is
 # made of as many.
 _PLACES = re.compile(
-    r"position|rotary_emb(edding)?_base|context|n_ctx|max_seq|theta|_id$|_ids$|sliding_window|"
+    r"position|rotary_emb(edding)?_base|context|n_ctx|max_seq|model_max_len|theta|_id$|_ids$|sliding_window|"
     r"(attention|speech_encoder)_chunk_size|attention_window_size|keep_window_size|max_inference_chunksize",
     re.IGNORECASE,
 )
 # Other windows and chunks, to whose multiples a short text is padded too, and tokens that are put before it.
-_CHUNKS = re.compile(r"window|chunk|block_(size|len)|local_(attention|radius)|prompt_length", re.IGNORECASE)
-_IMAGES = re.compile(r"image_size|img_size|crop_size", re.IGNORECASE)  # an image's sides, in pixels
+# Sound is padded by dilations.
+_CHUNKS = re.compile(
+    r"window|chunk|block_(size|len)|local_(attention|radius)|prompt_length|dilation", re.IGNORECASE
+)
+_IMAGES = re.compile(r"image_size|img_size|crop_size|pinpoints", re.IGNORECASE)  # an image's sides, in pixels
 _PAD_TOGETHER = re.compile(r"attn_chunk_length$", re.IGNORECASE)  # to what all of these divide
 # Built or run, these load compiled code from a public hub.
 _FETCHING = ("mra", "rwkv", "sam3_video", "yoso")
+# Parts of a model that its configuration describes, and that are built of it like any other part.
+_BACKBONES = ("sam3_vit_model",)
 # Of configuration classes themselves: they would give one key's value to another.
 _OF_CLASSES = ("attribute_map", "sub_configs", "model_type_map")
 _DEEPEST, _LARGEST = 6, 1 << 24
 _PIXELS = 4096
 _FEW = 1024  # of anything is no matter, and defaults may be larger than a small model
+# A width, a rate, a scale. A vocabulary is as wide, however narrow the rest of a model is; so a manifest of
+# few numbers always could account for it.
+_WIDE = 1 << 18
+_INFINITE = ("Infinity", "-Infinity")  # as transformers writes numbers that JSON lacks
+_LEVIT_PATCHES = 32  # along a side: a list of these to the power of four is made
 TOKENS = (
     "bos_token_id",
     "eos_token_id",
@@ -88,9 +100,13 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
                 f"transformers {transformers.__version__} cannot read the executor's configuration "
                 f"({str(error)[:200]}); install the version that the provider runs"
             ) from error
-    if any(getattr(config, name, None) is not None for name in ("backbone", "backbone_config")):
+    if getattr(config, "backbone", None) is not None or not _is_built(
+        getattr(config, "backbone_config", None)
+    ):
         raise ModelMismatch("a model around a backbone loads that from elsewhere; it is not built for a peer")
-    _check_strides(config)
+    for part in _parts(config):
+        _check_strides(part)
+        _check_patches(part)
     config.name_or_path = ""  # libraries look a name up at the public model hub, or on this disk
     return config
 
@@ -142,7 +158,7 @@ class _Limits:
             return _LARGEST
         if _IMAGES.search(key):
             return _PIXELS
-        return _FEW if _CHUNKS.search(key) else max(self.widest, _FEW)
+        return _FEW if _CHUNKS.search(key) else max(self.widest, _WIDE)
 
 
 def _object(data: bytes, name: str) -> dict[str, Any]:
@@ -160,12 +176,14 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
     """
     if depth > _DEEPEST:
         raise ModelMismatch(f"the executor's configuration: {key[:80]} is nested too deeply")
+    if isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in _INFINITE:
+        return value
     if isinstance(value, dict):
         return {
             name: _label(name, each) if key in _LABELS else _clean(each, limits, name, depth + 1)
             for name, each in value.items()
             if (key in _LABELS or (_harmless(each) and _WORD.fullmatch(name)))
-            and (not _LOADS.search(name) or _number(each) or _widths(name, each))
+            and (not _LOADS.search(name) or _number(each) or _widths(name, each) or _described(name, each))
         }
     if key == "model_type" and value in _FETCHING:
         raise ModelMismatch(
@@ -179,16 +197,20 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
             and sum(each for each in value if isinstance(each, int)) * len(str(value)) > 64 * limits.many
         ):
             raise ModelMismatch(f"the executor's configuration: {key[:80]} repeats too much")
-        return [_clean(each, limits, key, depth + 1, lists + 1) for each in value if _harmless(each)]
+        # An empty word keeps the places of what follows it.
+        kept = [each for each in value if each == "" or _harmless(each)]
+        return [_clean(each, limits, key, depth + 1, lists + 1) for each in kept]
     if isinstance(value, int) and _PAD_TOGETHER.search(key) and abs(value) & abs(value) - 1:
         raise ModelMismatch(
             f"the executor's configuration: {key[:80]} is {value:.6g}, which is no power of two"
         )
     # In lists of lists numbers say how often the rest is repeated.
-    if isinstance(value, int) and abs(value) > (most := limits.many if lists > 1 else limits.of(key)):
+    if isinstance(value, int) and abs(value) > (
+        most := limits.many if lists > 1 and not _IMAGES.search(key) else limits.of(key)
+    ):
         raise ModelMismatch(
-            f"the executor's configuration: {key[:80]} is {value:.6g}, but its manifest accounts for {most} "
-            "at most"
+            f"the executor's configuration: {key[:80]} is {value:.6g}; with its manifest, {most} is the most "
+            "that is taken"
         )
     return value
 
@@ -208,15 +230,46 @@ def _widths(key: str, value: Any) -> bool:
     return bool(_KERNELS.search(key)) and isinstance(value, list) and all(map(_number, value))
 
 
+def _described(key: str, value: Any) -> bool:
+    """Whether this is the configuration of a part, without anything to load."""
+    return key == "backbone_config" and isinstance(value, dict) and value.get("model_type") in _BACKBONES
+
+
+def _is_built(backbone: Any) -> bool:
+    """Whether a model has no backbone, or one that is built of the peer's configuration."""
+    return backbone is None or getattr(backbone, "model_type", None) in _BACKBONES
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[Any]:
+    """A configuration, and those of the model's parts in it."""
+    yield config
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            yield from _parts(part)
+
+
+def _check_patches(config: Any) -> None:
+    """LeViT lists every pair of patches when it is built.
+
+    Raises:
+        ModelMismatch: there are more than images in use have.
+    """
+    if not isinstance(config, LevitConfig):
+        return
+    side, patch = config.image_size, config.patch_size
+    if not (isinstance(side, int) and isinstance(patch, int) and 0 < side <= _LEVIT_PATCHES * patch):
+        raise ModelMismatch(
+            f"the executor's configuration: image_size {side!s:.40} with patch_size {patch!s:.40} is more "
+            f"than {_LEVIT_PATCHES} patches along a side"
+        )
+
+
 def _check_strides(config: Any) -> None:
     """A second of sound is as many rows as convolutions take steps, which no parameter's shape says.
 
     Raises:
         ModelMismatch: steps that are shorter than half of what is seen at once.
     """
-    for part in vars(config).values():
-        if isinstance(part, PreTrainedConfig):
-            _check_strides(part)
     kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
     if not (isinstance(kernels, list | tuple) and isinstance(strides, list | tuple)):
         return

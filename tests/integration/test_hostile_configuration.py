@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,7 +36,13 @@ Hostile = Callable[..., Executor]
         {"vocab_size": 10**15},
         {"hidden_size": 1 << 40},
         {"intermediate_size": 10**9},
-        {"head_dim": 128},  # within what the manifest accounts for, and another shape
+        {"head_dim": 128},  # a number like others, and another shape
+        {
+            "head_dim": 1 << 18
+        },  # as wide as a vocabulary, and nothing is made of it before shapes are compared
+        {"intermediate_size": 1 << 18},
+        {"hidden_size": 1 << 18},
+        {"num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16},
         {"num_hidden_layers": 3},
         {"rope_parameters": {"a": {"b": {"c": {"d": {"e": {"f": {"g": {}}}}}}}}},
     ],
@@ -47,6 +54,58 @@ def test_a_configuration_that_the_manifest_does_not_account_for(
     executor = hostile({"config.json": json.dumps(config).encode()})
     with executor.connect() as session, pytest.raises(ModelMismatch):
         session.load_model(progress=False)
+
+
+DOWN = [["Subsample", 16, 8, 4, 2, 2], ["Subsample", 16, 16, 4, 2, 2], [""]]
+INFINITE = {"__float__": "Infinity"}
+USED: list[tuple[str, str, Any, Any]] = [
+    ("kimi_linear", "model_max_length", 1 << 20, 1 << 25),
+    ("llama4_text", "floor_scale", 8192, 1 << 19),
+    ("inkling2_text", "log_scaling_n_floor", 128_000, 1 << 19),
+    ("mimi", "sampling_rate", 24_000, 1 << 19),
+    ("mimi", "codebook_size", 2048, 1 << 19),
+    ("dac", "hop_length", 1920, 1 << 19),
+    ("wav2vec2", "tdnn_dim", [512, 1500], [512, 1 << 19]),
+    ("llava_onevision", "image_grid_pinpoints", [[384, 2304]], [[384, 4097]]),
+    ("mamba2", "time_step_limit", [0.0, INFINITE], [0.0, {"__float__": "../x"}]),
+    ("levit", "down_ops", DOWN, [*DOWN[:2], ["../x", 1 << 19]]),
+    # Every pair of 64 x 64 patches would be a list of 16 million.
+    ("levit", "image_size", 512, 1024),
+    ("levit", "patch_size", 7, 2),
+    ("levit", "image_size", 224, [224, 224]),
+]
+
+
+@pytest.mark.parametrize(("model_type", "key", "used", "refused"), USED)
+def test_numbers_in_use_pass_beside_narrow_layers(
+    model_type: str, key: str, used: Any, refused: Any, llama: Executor
+) -> None:
+    """Rates, scales and lengths, of which nothing is made, and infinity as transformers writes it."""
+    _, manifest = config_of(llama)
+
+    def read(value: Any) -> Any:
+        data = json.dumps({"model_type": model_type, key: value}).encode()
+        return model_configuration(data, manifest, {})
+
+    expected = [0.0, math.inf] if key == "time_step_limit" else used
+    assert json.dumps(getattr(read(used), key)) == json.dumps(expected)
+    with pytest.raises(ModelMismatch, match=key):
+        read(refused)
+
+
+def test_a_backbone_that_the_configuration_describes(llama: Executor) -> None:
+    """It is built of the peer's numbers like any other part; others would be loaded from elsewhere."""
+    _, manifest = config_of(llama)
+    for model_type, kept in (("sam3_vit_model", True), ("timm_backbone", False), ("detr", False)):
+        backbone = {"model_type": model_type, "hidden_size": 64, "backbone": "resnet50"}
+        for raw in (
+            {"model_type": "sam3_vision_model", "backbone_config": backbone},
+            {"model_type": "sam3", "vision_config": {"backbone_config": backbone}},
+        ):
+            config = model_configuration(json.dumps(raw).encode(), manifest, {})
+            built = getattr(config, "vision_config", config).backbone_config
+            assert (built.model_type, built.hidden_size) == ("sam3_vit_model", 64 if kept else 1024)
+            assert getattr(built, "backbone", None) is None
 
 
 SOUND = {"model_type": "wav2vec2", "hidden_size": 64, "intermediate_size": 96, "tdnn_dim": [64] * 5}

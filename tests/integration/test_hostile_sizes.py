@@ -262,6 +262,7 @@ def test_tables_that_are_no_buffers(llama: Executor) -> None:
         {"model_type": "mamba2", "chunk_size": 2048},
         {"model_type": "gpt_neo", "window_size": 2048},
         {"model_type": "longt5", "local_radius": 2047},
+        {"model_type": "mimi", "dilation_growth_rate": 2048},
     ],
 )
 def test_no_text_is_padded_to_any_length(raw: dict[str, Any], llama: Executor) -> None:
