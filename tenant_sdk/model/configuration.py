@@ -49,6 +49,8 @@ _IMAGES = re.compile(r"image_size|img_size|crop_size|pinpoints", re.IGNORECASE) 
 _PAD_TOGETHER = re.compile(r"attn_chunk_length$", re.IGNORECASE)  # to what all of these divide
 # Built or run, these load compiled code from a public hub.
 _FETCHING = ("mra", "rwkv", "sam3_video", "yoso")
+# Which fill a table in a Python loop as long as their configuration says, before any shape can be compared.
+_LOOPING = ("videomae",)
 # Parts of a model that its configuration describes, and that are built of it like any other part.
 _BACKBONES = ("sam3_vit_model",)
 # Of configuration classes themselves: they would give one key's value to another.
@@ -188,6 +190,11 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
     if key == "model_type" and value in _FETCHING:
         raise ModelMismatch(
             f"{value} models fetch code when they are built or run; they are not built for a peer"
+        )
+    if key == "model_type" and value in _LOOPING:
+        raise ModelMismatch(
+            f"{value} models take as long to build as their configuration says; they are not built for a "
+            "peer. Load the checkpoint with transformers and use session.attach"
         )
     if isinstance(value, list):
         if len(value) > limits.many:
