@@ -260,7 +260,7 @@ def test_nothing_in_a_configuration_is_loaded(value: Any, llama: Executor, secre
     ],
 )
 def test_model_types_that_fetch_code_or_loop(model_type: str, said: str, llama: Executor) -> None:
-    """They load compiled kernels from a public hub as soon as they are built, or run; or fill tables slowly."""
+    """They load compiled kernels from a public hub once built or run, or fill their tables slowly."""
     raw, manifest = config_of(llama)
     for change in ({"model_type": model_type}, {"text_config": {"model_type": model_type}}):
         with pytest.raises(ModelMismatch, match=f"{model_type} .*{said}"):
