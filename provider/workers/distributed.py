@@ -50,17 +50,18 @@ def join(store: Store, rank: int) -> DistributedLink:
         EOFError: it has ended.
         OSError: it does not come.
     """
-    if store.check([_OVER]):
-        raise EOFError("the executor has ended")
-    store.set(_host_of(rank), socket.gethostname())
-    store.set(_version_of(rank), version())  # which is there when the executor looks
-    times = store.add(_word(rank), 1)
     try:
-        executor = store.get(_VERSION)
+        if store.check([_OVER]):
+            raise EOFError("the executor has ended")
+        time_ = store.add(_times(rank), 1)
+        store.set(_said(rank, time_, "host"), socket.gethostname())
+        store.set(_said(rank, time_, _VERSION), version())
+        store.set(_last(rank), str(time_))  # what it says is there when the executor looks
+        executor = _text(store.get(_VERSION))
     except RuntimeError as error:
         raise ConnectionError(f"the executor does not say its version: {_first_line(error)}") from error
-    _check_versions(rank, version(), _text(executor))
-    return DistributedLink(_pair(store, rank, times, 1, "the executor"), 0, "the executor")
+    _check_versions(rank, version(), executor)
+    return DistributedLink(_pair(store, rank, time_, 1, "the executor"), 0, "the executor")
 
 
 def over(store: Store) -> None:
@@ -94,7 +95,7 @@ class Rank:
         self._store, self._rank = store, rank
         self._version = version()  # of what runs: another may be installed meanwhile
         store.set(_VERSION, self._version)
-        self._times = 0  # that it joined, as far as is known
+        self._joined = 0  # the number of the time that it joined last, as far as is known
 
     def __call__(self, stop: threading.Event) -> Joined:
         """The next time that it joins.
@@ -104,41 +105,44 @@ class Rank:
             SymbiosisError: it does not.
         """
         deadline = time.monotonic() + JOIN_SECONDS
-        while (times := self._joined()) <= self._times:
-            if stop.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
-                raise SymbiosisError(
-                    f"nobody has joined as rank {self._rank} for {JOIN_SECONDS:.0f} s; is it started, with "
-                    "the same MASTER_ADDR and MASTER_PORT?"
-                )
-        self._times = times
-        said = self._store.check([_version_of(self._rank)])
-        worker = _text(self._store.get(_version_of(self._rank))) if said else "unknown"
+        try:
+            while (time_ := self._last_join()) <= self._joined:
+                if stop.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
+                    raise SymbiosisError(
+                        f"nobody has joined as rank {self._rank} for {JOIN_SECONDS:.0f} s; is it started, "
+                        "with the same MASTER_ADDR and MASTER_PORT?"
+                    )
+            self._joined = time_
+            worker, host = (
+                _text(self._store.get(_said(self._rank, time_, what))) for what in (_VERSION, "host")
+            )
+        except RuntimeError as error:
+            raise SymbiosisError(f"the store where workers join is gone: {_first_line(error)}") from error
         _check_versions(self._rank, worker, self._version)
-        host = _text(self._store.get(_host_of(self._rank)))
         name = f"rank {self._rank} on {host}"
         try:
-            return Joined(DistributedLink(_pair(self._store, self._rank, times, 0, name), 1, name))
+            return Joined(DistributedLink(_pair(self._store, self._rank, time_, 0, name), 1, name))
         except OSError as error:  # it has ended meanwhile, and will come again
             log.info("rank %d said that it is there, and is not: %s", self._rank, error)
             return self(stop)
 
-    def _joined(self) -> int:
-        try:
-            return int(self._store.add(_word(self._rank), 0))
-        except RuntimeError as error:
-            raise SymbiosisError(f"the store where workers join is gone: {error}") from error
+    def _last_join(self) -> int:
+        """The number of the time that it joined last; 0: it never did."""
+        word = _last(self._rank)
+        return int(self._store.get(word)) if self._store.check([word]) else 0
 
 
-def _word(rank: int) -> str:
-    return f"worker/{rank}"
+def _times(rank: int) -> str:
+    return f"worker/{rank}/times"
 
 
-def _version_of(rank: int) -> str:
-    return f"{_word(rank)}/{_VERSION}"
+def _last(rank: int) -> str:
+    return f"worker/{rank}/last"
 
 
-def _host_of(rank: int) -> str:
-    return f"{_word(rank)}/host"
+def _said(rank: int, time_: int, what: str) -> str:
+    """Under which a worker leaves word of itself, anew each time that it joins."""
+    return f"worker/{rank}/{time_}/{what}"
 
 
 def _text(said: bytes) -> str:
@@ -166,8 +170,8 @@ def _lost(name: str, error: Exception) -> ConnectionError:
     return ConnectionError(f"the connection to {name} is lost: {_first_line(error)}")
 
 
-def _pair(store: Store, rank: int, times: int, own: int, name: str) -> ProcessGroupGloo:
-    prefix = PrefixStore(f"{_word(rank)}/{times}", store)
+def _pair(store: Store, rank: int, time_: int, own: int, name: str) -> ProcessGroupGloo:
+    prefix = PrefixStore(_said(rank, time_, "pair"), store)
     try:
         return ProcessGroupGloo(prefix, own, 2, timedelta(seconds=CONNECT_SECONDS))
     except RuntimeError as error:

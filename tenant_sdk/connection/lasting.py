@@ -201,6 +201,15 @@ class LastingConnection:
         if not self._home.left:
             self._closing.set()
 
+    def sleep(self, seconds: float) -> None:
+        """As ``time.sleep``, but not for longer than the session lasts.
+
+        Raises:
+            ConnectionLost: it was closed.
+        """
+        if self._closing.wait(seconds):
+            raise ConnectionLost("the session is closed")
+
     def _reopen(self, since: float, cause: SymbiosisError | None = None) -> None:
         """Replace a broken channel, waiting until ``patience`` seconds after ``since``."""
         with self._reconnecting:
@@ -270,8 +279,7 @@ class LastingConnection:
             who = f"all {count} replicas are" if count > 1 else f"{self.url} is"
             log.warning("%s away (%s); waiting up to %s", who, why, _duration(left))
         seconds = pause(self._rounds - 1, self._replicas.asked(now), self._chance())
-        if self._closing.wait(min(left, seconds)):
-            raise ConnectionLost("the session is closed")
+        self.sleep(min(left, seconds))
 
     def _failed(self, name: str, error: SymbiosisError) -> None:
         """A replica cannot be used; another one may be."""

@@ -360,7 +360,7 @@ class RemoteExecutor:
                         f"{connection.url} {_REASONS[error.code]}, and was not done after "
                         f"{now - asked:.0f} s; to wait longer, give patience=SECONDS"
                     ) from error
-                self._put_off(connection.url, seconds, error.code)
+                self._put_off(connection, seconds, error.code)
                 attempt += 1
             except SymbiosisError as error:
                 if not connection.waits_after(error):
@@ -369,13 +369,13 @@ class RemoteExecutor:
                 began, attempt = time.monotonic(), 0
             pending = None
 
-    def _put_off(self, url: str, seconds: float, code: str) -> None:
+    def _put_off(self, connection: LastingConnection, seconds: float, code: str) -> None:
         """Wait, and say so now and then."""
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
-            log.warning("%s %s; waiting and going on", url, _REASONS[code])
-        time.sleep(seconds)
+            log.warning("%s %s; waiting and going on", connection.url, _REASONS[code])
+        connection.sleep(seconds)
         self.stats.add(refusals=1, seconds_throttled=seconds)
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:

@@ -51,6 +51,8 @@ _PAD_TOGETHER = re.compile(r"attn_chunk_length$", re.IGNORECASE)  # to what all 
 _FETCHING = ("mra", "rwkv", "sam3_video", "yoso")
 # Which fill a table in a Python loop as long as their configuration says, before any shape can be compared.
 _LOOPING = ("videomae",)
+# Which fill a table of positions in a Python loop: so long that it takes a few seconds.
+_FILLING, _FILLED = ("distilbert", "flaubert", "marian", "pegasus", "roformer", "xlm"), 1 << 13
 # Parts of a model that its configuration describes, and that are built of it like any other part.
 _BACKBONES = ("sam3_vit_model",)
 # Of configuration classes themselves: they would give one key's value to another.
@@ -109,6 +111,7 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
     for part in _parts(config):
         _check_strides(part)
         _check_patches(part)
+        _check_places(part)
     config.name_or_path = ""  # libraries look a name up at the public model hub, or on this disk
     return config
 
@@ -184,7 +187,7 @@ def _clean(value: Any, limits: _Limits, key: str, depth: int, lists: int = 0) ->
         return {
             name: _label(name, each) if key in _LABELS else _clean(each, limits, name, depth + 1)
             for name, each in value.items()
-            if (key in _LABELS or (_harmless(each) and _WORD.fullmatch(name)))
+            if (_LABEL.fullmatch(name) if key in _LABELS else _harmless(each) and _WORD.fullmatch(name))
             and (not _LOADS.search(name) or _number(each) or _widths(name, each) or _described(name, each))
         }
     if key == "model_type" and value in _FETCHING:
@@ -268,6 +271,20 @@ def _check_patches(config: Any) -> None:
         raise ModelMismatch(
             f"the executor's configuration: image_size {side!s:.40} with patch_size {patch!s:.40} is more "
             f"than {_LEVIT_PATCHES} patches along a side"
+        )
+
+
+def _check_places(config: Any) -> None:
+    """Some models compute their positions in a Python loop when they are built.
+
+    Raises:
+        ModelMismatch: there are more than such models have in use.
+    """
+    places = getattr(config, "max_position_embeddings", 0)
+    if config.model_type in _FILLING and not (isinstance(places, int) and places <= _FILLED):
+        raise ModelMismatch(
+            f"the executor's configuration: max_position_embeddings is {places!s:.40}; {_FILLED} is the most "
+            f"that is taken of {config.model_type}, which computes them one by one"
         )
 
 

@@ -111,7 +111,8 @@ class Experts:
             [T, O] forward, [T, I] backward.
 
         Raises:
-            NonFiniteError: before anything is sent.
+            NonFiniteError: NaN or infinity, before anything is sent; or rows of one expert that are too
+                large once they are scaled, of which nothing is sent.
         """
         width = self._outputs if direction == Direction.FORWARD else self._inputs
         if not len(rows):

@@ -38,7 +38,8 @@ SAMPLE = {
     "SwinModel": "images, in windows and stages",
     "SiglipModel": "attention that reads a layer's weight itself",
     "WhisperModel": "a spectrogram",
-    "VideoMAEModel": "images in time",
+    "CLIPModel": "images and text",
+    "Wav2Vec2Model": "sound",
 }
 
 

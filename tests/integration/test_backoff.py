@@ -102,6 +102,8 @@ class Refusing:
 
     payload, url = torch.ones(1), peer
 
+    sleep: Callable[[float], None]  # as a connection
+
     def answered(self, channel: Any) -> None:
         assert channel is self
 
@@ -111,6 +113,7 @@ def wait_for(channel: Refusing, clock: Clock, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(remote_module, "time", clock)
     remote: Any = object.__new__(RemoteExecutor)
     remote.stats, remote._told, remote.connection = remote_module.Stats(), math.inf, channel
+    channel.sleep = clock.sleep
     remote._chance = lambda: chance
     try:
         return remote._answer(channel, channel, channel.ask), remote

@@ -155,6 +155,20 @@ def test_names_of_classes_are_no_paths(llama: Executor) -> None:
     raw = {"model_type": "vit", "hidden_size": 64, "intermediate_size": 96, "id2label": given}
     config = model_configuration(json.dumps(raw).encode(), manifest, {})
     assert config.id2label == {0: "tench, Tinca tinca"} | {i: f"LABEL_{i}" for i in range(1, 5)}
+    raw["label2id"] = {"a": 0, "/x": 1, "http://x": 2, "x" * 200: 3}
+    assert model_configuration(json.dumps(raw).encode(), manifest, {}).label2id == {"a": 0}
+
+
+@pytest.mark.parametrize("model_type", ["distilbert", "flaubert", "marian", "pegasus", "roformer", "xlm"])
+def test_tables_that_are_filled_in_loops_are_short(model_type: str, llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    raw = {"model_type": model_type, "max_position_embeddings": 512}
+    for given in (raw, {"model_type": "encoder-decoder", "encoder": raw, "decoder": raw}):
+        model_configuration(json.dumps(given).encode(), manifest, {})
+    raw["max_position_embeddings"] = 1 << 20
+    for given in (raw, {"model_type": "encoder-decoder", "encoder": raw, "decoder": raw}):
+        with pytest.raises(ModelMismatch, match="one by one"):
+            model_configuration(json.dumps(given).encode(), manifest, {})
 
 
 def test_models_of_other_inputs_are_not_built_for_a_peer(llama: Executor) -> None:

@@ -243,6 +243,15 @@ def test_closing_ends_the_wait(world: Callable[..., World]) -> None:
         here.lose()
 
 
+def test_closing_ends_a_pause(world: Callable[..., World]) -> None:
+    here = world()
+    here.connection.sleep(2.0)
+    assert here.waited == [2.0]
+    here.connection.close()
+    with pytest.raises(ConnectionLost, match="the session is closed"):
+        here.connection.sleep(1e6)
+
+
 UNCLOSED = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
