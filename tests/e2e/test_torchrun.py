@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from conftest import RING, Executor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import tenant_sdk
-from provider.workers.distributed import Rank
+from provider.workers import distributed
+from provider.workers.distributed import Rank, join
 from provider.workers.rank import LOST
 from shared.errors import ConfigurationError
 from shared.options import version
@@ -209,9 +211,18 @@ def test_a_rank_of_another_version_is_refused_by_both_ends(store: TCPStore, tmp_
         assert worker.wait(SECONDS) == LOST  # so that it joins once it is the same version
 
 
-def test_a_rank_that_says_no_version_is_refused(store: TCPStore) -> None:
-    """As none did before they were compared."""
+def test_a_rank_that_comes_again_in_another_version(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that it said the last time is taken for this time's."""
     rank = Rank(store, 1)
-    store.add("worker/1", 1)
-    with pytest.raises(ConfigurationError, match="rank 1 is of version unknown, and the executor of version"):
-        rank(threading.Event())
+    with monkeypatch.context() as older:
+        older.setattr(distributed, "version", lambda: "0.9")
+        for end in (lambda: join(store, 1), lambda: rank(threading.Event())):
+            with pytest.raises(ConfigurationError, match="rank 1 is of version 0.9, and the executor of"):
+                end()
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(join, store, 1)
+        executor = rank(threading.Event()).link
+        worker.result(SECONDS).send(1, b"here")
+        assert executor.receive(SECONDS) == (1, b"here")
+        for link in (worker.result(), executor):
+            link.close()
