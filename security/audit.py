@@ -40,6 +40,7 @@ from security.judges import STATISTICAL
 from security.passive import Evidence, PassiveAttacks
 from security.plan import PROVIDER, SOURCE, AuditPlan, AuditResult, Stage
 from security.public_model import PublicModel
+from security.routes import Routes
 from security.statistics import rate
 from security.supplies import Supplies
 from security.views import mask_source_view, operations_of, products_of, requests_of, whole
@@ -95,6 +96,7 @@ class Audit:
                 hostile = HostileProvider(parties, folder, self.plan, self.text, self.rng, self.confidence)
                 hostile.run(self.result, self.stage)
                 Supplies(hostile).run(self.result, self.stage)
+                Routes(hostile).run(self.result, self.stage)
             texts = self.texts(parties)
         evidence = self.collect(parties)
         passive = PassiveAttacks(evidence, self.plan, self.result, self.rng, self.confidence, self.stage)

@@ -173,6 +173,22 @@ CLAIMS = (
         same_for_all("speculation"),
     ),
     Claim(
+        "local-experts",
+        "Where a mixture's experts stay with the tenant, nothing about them is seen",
+        f"{ONE_TIME}, experts local",
+        "routing, local experts",
+        "the same numbers of rows for every prompt of a length; the interval holds chance",
+        same_for_all("routing, local experts"),
+    ),
+    Claim(
+        "padded-experts",
+        "Of up to 16 tokens padded experts do not show which experts they go to",
+        f"{ONE_TIME}, experts padded",
+        "routing, padded experts",
+        "the same numbers of rows for every prompt of a length; the interval holds chance",
+        same_for_all("routing, padded experts"),
+    ),
+    Claim(
         "hostile-tokenizer",
         "A tokenizer of the provider reads no file of the tenant",
         PLAIN,
@@ -363,6 +379,14 @@ CLAIMS = (
         "speculation",
         "at least 75 %",
         controlled({"speculation": 0.75}),
+    ),
+    Claim(
+        "control-routing",
+        "Where experts are routed, the provider recognises prompts that it knows",
+        f"{ONE_TIME}, experts routed",
+        "routing, padded experts",
+        "at least 95 %",
+        controlled({"routing, padded experts": 0.95}),
     ),
     Claim(
         "control-hostile-tokenizer",

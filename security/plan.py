@@ -44,13 +44,14 @@ class AuditPlan:
     topic_prompts: int = 30  # of each topic
     filler_prompts: int = 16  # of each kind
     served_prompts: int = 16  # of each kind
+    routed_prompts: int = 32  # of each length
     modes: tuple[str, ...] = MODES
 
 
 STOLEN = {(PLAIN, PROVIDER): 6, (ONE_TIME, PROVIDER): 3}
 FULL_PLAN = AuditPlan(FULL, 600_000, 24, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01)
 QUICK_PLAN = AuditPlan(
-    QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024), 8, 2, 8, 8, 8, 4
+    QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024), 8, 2, 8, 8, 8, 4, 16
 )
 
 

@@ -73,6 +73,11 @@ COUNTED = (
         "tokens that the tenant has to send; rows of the parent beside which its child asks",
         "none: one success is too many",
     ),
+    (
+        "routing",
+        "prompts, of a few tokens and of many, each one of as many that the provider knows",
+        "one of as many as there are prompts",
+    ),
     ("distinguishing game", "rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),
 )
 

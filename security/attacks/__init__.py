@@ -8,6 +8,7 @@ from security.attacks.hostile_parties import MaskServedTwice, SubstitutedSource
 from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead
 from security.attacks.logs import LogScan
 from security.attacks.masking import DistinguishingGame, Uniformity
+from security.attacks.routing import Routing
 from security.attacks.seeds import SeedPrediction
 from security.attacks.streams import SpeculationWatch, TopicFromTraffic
 from security.attacks.tokens import (
@@ -38,6 +39,7 @@ ATTACKS = (
     TrafficAnalysis,
     TrafficAnalysisOutside,
     TopicFromTraffic,
+    Routing,
     Poison,
     AbortOracle,
     ImprintedEmbeddings,

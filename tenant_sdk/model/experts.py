@@ -35,6 +35,19 @@ _tokens: ContextVar[int] = ContextVar("tokens", default=0)  # of the mixture tha
 _PRODUCTS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
+def bucket(counts: Sequence[int], tokens: int = 0) -> int:
+    """How many rows each expert gets where they are padded, and the tokens need so many.
+
+    Few tokens could all go to one expert, and equal ones do: so it has room for all of them, and says
+    nothing that the attention's rows do not say.
+
+    Args:
+        tokens: how many there are; 0: that is not known.
+    """
+    most = max(tokens if tokens <= FEW_TOKENS else 0, *counts, LEAST_BUCKET)
+    return int(1 << (most - 1).bit_length())
+
+
 class Padding:
     """Gives all experts of a projection equally many rows; says once what that costs."""
 
@@ -42,16 +55,8 @@ class Padding:
         self._told = False
 
     def rows(self, counts: Sequence[int], tokens: int = 0) -> int:
-        """How many rows each expert gets where the tokens need so many.
-
-        Few tokens could all go to one expert, and equal ones do: so it has room for all of them, and says
-        nothing that the attention's rows do not say.
-
-        Args:
-            tokens: how many there are; 0: that is not known.
-        """
-        most = max(tokens if tokens <= FEW_TOKENS else 0, *counts, LEAST_BUCKET)
-        most = 1 << (most - 1).bit_length()
+        """See ``bucket``."""
+        most = bucket(counts, tokens)
         if not self._told:
             self._told, sent, needed = True, most * len(counts), sum(counts)
             log.warning(
