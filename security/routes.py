@@ -28,7 +28,12 @@ from tenant_sdk.model.experts import FEW_TOKENS, bucket
 
 SHORT, LONG = 12, 96  # tokens of a prompt: so few that padded experts have room for all of them, and more
 SETTINGS = ("local", "padded", "routed")
-EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2, "hidden_size": 64}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+}
 
 
 class Routes:
@@ -119,7 +124,7 @@ class Routes:
 
         def note(path: str, experts: int) -> Any:
             def hook(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-                chosen = options.get("top_k_index", arguments[1] if len(arguments) > 1 else None)
+                chosen = options["top_k_index"] if "top_k_index" in options else arguments[1]
                 counts[path] = torch.bincount(chosen.flatten(), minlength=experts).tolist()
 
             return hook

@@ -74,10 +74,13 @@ class Experts:
         name: of the parameter, below the base model.
         groups: of one member each, in the order of the experts.
         padding: None: each expert is asked for its tokens alone.
+        skips: whether, where each expert gets equally many rows, those of zeros are not asked for.
     """
 
-    def __init__(self, name: str, groups: Sequence[Group], padding: Padding | None) -> None:
-        self.name, self.groups, self._padding = name, groups, padding
+    def __init__(
+        self, name: str, groups: Sequence[Group], padding: Padding | None, *, skips: bool = False
+    ) -> None:
+        self.name, self.groups, self._padding, self.skips = name, groups, padding, skips
         self._known: set[tuple[Direction, int]] = set()  # kinds that were asked for before
         self._inputs, self._outputs = groups[0].info.inputs, groups[0].info.members[0].outputs
 
@@ -187,9 +190,10 @@ class _Term(NamedTuple):
 class RemoteExperts(RemoteWeight):
     """What stands where the weights of experts were: it is multiplied with, and nothing else.
 
-    transformers multiplies rows that are sorted by expert (``grouped_mm``), by the weight or its transpose.
-    PEFT adds an adapter of low rank to the weight first (``baddbmm``, or ``add`` where there is one expert or
-    several adapters); that is multiplied apart, so the sum, which nobody has, is never made.
+    transformers multiplies rows that are sorted by expert (``grouped_mm``), or equally many for each
+    (``bmm``), by the weight or its transpose. PEFT adds an adapter of low rank to the weight first
+    (``baddbmm``, or ``add`` where there is one expert or several adapters); that is multiplied apart, so the
+    sum, which nobody has, is never made.
     """
 
     experts: Experts
@@ -224,6 +228,8 @@ class RemoteExperts(RemoteWeight):
         first = args[0] if args else None
         if name in _PRODUCTS and len(args) > 1 and isinstance(args[1], cls):
             return args[1].grouped_product(args[0], args[2] if len(args) > 2 else kwargs["offs"])
+        if name == "bmm" and len(args) > 1 and isinstance(args[1], cls):
+            return args[1].batched_product(args[0])
         if isinstance(first, cls) and name == "baddbmm" and kwargs.keys() <= {"alpha"}:
             return first.plus(*args[1:], **kwargs)
         if isinstance(first, cls) and name == "transpose" and {args[1] % 3, args[2] % 3} == {1, 2}:
@@ -281,7 +287,27 @@ class RemoteExperts(RemoteWeight):
                 f"which rows of {self.layer} are whose is not known here, as under torch.func.vmap: each "
                 "element goes to other experts. Loop over them, or keep experts here: experts='local'"
             ) from error
-        counts = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+        return self._product(rows, [stop - start for start, stop in zip([0, *stops], stops, strict=False)])
+
+    def batched_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [E, T, first axis] times each one's weight: [E, T, second axis].
+
+        Where the provider may see how many tokens go to each expert, rows of zeros are left out: they are
+        tokens that do not, and the model multiplies their gradients by zero.
+        """
+        experts, count, width = rows.shape
+        flat = rows.reshape(-1, width)
+        if not self.experts.skips:
+            return self._product(flat, [count] * experts).view(experts, count, -1)
+        needed = flat.ne(0).any(1)
+        counts = needed.view(experts, count).sum(1).tolist()
+        out = flat.new_zeros((len(flat), self.shape[2]))
+        return out.index_put((needed.nonzero()[:, 0],), self._product(flat[needed], counts)).view(
+            experts, count, -1
+        )
+
+    def _product(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Rows of all experts in order, ``counts`` of each."""
         direction = Direction.FORWARD if self.forwards else Direction.BACKWARD
         out = self.experts.differentiable(direction, rows, counts, _urgency(counts), _tokens.get())
         for term in self.terms:
@@ -393,16 +419,21 @@ def _check(name: str, here: Projection | None, infos: Sequence[GroupInfo]) -> No
 
 def attach_experts(model: nn.Module, plan: Iterable[Planned], padding: Padding | None) -> int:
     """Swap projections for stand-ins; how many."""
-    count = 0
+    count, sorts = 0, False
     for projection, name, groups in plan:
         weight = projection.weight
         device = torch.device("cpu") if weight.is_meta else weight.device
-        stand_in = RemoteExperts(
-            Experts(name, groups, padding), weight.shape, weight.dtype, device, projection.transposed
+        experts = Experts(
+            name,
+            groups,
+            None if projection.batched else padding,  # they get equally many rows anyway
+            skips=projection.zeros and padding is None,
         )
+        stand_in = RemoteExperts(experts, weight.shape, weight.dtype, device, projection.transposed)
         projection.module._parameters[projection.parameter] = nn.Parameter(stand_in, requires_grad=False)
+        sorts = sorts or not projection.batched
         count += 1
-    if count:
+    if sorts:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
         base_model(model).set_experts_implementation(IMPLEMENTATION)  # type: ignore[operator]
     return count
@@ -435,8 +466,9 @@ def detach_experts(model: nn.Module, manifest: Manifest, source: Checkpoint) -> 
         for member in group.members:
             if member.expert is not None:
                 members.setdefault(member.name.rpartition(".")[0], []).append(member)
-    count = 0
-    for name, (_, module, parameter) in own_projections(model).items():
+    count, sorts = 0, False
+    for name, projection in own_projections(model).items():
+        module, parameter = projection.module, projection.parameter
         stand_in = module._parameters[parameter]
         if isinstance(stand_in, RemoteExperts):
             weights = [source.member_weight(member) for member in members[name]]
@@ -445,8 +477,9 @@ def detach_experts(model: nn.Module, manifest: Manifest, source: Checkpoint) -> 
             )
             real = real.to(stand_in.device, stand_in.dtype)
             module._parameters[parameter] = nn.Parameter(real, requires_grad=False)
+            sorts = sorts or not projection.batched
             count += 1
-    if count:
+    if sorts:
         inner: Any = base_model(model)
         inner.set_experts_implementation(inner.get_correct_experts_implementation(None))
     return count

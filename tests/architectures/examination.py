@@ -39,7 +39,7 @@ TOLERANCE = 1e-5
 SECONDS = 15.0  # to find a configuration and inputs that fit each other
 SHARE = 0.8  # of the frozen linear parameters, at least, are to be at the provider
 # PEFT refuses these layers of state spaces, which bypass the layer's forward.
-NO_LORA = {"mamba": ["out_proj"], "falcon_mamba": ["out_proj"], "mamba2": ["out_proj"]}
+NO_LORA = {name: ["out_proj"] for name in ("mamba", "falcon_mamba", "mamba2", "falcon_h1", "nemotron_h")}
 _PRODUCTS = re.compile(r"(^|_)(mm|addmm|bmm|baddbmm|mv|addmv|linear|matmul|mm_fallback)$")
 
 

@@ -51,7 +51,7 @@ def test_equals_local(class_name: str) -> None:
 
 @pytest.mark.architectures
 def test_all(tmp_path: Path) -> None:
-    """As many as README says, and the document has what came of each."""
+    """As many as promised; and what the document says of the machine's own versions is what came of it."""
     options = [
         "--fresh",
         "--results",

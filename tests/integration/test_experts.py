@@ -42,6 +42,12 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssConfig",
         {**_SMALL, "num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    # All tokens are multiplied by every expert, as zeros by those that they do not go to.
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**_SMALL, "num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size_mlp": 96},
+    ),
 }
 Folder = Callable[[str], Path]
 Pair = Callable[[str], tuple[Executor, Executor]]
@@ -157,7 +163,7 @@ def test_inference_mode(pair: Pair, mixture: Folder) -> None:
         assert relative_error(got, load_local(mixture("mixtral"))(token_ids()).logits) < LOGITS
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "llama4"])
 def test_with_a_checkpoint_of_ones_own(architecture: str, pair: Pair, mixture: Folder) -> None:
     """It computes effects, and says which weight is whose; and gives weights back."""
     folder = mixture(architecture)
@@ -215,6 +221,16 @@ def test_routed_shows_how_many_tokens_each_expert_gets(pair: Pair, caplog: pytes
         assert "sees how many tokens each expert gets" in caplog.text
         for counts in rows_of_experts(session, token_ids(1, 18)):
             assert sum(counts) == 18 * 2
+            assert len(set(counts)) > 1
+
+
+def test_experts_that_get_all_tokens_show_nothing_unless_routed(pair: Pair) -> None:
+    """Llama 4 multiplies zeros where a token does not go; only where routes may be seen they are left out."""
+    with one_time(*pair("llama4"), experts="padded", verify="off") as session:
+        assert rows_of_experts(session, token_ids(1, 18)) == [[18] * 4] * 4
+    with one_time(*pair("llama4"), experts="routed", verify="off") as session:
+        for counts in rows_of_experts(session, token_ids(1, 18)):
+            assert sum(counts) == 18
             assert len(set(counts)) > 1
 
 
