@@ -310,7 +310,13 @@ def plan_capacity(
         anyway=True,
     )
     found = plan(
-        layout.lanes(), layout.shapes, itemsize=layout.itemsize, link=link, tenants=tenants, rows=rows
+        layout.lanes(),
+        layout.shapes,
+        itemsize=layout.itemsize,
+        link=link,
+        tenants=tenants,
+        rows=rows,
+        groups=layout.asked,
     )
     whole = {"model": str(model), "network": network, "tenants": tenants, "rows": rows}
     told = whole | described(layout) | plan_described(found)

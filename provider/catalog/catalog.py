@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import msgspec
@@ -111,9 +111,8 @@ class Catalog:
         name = request.name
         if request.kind == "parameter" and name in self._parameters:
             info = self._parameters[name]
-            length = info.shape[0] if info.shape else 1
-            columns, dtype = torch.Size(info.shape[1:]).numel(), DTYPE_CODES[DTYPE_NAMES[info.dtype]]
-            return _Download(length, columns, dtype, partial(self._read_parameter, name))
+            dtype = DTYPE_CODES[DTYPE_NAMES[info.dtype]]
+            return _Download(*info.rows, dtype, partial(self._read_parameter, name))
         if request.kind == "scales" and name in self._scales:
             scales = self._scales[name]
             return _Download(
@@ -123,8 +122,24 @@ class Catalog:
         return _Download(sizes[name], 1, BYTES, partial(self._read_file, name)) if name in sizes else None
 
     def _read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
-        rows = slice(start, stop) if self._parameters[name].shape else None  # a single number has no rows
-        return self.checkpoint.stored.read(name, rows).contiguous()
+        info = self._parameters[name]
+        if not info.shape:  # a single number has no rows
+            return self.checkpoint.stored.read(name)
+        each = info.rows[0] // info.shape[0]  # rows of one of the first axis
+        if each == 1:
+            return self.checkpoint.stored.read(name, slice(start, stop)).contiguous()
+        return torch.cat(
+            [
+                self._expert(name, at)[max(0, start - at * each) : stop - at * each]
+                for at in range(start // each, -(-stop // each))
+            ]
+        )
+
+    @lru_cache(maxsize=1)  # noqa: B019 - it lives as long as its executor
+    def _expert(self, name: str, at: int) -> torch.Tensor:
+        """One of a parameter's first axis, as rows; made once for its pieces, which follow each other."""
+        info = self._parameters[name]
+        return self.checkpoint.stored.read(name, expert=at).reshape(-1, info.rows[1])
 
     def _read_file(self, name: str, start: int, stop: int) -> torch.Tensor:
         """A piece of a file.

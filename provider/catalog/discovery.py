@@ -22,6 +22,7 @@ from provider.catalog.experts import with_experts
 from provider.catalog.probe import probe
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
+from shared.experts import projections
 from shared.recipes import skeleton
 from shared.stored import Stored
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
@@ -121,7 +122,13 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
         groups.append(GroupInfo(sizes[0][1], members, head=layers[names[0]] is head))
     if not groups:
         raise CheckpointError(f"{folder}/config.json is of a model without linear layers")
-    return groups
+    experts = [
+        (Member(f"{each.name}.{expert}", outputs, "", each.transposed, expert=expert), inputs)
+        for each in projections(model)
+        for count, outputs, inputs in [each.axes]
+        for expert in range(count)
+    ]
+    return with_experts(groups, experts)
 
 
 def _linear_layers(model: PreTrainedModel, *, serve_head: bool) -> dict[str, nn.Module]:

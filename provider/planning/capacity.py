@@ -23,13 +23,15 @@ WORKER_SECONDS, COPIED_BYTES_PER_SECOND = 3e-4, 4e9
 
 
 def pass_steps(
-    shapes: Sequence[GroupShape], itemsize: int, directions: Sequence[Direction] = (Direction.FORWARD,)
+    shapes: Sequence[GroupShape],
+    itemsize: int,
+    directions: Sequence[Direction] = (Direction.FORWARD,),
+    groups: Sequence[int] | None = None,
 ) -> list[Step]:
-    """The requests of a pass: all groups in order, and backward in the other order."""
-    steps = []
+    """The requests of a pass: all groups, or some, in order, and backward in the other order."""
+    steps, asked = [], list(range(len(shapes)) if groups is None else groups)
     for direction in directions:
-        order = range(len(shapes)) if direction == Direction.FORWARD else reversed(range(len(shapes)))
-        for group in order:
+        for group in asked if direction == Direction.FORWARD else reversed(asked):
             members = (1 << len(shapes[group].outputs)) - 1
             plan = shapes[group].plan(direction, members)
             up, down = (itemsize * each for each in (plan.request_columns, plan.answer_columns))
@@ -117,6 +119,7 @@ def plan(
     costs: Costs = COSTS,
     machines: int = 0,
     policy: Callable[[LatencyModel], Policy] = Opportunistic,
+    groups: Sequence[int] | None = None,
 ) -> Plan:
     """Forecast decoding and tuning, each by all tenants at once, with nobody else there.
 
@@ -129,13 +132,14 @@ def plan(
         rows: of a tuning step: sequences times tokens.
         costs: of requests.
         machines, policy: see ``Load`` and ``Simulation``.
+        groups: that every row passes; None: all.
     """
     forecasts, sizes = [], []
     for what, count, directions in (
         (RequestClass.DECODE, 1, (Direction.FORWARD,)),
         (RequestClass.FINETUNING, rows, (Direction.FORWARD, Direction.BACKWARD)),
     ):
-        steps = pass_steps(shapes, itemsize, directions)
+        steps = pass_steps(shapes, itemsize, directions, groups)
         load = Load(tenants, count, what, steps, machines)
         passes = min(2.0, MOST_REQUESTS / len(steps) / tenants)
         simulation = Simulation(policy(lanes.model()), lanes, link, costs, load)

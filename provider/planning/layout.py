@@ -50,6 +50,11 @@ class Layout:
     processes: bool
 
     @property
+    def asked(self) -> list[int]:
+        """The groups that every row passes: all but experts, of which a token goes to few."""
+        return [at for at, group in enumerate(self.groups) if group.members[0].expert is None]
+
+    @property
     def shapes(self) -> list[GroupShape]:
         """Of the groups, in their numerics."""
         return [GroupShape.of(group, self.numerics) for group in self.groups]
@@ -157,6 +162,8 @@ def lay_out(
     by_name = {each.name: each for each in found}
     latency = tuple(latency_of(device, weight_bytes, own, by_name.get(device.name)) for device in devices)
     doubts = _doubts(devices, assumed, own)
+    if any(group.members[0].expert is not None for group in groups):
+        doubts += ("a token's products and bytes are without those of experts, whose memory is counted",)
     return Layout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
 
 

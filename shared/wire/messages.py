@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TypeVar
 
 import msgspec
 
 from shared.errors import WireError
+from shared.wire.header import DTYPE_NAMES
 
 # The files of a checkpoint folder that a tenant may ask for, and the most bytes that each may have.
 # Both sides check names against this list, so neither a curious tenant nor a hostile executor can
@@ -20,6 +22,9 @@ TENANT_FILES = {
     "special_tokens_map.json": 1 << 20,
     "chat_template.jinja": 1 << 20,
 }
+
+
+MOST_ROW_BYTES = 4 << 20  # of a parameter's row, where its axes allow that
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +66,18 @@ class ParameterInfo(Message, frozen=True):
     shape: tuple[int, ...]
     dtype: str  # a name in DTYPE_NAMES: the checkpoint's own
     sha256: str  # of its dtype and shape, and its bytes as the checkpoint stores them, or as they are made
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """By how many rows it is fetched, and how many numbers each has.
+
+        Rows of the first axis; of the first axes where one would have more than ``MOST_ROW_BYTES``, as those
+        of experts do.
+        """
+        size, axes = DTYPE_NAMES[self.dtype].itemsize, 1
+        while axes < len(self.shape) - 1 and math.prod(self.shape[axes:]) * size > MOST_ROW_BYTES:
+            axes += 1
+        return math.prod(self.shape[:axes]), math.prod(self.shape[axes:])
 
 
 class FileInfo(Message, frozen=True):

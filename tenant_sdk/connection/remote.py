@@ -379,21 +379,20 @@ class RemoteExecutor:
         self.stats.add(refusals=1, seconds_throttled=seconds)
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
-        """The rows of a tenant-side parameter, [n, ...] pieces in order, in the checkpoint's dtype.
+        """A tenant-side parameter, [n, width] pieces in order of its rows (``info.rows``), in their dtype.
 
         Raises:
             WireError: ``parameter``, after the last piece: they are not what the manifest announced.
         """
         digest = parameter_hash(info.dtype, info.shape)
         dtype = DTYPE_NAMES[info.dtype]
-        length = info.shape[0] if info.shape else 1
-        width = torch.Size(info.shape[1:]).numel()
+        length, width = info.rows
         step = max(1, FETCH_BYTES // (width * dtype.itemsize))
         for piece in self._fetch(
             self.connection, "parameter", info.name, length, step, DTYPE_CODES[dtype], width
         ):
             digest.update(tensor_bytes(piece))
-            yield piece.reshape(-1, *info.shape[1:])
+            yield piece
         if digest.hexdigest() != info.sha256:
             raise WireError("parameter", f"{info.name} is not the parameter that the executor announced")
 

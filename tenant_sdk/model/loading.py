@@ -304,9 +304,9 @@ def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *,
                 continue
             tensor = state[name]
             target = torch.empty(info.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-            at = 0
+            rows, at = target.view(info.rows), 0
             for piece in remote.parameter(info):
-                (target if info.shape else target[None])[at : at + len(piece)] = piece
+                rows[at : at + len(piece)] = piece
                 at += len(piece)
                 bar.update(piece.numel())
             _set(model, name, target)

@@ -7,6 +7,7 @@ itself.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,13 +52,13 @@ def test_equals_local(class_name: str) -> None:
 
 @pytest.mark.architectures
 def test_all(tmp_path: Path) -> None:
-    """As many as promised; and what the document says of the machine's own versions is what came of it."""
-    options = [
-        "--fresh",
-        "--results",
-        tmp_path / "results.jsonl",
-        "--document",
-        tmp_path / "architectures.md",
-    ]
+    """As many as promised, and the document says what came of each."""
+    results, document = tmp_path / "results.jsonl", tmp_path / "architectures.md"
+    options = ["--fresh", "--results", results, "--document", document]
     assert subprocess.run([sys.executable, sweep.__file__, *options]).returncode == 0
-    assert (tmp_path / "architectures.md").read_text() == sweep.DOCUMENT.read_text()
+    assert outcomes(document) == outcomes(sweep.DOCUMENT)
+
+
+def outcomes(document: Path) -> list[tuple[str, str]]:
+    """Of each class; errors differ from one processor to the next."""
+    return re.findall(r"^\| [^|]+ \| (\w+) \| ([a-z ]+) \| \d*%? \|", document.read_text(), re.MULTILINE)

@@ -45,6 +45,19 @@ def test_a_forecast(tmp_path: Path) -> None:
     assert "119 µs" in ok(start("provider.cli", "plan", BASE_MODEL, "--workers", "2"))[0]
 
 
+def test_experts_are_placed_and_not_forecast(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 6, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100}
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = json.loads(ok(start("provider.cli", "plan", tmp_path, "--numerics", "float32", "--json"))[0])
+    (worker,) = told["workers"]
+    assert len(worker["groups"]) == 2 * (2 + 2 * 6)  # attention, and two projections of each expert
+    assert worker["memory_bytes"] == 2 * 4 * (4 * 64 * 64 + 6 * 3 * 64 * 96)
+    assert told["token_bytes"] == [2 * 4 * 2 * 64, 2 * 4 * (3 * 64 + 64)]  # of attention alone
+    assert any("experts" in each for each in told["extrapolated"])
+
+
 def test_what_cannot_be_divided() -> None:
     status, _, said = finish(
         start("provider.cli", "serve", BASE_MODEL, "--plan", "--workers", "3", "--stripes", "2")

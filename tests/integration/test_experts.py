@@ -21,7 +21,9 @@ from ring_sessions import one_time, taken_down
 from torch import nn
 
 import tenant_sdk
+from shared.wire import messages
 from shared.wire.header import Operation
+from tenant_sdk.connection import remote
 from tenant_sdk.model.experts import RemoteExperts, own_projections
 
 FLOAT = 1e-5
@@ -163,6 +165,28 @@ def test_inference_mode(pair: Pair, mixture: Folder) -> None:
         assert relative_error(got, load_local(mixture("mixtral"))(token_ids()).logits) < LOGITS
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tuned_and_then_written_with(setting: str, pair: Pair, mixture: Folder) -> None:
+    """Adapters on attention and experts learn a text as they do locally, and then write it."""
+    ids, losses, written = token_ids(1, 14), list[list[float]](), []
+    with one_time(*pair("mixtral"), experts=setting) as session:
+        for base in (load_local(mixture("mixtral")), session.load_model(progress=False)):
+            model = adapted(base)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+            losses.append([])
+            for _ in range(24):
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(float(loss.detach()))
+            options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+            written.append(model.generate(input_ids=ids[:, :6], **options))
+    # Later a router may decide otherwise for what was rounded otherwise, and steps multiply that.
+    assert losses[1][:5] == pytest.approx(losses[0][:5], rel=1e-2)
+    assert all(torch.equal(each, ids) for each in written)
+
+
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "llama4"])
 def test_with_a_checkpoint_of_ones_own(architecture: str, pair: Pair, mixture: Folder) -> None:
     """It computes effects, and says which weight is whose; and gives weights back."""
@@ -179,6 +203,24 @@ def test_with_a_checkpoint_of_ones_own(architecture: str, pair: Pair, mixture: F
     for name, parameter in local.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
     assert torch.equal(fixed_result(model, token_ids()), expected)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+def test_experts_that_are_longer_than_a_piece_are_downloaded(
+    architecture: str, serve: Callable[..., Executor], mixture: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert of a large model is more than a message may be: its rows come then, of several at a time."""
+    monkeypatch.setattr(messages, "MOST_ROW_BYTES", 1 << 10)
+    monkeypatch.setattr(remote, "FETCH_BYTES", 5 << 10)
+    local = load_local(mixture(architecture))
+    with serve(mixture(architecture)).connect(experts="local") as session:
+        model = session.load_model(progress=False)
+        assert any(
+            len(info.shape) == 3 and info.rows[0] > info.shape[0] for info in session.manifest.parameters
+        )
+    for name, parameter in local.named_parameters():
+        if "experts" in name:
+            assert torch.equal(parameter, model.get_parameter(name)), name
 
 
 # -- what the provider sees ------------------------------------------------------------------------

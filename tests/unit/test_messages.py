@@ -21,6 +21,7 @@ from shared.wire.messages import (
     Manifest,
     Member,
     Message,
+    ParameterInfo,
     decode,
     digest_of,
     encode,
@@ -179,3 +180,19 @@ def test_bounds_are_two_integers(bounds: str) -> None:
     assert decode(b'{"inputs":1,"members":[],"bounds":[3,4]}', GroupInfo).bounds == (3, 4)
     with pytest.raises(WireError, match="control_message"):
         decode(b'{"inputs":1,"members":[],"bounds":%s}' % bounds.encode(), GroupInfo)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "rows"),
+    [
+        ((), "float32", (1, 1)),
+        ((7,), "int64", (7, 1)),
+        ((5, 3), "bfloat16", (5, 3)),
+        ((1 << 20, 1 << 21), "float32", (1 << 20, 1 << 21)),  # never along the last axis
+        ((8, 1 << 10, 1 << 11), "bfloat16", (8, 1 << 21)),  # 4 MiB each
+        ((8, 1 << 10, 1 << 11), "float32", (8 << 10, 1 << 11)),
+        ((2, 3, 1 << 11, 1 << 11), "float32", (6 << 11, 1 << 11)),
+    ],
+)
+def test_rows_of_a_parameter(shape: tuple[int, ...], dtype: str, rows: tuple[int, int]) -> None:
+    assert ParameterInfo("a", shape, dtype, "").rows == rows
