@@ -26,7 +26,7 @@ from shared.wire.header import Direction
 from shared.wire.messages import Manifest
 from tenant_sdk.model.experts import FEW_TOKENS, bucket
 
-SHORT, LONG = 12, 96  # tokens of a prompt: so few that padded experts have room for all of them, and more
+SHORT, LONG = FEW_TOKENS, 96  # of a prompt: so few that padded experts have room for all of them, and more
 SETTINGS = ("local", "padded", "routed")
 EXPERTS: dict[str, Any] = {
     "num_local_experts": 8,
@@ -168,10 +168,11 @@ def rows_of_experts(requests: list[RecordedRequest], manifest: Manifest) -> np.n
 
 
 def mixture(like: Path, into: Path) -> Path:
-    """The audited model if it is a mixture, or one of random weights with its tokenizer: its folder."""
+    """The audited model if its experts' rows are sorted, or one of random weights, with its tokenizer."""
     config = transformers.AutoConfig.from_pretrained(like)
     with torch.device("meta"):
-        if any(projections(transformers.AutoModelForCausalLM.from_config(config))):
+        there = list(projections(transformers.AutoModelForCausalLM.from_config(config)))
+        if there and not any(each.batched for each in there):  # those show what padded ones do
             return like
     small = transformers.MixtralConfig(
         vocab_size=config.vocab_size,

@@ -71,6 +71,7 @@ def projections(model: nn.Module) -> Iterator[Projection]:
                 yield Projection(
                     path, module, parameter, batched.transposed, batched=True, zeros=batched.zeros
                 )
+            continue
         if not all(hasattr(module, each) for each in ("num_experts", "has_gate", "is_transposed")):
             continue
         for parameter in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):

@@ -105,7 +105,7 @@ def _gptq(said: Mapping[str, Any]) -> Unpack:
             f"the checkpoint was quantised by gptq with {bits} bits in the format {form}; with 4 bits in the "
             "formats gptq or gptq_v2 it could be served"
         )
-    return partial(gptq_weight, offset=0 if form == "gptq_v2" else 1)
+    return partial(gptq_weight, offset=0 if form == "gptq_v2" else 1, size=said.get("group_size"))
 
 
 def _awq(said: Mapping[str, Any]) -> Unpack:
@@ -115,17 +115,22 @@ def _awq(said: Mapping[str, Any]) -> Unpack:
             f"the checkpoint was quantised by awq with {bits} bits in the format {form}; with 4 bits and "
             "zero points in the format gemm it could be served"
         )
-    return awq_weight
+    return partial(awq_weight, size=said.get("group_size"))
 
 
-def gptq_weight(stored: Mapping[str, torch.Tensor], offset: int) -> torch.Tensor:
+def gptq_weight(stored: Mapping[str, torch.Tensor], offset: int, size: int | None = None) -> torch.Tensor:
     """A weight W [O, I] of 4-bit integers, float32.
 
     Args:
         stored: ``qweight`` int32 [I / 8, O], eight rows in a word; ``qzeros`` int32 [G, O / 8], eight
             columns; ``scales`` [G, O]; ``g_idx`` [I], to which group a row belongs, or none: in order.
         offset: what is stored of each zero is less by this.
+        size: inputs of a group, as the checkpoint says; -1: all; None: it does not say.
+
+    Raises:
+        CheckpointError: they have other shapes.
     """
+    _check_int4(stored, 8, 1, size)
     numbers = _rows(stored["qweight"])
     zeros = _columns(stored["qzeros"] + offset * 0x11111111)  # of all eight, as one number
     groups = stored.get("g_idx")
@@ -135,17 +140,38 @@ def gptq_weight(stored: Mapping[str, torch.Tensor], offset: int) -> torch.Tensor
     return ((numbers - zeros[groups]) * stored["scales"].float()[groups]).T
 
 
-def awq_weight(stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def awq_weight(stored: Mapping[str, torch.Tensor], size: int | None = None) -> torch.Tensor:
     """A weight W [O, I] of 4-bit integers, float32.
 
     Args:
         stored: ``qweight`` int32 [I, O / 8] and ``qzeros`` int32 [G, O / 8], eight columns in a word, in an
             order of their own; ``scales`` [G, O].
+        size: see ``gptq_weight``.
+
+    Raises:
+        CheckpointError: they have other shapes.
     """
+    _check_int4(stored, 1, 8, size)
     numbers, zeros = (_in_order(_columns(stored[name])) for name in ("qweight", "qzeros"))
-    size = len(numbers) // len(zeros)
-    scales = stored["scales"].float().repeat_interleave(size, 0)
-    return ((numbers - zeros.repeat_interleave(size, 0)) * scales).T
+    each = len(numbers) // len(zeros)
+    scales = stored["scales"].float().repeat_interleave(each, 0)
+    return ((numbers - zeros.repeat_interleave(each, 0)) * scales).T
+
+
+def _check_int4(stored: Mapping[str, torch.Tensor], rows: int, columns: int, size: int | None) -> None:
+    """Refuse tensors that do not fit, which could be broadcast; a word has so many rows or columns."""
+    shapes = {
+        name: tuple(stored[name].shape) for name in ("qweight", "qzeros", "scales", "g_idx") if name in stored
+    }
+    if all(len(shape) == 2 for name, shape in shapes.items() if name != "g_idx"):
+        inputs, outputs = shapes["qweight"][0] * rows, shapes["qweight"][1] * columns
+        groups = shapes["scales"][0]
+        expected = {"qzeros": (groups, outputs // 8), "scales": (groups, outputs), "g_idx": (inputs,)}
+        known = size is None or groups == (1 if size == -1 else -(-inputs // max(1, size)))
+        even = "g_idx" in shapes or (groups and inputs % groups == 0)
+        if known and even and all(shape == expected.get(name, shape) for name, shape in shapes.items()):
+            return
+    raise CheckpointError(f"4-bit tensors of shapes {shapes} with groups of {size} inputs make no weight")
 
 
 def _rows(packed: torch.Tensor) -> torch.Tensor:

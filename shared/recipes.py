@@ -82,6 +82,9 @@ class Recipe(NamedTuple):
         if len(shape) != 3 or not all(map(_changes_each_alone, self.steps[self.merges :])):
             return 0
         if self.merges:
+            # One that is another than the rest would be broadcast, or converted, to what the first is.
+            if any(len({layout(key) for key in keys}) != 1 for keys in self.keys.values()):
+                return 0
             counts = {len(keys) for keys in self.keys.values()}
         else:
             counts = {(*layout(key)[0], 0)[0] for key in self.all_keys}

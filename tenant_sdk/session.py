@@ -18,7 +18,8 @@ from shared.wire.messages import Manifest
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.model import loading as model_loading
-from tenant_sdk.model.experts import Padding, Placement
+from tenant_sdk.model.experts import Padding
+from tenant_sdk.model.mixtures import Placement
 from tenant_sdk.model.naming import base_of_peer, find_base, name_model
 from tenant_sdk.model.surgery import attach_layers, detach_layers, warn_if_trained
 from tenant_sdk.model.virtual import Group
@@ -35,9 +36,7 @@ class Session:
         experts: where experts are multiplied: ``local``, ``padded`` or ``routed``, see ``connect``.
     """
 
-    def __init__(
-        self, executor: RemoteExecutor, products: Products, privacy: str, experts: str = "routed"
-    ) -> None:
+    def __init__(self, executor: RemoteExecutor, products: Products, privacy: str, experts: str) -> None:
         self.executor, self.products, self.privacy, self._home = executor, products, privacy, Home()
         self.experts, self._padding = experts, Padding() if experts == "padded" else None
         self._groups = [
@@ -75,7 +74,7 @@ class Session:
             offload_head: let the executor compute the output head as well, if it serves it.
             exclude: layers whose names end with one of these are local; their weights are asked for with one
                 row for each of a layer's inputs, and are what the executor multiplies with, as exact as the
-                session's products.
+                session's products. Experts, which go by the name of their parameter, are downloaded.
             model_class: another transformers class around the same base model, such as
                 ``AutoModelForSequenceClassification``; default: the checkpoint's own.
             base: where the base model is found without any executor, which adapters will say: a folder, whose

@@ -12,9 +12,10 @@ import torch
 
 from provider.catalog.discovery import Discovery
 from shared.checkpoint import Checkpoint
-from shared.errors import WireError
+from shared.errors import CheckpointError, WireError
 from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Header, Operation
-from shared.wire.messages import Fetch, GroupInfo, Limits, Manifest, digest_of
+from shared.wire.messages import Fetch, GroupInfo, Limits, Manifest, digest_of, encode
+from shared.wire.protocol import MAX_ANSWER_CONTROL_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class Catalog:
         limits: what one message may hold.
         recorded: tell tenants that what they send is kept.
         part: the groups [first, stop) that are served; None: all.
+
+    Raises:
+        CheckpointError: the manifest is larger than any tenant takes.
 
     Attributes:
         checkpoint, manifest: the files are those that the manifest lists.
@@ -78,6 +82,12 @@ class Catalog:
             part=part,
         )
         self.manifest = msgspec.structs.replace(manifest, digest=digest_of(manifest))
+        size = len(encode(self.manifest))
+        if size > MAX_ANSWER_CONTROL_BYTES:
+            raise CheckpointError(
+                f"the manifest of {checkpoint.name} has {size} bytes, and no tenant takes more "
+                f"than {MAX_ANSWER_CONTROL_BYTES}: the model has too many layers and parameters"
+            )
         if not any(file.name == "tokenizer.json" for file in manifest.files):
             log.warning(
                 "%s has no tokenizer.json, the only kind that tenants take, so they get no tokenizer; to "
@@ -130,14 +140,14 @@ class Catalog:
             return self.checkpoint.stored.read(name, slice(start, stop)).contiguous()
         return torch.cat(
             [
-                self._expert(name, at)[max(0, start - at * each) : stop - at * each]
+                self._first_axis(name, at)[max(0, start - at * each) : stop - at * each]
                 for at in range(start // each, -(-stop // each))
             ]
         )
 
     @lru_cache(maxsize=1)  # noqa: B019 - it lives as long as its executor
-    def _expert(self, name: str, at: int) -> torch.Tensor:
-        """One of a parameter's first axis, as rows; made once for its pieces, which follow each other."""
+    def _first_axis(self, name: str, at: int) -> torch.Tensor:
+        """One of a parameter's first axis, such as an expert, as rows; made once for its pieces in order."""
         info = self._parameters[name]
         return self.checkpoint.stored.read(name, expert=at).reshape(-1, info.rows[1])
 

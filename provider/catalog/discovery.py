@@ -23,7 +23,7 @@ from provider.catalog.probe import probe
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
 from shared.experts import projections
-from shared.recipes import skeleton
+from shared.recipes import below, prefix_of, skeleton
 from shared.stored import Stored
 from shared.wire.messages import GroupInfo, Member, ParameterInfo
 
@@ -108,7 +108,7 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
         CheckpointError: unknown architecture, or no linear layer.
     """
     model = skeleton(folder, torch.bfloat16)
-    head = model.get_output_embeddings()
+    head, prefix = model.get_output_embeddings(), prefix_of(model)
     layers = _linear_layers(model, serve_head=serve_head)
     groups = []
     for names in probe(model, layers).groups:
@@ -118,12 +118,15 @@ def groups_of_architecture(folder: Path, *, serve_head: bool = False) -> list[Gr
             size[::-1] if isinstance(layers[name], Conv1D) else size
             for name, size in zip(names, sizes, strict=True)
         ]
-        members = tuple(Member(name, size[0], "") for name, size in zip(names, sizes, strict=True))
+        members = tuple(
+            Member(below(name, prefix), size[0], "", isinstance(layers[name], Conv1D))
+            for name, size in zip(names, sizes, strict=True)
+        )
         groups.append(GroupInfo(sizes[0][1], members, head=layers[names[0]] is head))
     if not groups:
         raise CheckpointError(f"{folder}/config.json is of a model without linear layers")
     experts = [
-        (Member(f"{each.name}.{expert}", outputs, "", each.transposed, expert=expert), inputs)
+        (Member(f"{below(each.name, prefix)}.{expert}", outputs, "", each.transposed, expert=expert), inputs)
         for each in projections(model)
         for count, outputs, inputs in [each.axes]
         for expert in range(count)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from shared.wire.messages import GroupInfo, Member
-from shared.wire.protocol import MAX_GROUPS
+from shared.wire.protocol import MAX_ANSWER_CONTROL_BYTES, MAX_GROUPS
+
+_BOUNDS_BYTES = 32  # of a group on the ring, which are known later
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +26,14 @@ def with_experts(groups: Sequence[GroupInfo], experts: Iterable[tuple[Member, in
     for member, inputs in experts:
         block = _block(member.name.rpartition(".")[0])
         by_block.setdefault(block, []).append(GroupInfo(inputs, (member,)))
-    count = len(groups) + sum(map(len, by_block.values()))
-    if count > MAX_GROUPS:
+    together = [*groups, *(each for infos in by_block.values() for each in infos)]
+    size = len(msgspec.json.encode(together)) + _BOUNDS_BYTES * len(together)
+    most = MAX_ANSWER_CONTROL_BYTES * 3 // 4  # the rest is for parameters
+    if len(together) > MAX_GROUPS or size > most:
         log.warning(
-            "tenants keep the experts' weights: with each as a group there were %d groups, and no tenant "
-            "takes more than %d",
-            *(count, MAX_GROUPS),
+            "tenants download the experts' weights, whatever they choose with experts=: with each as a group "
+            "there were %d groups, %.1f MiB of a manifest, and no tenant takes more than %d and %.1f MiB",
+            *(len(together), size / 2**20, MAX_GROUPS, most / 2**20),
         )
         return list(groups)
     ends = {block: _end(groups, block) for block in by_block}

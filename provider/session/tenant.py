@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,6 +18,7 @@ from provider.executor.base import BaseExecutor
 from provider.observe.metrics import Metrics
 from provider.observe.transcript import TranscriptWriter
 from provider.session.quota import Quotas
+from provider.session.reader import Reader
 from shared.errors import SymbiosisError, WireError
 from shared.wire.header import PRODUCTS, Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, Fetch, Hello, Manifest, decode, encode
@@ -54,9 +55,7 @@ class Service:
     quotas: Quotas = field(default_factory=Quotas)
     transcript: TranscriptWriter | None = None
     # Parameters and files are read here: the loop's thread waits for no disk.
-    reader: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="reader")
-    )
+    reader: Reader = field(default_factory=Reader)
 
     @classmethod
     def of(cls, executor: BaseExecutor, transcript: TranscriptWriter | None = None) -> Service:
@@ -71,7 +70,7 @@ class Service:
     def close(self) -> None:
         """End the engine; nobody may have a session."""
         self.engine.close()
-        self.reader.shutdown(wait=False)
+        self.reader.close()
 
 
 class TenantSession:
@@ -206,7 +205,7 @@ class TenantSession:
         self._admitted[id(header)] = header, answer, size
         self._under_way.add(id(header))
         loop = service.engine.loop
-        service.reader.submit(read).add_done_callback(
+        service.reader.submit(self._tenant, read).add_done_callback(
             lambda future: loop.call(partial(self._read, header, answer, future))
         )
 

@@ -151,7 +151,7 @@ def _identity(member: Member, inputs: int) -> tuple[str | bool | int, ...]:
 
 
 class Fetch(Message, frozen=True):
-    """Ask for rows [start, stop) of a parameter's first axis or of a group's scales, or bytes of a file."""
+    """Ask for rows [start, stop): of a parameter (``ParameterInfo.rows``), of scales, or bytes of a file."""
 
     kind: str  # "parameter" | "scales" | "file"
     name: str  # of scales: the group's id in decimal

@@ -123,7 +123,7 @@ def generation_configuration(data: bytes | None, config: Any) -> GenerationConfi
         ModelMismatch: they are no ids and lengths.
     """
     if data is None:
-        given = {name: getattr(config, name, None) for name in TOKENS}
+        given = {name: _of(config, name) for name in TOKENS}
     else:
         raw = _object(data, "generation_config.json")
         given = {name: raw.get(name) for name in (*TOKENS, *LENGTHS)}
@@ -280,7 +280,7 @@ def _check_places(config: Any) -> None:
     Raises:
         ModelMismatch: there are more than such models have in use.
     """
-    places = getattr(config, "max_position_embeddings", 0)
+    places = _of(config, "max_position_embeddings", 0)
     if config.model_type in _FILLING and not (isinstance(places, int) and places <= _FILLED):
         raise ModelMismatch(
             f"the executor's configuration: max_position_embeddings is {places!s:.40}; {_FILLED} is the most "
@@ -294,7 +294,7 @@ def _check_strides(config: Any) -> None:
     Raises:
         ModelMismatch: steps that are shorter than half of what is seen at once.
     """
-    kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
+    kernels, strides = _of(config, "conv_kernel"), _of(config, "conv_stride")
     if not (isinstance(kernels, list | tuple) and isinstance(strides, list | tuple)):
         return
     if not all(map(_number, strides)) or any(2 * step < k for k, step in zip(kernels, strides, strict=False)):
@@ -302,6 +302,13 @@ def _check_strides(config: Any) -> None:
             f"the executor's configuration: conv_stride {str(strides)[:80]} is too short for conv_kernel "
             f"{str(kernels)[:80]}; it would make more rows of the same sound"
         )
+
+
+def _of(config: Any, name: str, default: Any = None) -> Any:
+    try:
+        return getattr(config, name, default)
+    except RuntimeError as error:  # layers have one each, and transformers refuses to choose
+        raise ModelMismatch(f"the executor's configuration has several {name}: {str(error)[:200]}") from error
 
 
 def _harmless(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import reduce
@@ -11,19 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import grouped_mm_experts_forward
 
-from shared.checkpoint import Checkpoint
 from shared.compat import transforms_run
-from shared.errors import ConfigurationError, ModelMismatch
-from shared.experts import Projection, projections
-from shared.recipes import below
+from shared.errors import ConfigurationError
 from shared.wire.header import Direction, RequestClass
-from shared.wire.messages import GroupInfo, Manifest, Member
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.remote_weight import SUM, RemoteWeight
 from tenant_sdk.model.virtual import DRAFT_TOKENS, Group, check_values, followed
-from tenant_sdk.trust.attestation import base_model
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +30,14 @@ _tokens: ContextVar[int] = ContextVar("tokens", default=0)  # of the mixture tha
 _PRODUCTS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
-def bucket(counts: Sequence[int], tokens: int = 0) -> int:
+def bucket(counts: Sequence[int], tokens: int) -> int:
     """How many rows each expert gets where they are padded, and the tokens need so many.
 
     Few tokens could all go to one expert, and equal ones do: so it has room for all of them, and says
     nothing that the attention's rows do not say.
 
     Args:
-        tokens: how many there are; 0: that is not known.
+        tokens: how many there are.
     """
     most = max(tokens if tokens <= FEW_TOKENS else 0, *counts, LEAST_BUCKET)
     return int(1 << (most - 1).bit_length())
@@ -54,7 +49,7 @@ class Padding:
     def __init__(self) -> None:
         self._told = False
 
-    def rows(self, counts: Sequence[int], tokens: int = 0) -> int:
+    def rows(self, counts: Sequence[int], tokens: int) -> int:
         """See ``bucket``."""
         most = bucket(counts, tokens)
         if not self._told:
@@ -113,7 +108,7 @@ class Experts:
         Args:
             rows: [T, I] forward, [T, O] backward; any float dtype.
             counts: of the rows, how many are whose, in the order of the experts.
-            tokens: see ``Padding.rows``.
+            tokens: that these are rows of; 0: that is not known.
 
         Returns:
             [T, O] forward, [T, I] backward.
@@ -121,12 +116,18 @@ class Experts:
         Raises:
             NonFiniteError: NaN or infinity, before anything is sent; or rows of one expert that are too
                 large once they are scaled, of which nothing is sent.
+            ConfigurationError: the number of tokens is not known, and routes are to be hidden.
         """
         width = self._outputs if direction == Direction.FORWARD else self._inputs
         if not len(rows):
             return rows.new_empty((0, width))
         rows = rows.detach()
         check_values(rows, direction, [self.name])
+        if self._padding and not tokens:
+            raise ConfigurationError(
+                f"{self.name}: how many tokens these rows are of is not known, so experts='padded' could not "
+                f"hide where they go; set_experts_implementation({IMPLEMENTATION!r}) tells it"
+            )
         each = self._padding.rows(counts, tokens) if self._padding else 0
         parts = [
             nn.functional.pad(part, (0, 0, 0, each - len(part))) if each else part
@@ -224,16 +225,19 @@ class RemoteExperts(RemoteWeight):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Products, and what prepares them; all else is as for any tensor."""
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        first = args[0] if args else None
-        if name in _PRODUCTS and len(args) > 1 and isinstance(args[1], cls):
-            return args[1].grouped_product(args[0], args[2] if len(args) > 2 else kwargs["offs"])
-        if name == "bmm" and len(args) > 1 and isinstance(args[1], cls):
-            return args[1].batched_product(args[0])
-        if isinstance(first, cls) and name == "baddbmm" and kwargs.keys() <= {"alpha"}:
-            return first.plus(*args[1:], **kwargs)
-        if isinstance(first, cls) and name == "transpose" and {args[1] % 3, args[2] % 3} == {1, 2}:
-            return first.turned()
+        options = {key: value for key, value in (kwargs or {}).items() if value is not None}
+        match getattr(func, "__name__", ""), args:
+            case product, (rows, cls() as weight, *ends) if product in _PRODUCTS:
+                ends += [options.pop("offs")] if "offs" in options else []
+                if len(ends) == 1 and not options:
+                    return cls.grouped_product(weight, rows, ends[0])
+            case "bmm", (rows, cls() as weight) if not options:
+                return weight.batched_product(rows)
+            case "baddbmm", (cls() as weight, left, right) if options.keys() <= {"alpha"}:
+                return weight.plus(left, right, **options)
+            case "transpose", (cls() as weight, int() as one, int() as other):
+                if {one % 3, other % 3} == {1, 2}:
+                    return weight.turned()
         return super().__torch_function__(func, types, args, kwargs)
 
     def is_same(self, other: RemoteWeight) -> bool:
@@ -280,15 +284,13 @@ class RemoteExperts(RemoteWeight):
         Raises:
             ConfigurationError: they have no values, in a transform over several texts.
         """
-        try:
-            stops = ends.tolist()
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"which rows of {self.layer} are whose is not known here, as under torch.func.vmap: each "
-                "element goes to other experts. Loop over them, or keep experts here: experts='local'"
-            ) from error
-        return self._product(rows, [stop - start for start, stop in zip([0, *stops], stops, strict=False)])
+        stops = self._numbers(ends)
+        out: torch.Tensor = self._product(
+            rows, [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+        )
+        return out
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def batched_product(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [E, T, first axis] times each one's weight: [E, T, second axis].
 
@@ -297,19 +299,34 @@ class RemoteExperts(RemoteWeight):
         """
         experts, count, width = rows.shape
         flat = rows.reshape(-1, width)
+        out: torch.Tensor
         if not self.experts.skips:
-            return self._product(flat, [count] * experts).view(experts, count, -1)
+            out = self._product(flat, [count] * experts)
+            return out.view(experts, count, -1)
         needed = flat.ne(0).any(1)
-        counts = needed.view(experts, count).sum(1).tolist()
+        counts = self._numbers(needed.view(experts, count).sum(1))
         out = flat.new_zeros((len(flat), self.shape[2]))
         return out.index_put((needed.nonzero()[:, 0],), self._product(flat[needed], counts)).view(
             experts, count, -1
         )
 
+    def _numbers(self, counted: torch.Tensor) -> list[int]:
+        """What says which rows are whose, as numbers."""
+        try:
+            numbers: list[int] = counted.tolist()
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"which rows of {self.layer} are whose is not known here, as under torch.func.vmap: each "
+                "element goes to other experts. Loop over them, or keep experts here: experts='local'"
+            ) from error
+        return numbers
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _product(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Rows of all experts in order, ``counts`` of each."""
-        direction = Direction.FORWARD if self.forwards else Direction.BACKWARD
-        out = self.experts.differentiable(direction, rows, counts, _urgency(counts), _tokens.get())
+        direction, tokens = Direction.FORWARD if self.forwards else Direction.BACKWARD, _tokens.get()
+        # Not of how many rows an expert has: where experts are padded, that must not show.
+        out = self.experts.differentiable(direction, rows, counts, _urgency(tokens or max(counts)), tokens)
         for term in self.terms:
             # Apart for each expert: few of them may have rows, and strides are such as no kernel takes.
             added = [
@@ -322,171 +339,24 @@ class RemoteExperts(RemoteWeight):
         return out
 
 
-def _urgency(counts: Sequence[int]) -> RequestClass:
-    """What rows of experts are for: each token comes to an expert once, so few rows are few tokens."""
+def _urgency(tokens: int) -> RequestClass:
+    """What a mixture is passed for, with so many tokens of all texts together."""
     if torch.is_grad_enabled():
         return RequestClass.FINETUNING
-    return RequestClass.DECODE if max(counts) <= DRAFT_TOKENS else RequestClass.PREFILL
+    return RequestClass.DECODE if tokens <= DRAFT_TOKENS else RequestClass.PREFILL
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Not within a graph: how many rows each expert has is not known to any."""
+def experts_forward(
+    module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """transformers' own for rows that are sorted by expert; notes how many tokens they are of.
+
+    Not within a graph: how many rows each expert has is not known to any.
+    """
     before = _tokens.set(len(hidden_states))
     try:
         out: torch.Tensor = grouped_mm_experts_forward(module, hidden_states, *args, **kwargs)
     finally:
         _tokens.reset(before)
     return out
-
-
-# -- in a model ------------------------------------------------------------------------------------
-
-
-class Placement(NamedTuple):
-    """Where experts are multiplied: at the executor or here, and there with which padding."""
-
-    remote: bool = True
-    padding: Padding | None = None
-
-
-class Planned(NamedTuple):
-    """A projection that is to be swapped, and the groups of its experts."""
-
-    projection: Projection
-    name: str  # below the base model, as manifests name it
-    groups: list[Group]
-
-
-def plan_experts(model: nn.Module, groups: Sequence[Group], exclude: Sequence[str] = ()) -> list[Planned]:
-    """Which projections of a model an executor serves.
-
-    Args:
-        exclude: see ``attach_layers``; names of experts are without their number.
-
-    Raises:
-        ModelMismatch: one is not here, has another shape, or not all of its experts are served.
-    """
-    served: dict[str, list[Group]] = {}
-    for group in groups:
-        if group.info.members[0].expert is not None:
-            name = group.info.members[0].name.rpartition(".")[0]
-            if not any(f".{name}".endswith(f".{entry}") for entry in exclude):
-                served.setdefault(name, []).append(group)
-    here = own_projections(model)
-    for name, found in served.items():
-        _check(name, here.get(name), [group.info for group in found])
-    return [Planned(here[name], name, found) for name, found in served.items()]
-
-
-def own_projections(model: nn.Module) -> dict[str, Projection]:
-    """The projections of a model, whatever is in their place, by their names below the base model."""
-    inner = base_model(model)
-    prefix = getattr(inner, "base_model_prefix", "")
-    prefix = prefix if hasattr(inner, prefix) else ""
-    # PEFT puts a wrapper around the module for each parameter that it adapts.
-    return {below(each.name.replace(".base_layer", ""), prefix): each for each in projections(inner)}
-
-
-def _check(name: str, here: Projection | None, infos: Sequence[GroupInfo]) -> None:
-    if here is None:
-        raise ModelMismatch(
-            f"the executor serves {name[:80]}, which this model does not have; attach a model of the "
-            "architecture that the executor serves"
-        )
-    if isinstance(here.weight, RemoteExperts):
-        raise ModelMismatch(f"{name} is attached already; detach the model first")
-    count, outputs, inputs = here.axes
-    expected = [
-        GroupInfo(inputs, (Member(f"{name}.{at}", outputs, "", here.transposed, expert=at),))
-        for at in range(count)
-    ]
-    # Not what a checkpoint calls it. No digest covers what is said to be the head.
-    told = [
-        GroupInfo(
-            info.inputs,
-            tuple(Member(m.name, m.outputs, "", m.transposed, expert=m.expert) for m in info.members),
-            head=info.head,
-        )
-        for info in infos
-    ]
-    if told != expected:
-        raise ModelMismatch(
-            f"{name} has {count} experts of {outputs} outputs and {inputs} inputs here, and others at the "
-            "executor"
-        )
-
-
-def attach_experts(model: nn.Module, plan: Iterable[Planned], padding: Padding | None) -> int:
-    """Swap projections for stand-ins; how many."""
-    count, sorts = 0, False
-    for projection, name, groups in plan:
-        weight = projection.weight
-        device = torch.device("cpu") if weight.is_meta else weight.device
-        experts = Experts(
-            name,
-            groups,
-            None if projection.batched else padding,  # they get equally many rows anyway
-            skips=projection.zeros and padding is None,
-        )
-        stand_in = RemoteExperts(experts, weight.shape, weight.dtype, device, projection.transposed)
-        projection.module._parameters[projection.parameter] = nn.Parameter(stand_in, requires_grad=False)
-        sorts = sorts or not projection.batched
-        count += 1
-    if sorts:
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
-        base_model(model).set_experts_implementation(IMPLEMENTATION)  # type: ignore[operator]
-    return count
-
-
-def probe_experts(planned: Planned, tolerance: float) -> None:
-    """Compare one random row for each expert with the executor's answer.
-
-    Raises:
-        ModelMismatch: another weight is there than here.
-    """
-    projection, name, groups = planned
-    count, _, inputs = projection.axes
-    rows = torch.randn((count, inputs), generator=torch.Generator().manual_seed(0))
-    got = Experts(name, groups, None).product(Direction.FORWARD, rows, [1] * count, RequestClass.UNDECLARED)
-    for at, (row, answer) in enumerate(zip(rows, got, strict=True)):
-        weight = projection.weight[at].detach().float().cpu()
-        expected = row @ (weight if projection.transposed else weight.T)
-        if (answer - expected).norm() > tolerance * expected.norm():
-            raise ModelMismatch(
-                f"{name}.{at} has other weights here than at the executor; "
-                "attach the very checkpoint that the executor serves"
-            )
-
-
-def detach_experts(model: nn.Module, manifest: Manifest, source: Checkpoint) -> int:
-    """Put real weights back; how many projections."""
-    members: dict[str, list[Member]] = {}
-    for group in manifest.groups:
-        for member in group.members:
-            if member.expert is not None:
-                members.setdefault(member.name.rpartition(".")[0], []).append(member)
-    count, sorts = 0, False
-    for name, projection in own_projections(model).items():
-        module, parameter = projection.module, projection.parameter
-        stand_in = module._parameters[parameter]
-        if isinstance(stand_in, RemoteExperts):
-            weights = [source.member_weight(member) for member in members[name]]
-            real = torch.stack(
-                [w.T if m.transposed else w for w, m in zip(weights, members[name], strict=True)]
-            )
-            real = real.to(stand_in.device, stand_in.dtype)
-            module._parameters[parameter] = nn.Parameter(real, requires_grad=False)
-            sorts = sorts or not projection.batched
-            count += 1
-    if sorts:
-        inner: Any = base_model(model)
-        inner.set_experts_implementation(inner.get_correct_experts_implementation(None))
-    return count
-
-
-def expert_parameters(manifest: Manifest, exclude: Sequence[str] = ()) -> set[str]:
-    """The full names of a manifest's parameters that hold the weights of experts that are swapped."""
-    names = {m.name.rpartition(".")[0] for g in manifest.groups for m in g.members if m.expert is not None}
-    names = {name for name in names if not any(f".{name}".endswith(f".{entry}") for entry in exclude)}
-    return {info.name for info in manifest.parameters if below(info.name, manifest.base_prefix) in names}

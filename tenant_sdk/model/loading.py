@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,7 +26,7 @@ from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.model.configuration import generation_configuration, model_configuration
-from tenant_sdk.model.experts import Placement, expert_parameters
+from tenant_sdk.model.mixtures import Placement, expert_parameters
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.surgery import attach_layers, checked_layer, excluded_layers, plan_layers
 from tenant_sdk.model.tokenizer import build_tokenizer
@@ -38,6 +40,7 @@ PARTS_OF_A_NAME, PARTS_OF_A_MODEL = 16, 1024
 # What a model that is built for a peer may read first: text, images, sound.
 INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
 ROWS_BYTES = 1 << 22  # of unit rows, or of what comes of them, when an excluded layer's weight is asked for
+_one_at_a_time = threading.Lock()
 MOST_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
 
 
@@ -91,15 +94,15 @@ def load_model(
     if "trust_remote_code" in config_overrides:
         raise ConfigurationError("trust_remote_code: code from an executor is never run")
     apart = excluded_layers(groups, exclude)
-    elsewhere = expert_parameters(manifest, exclude) if placement.remote else set()
-    _check_memory(manifest, apart, dtype, elsewhere)
+    _check_memory(manifest, apart, dtype, expert_parameters(manifest, exclude), placement)
     files = download_files(remote, ("config.json", "generation_config.json"))
     config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
     generation = generation_configuration(files.get("generation_config.json"), config)
     config.dtype = dtype
     _check_shapes(manifest, config, model_class, groups, offload_head=offload_head, exclude=exclude)
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
-    model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
+    with _one_at_a_time, _LargeOnMeta():  # accelerate changes torch for all threads
+        model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
     attach_layers(
         model,
         groups,
@@ -117,25 +120,29 @@ def load_model(
 
 
 def _check_memory(
-    manifest: Manifest, apart: Sequence[tuple[Group, int]], dtype: torch.dtype, elsewhere: Collection[str]
+    manifest: Manifest,
+    apart: Sequence[tuple[Group, int]],
+    dtype: torch.dtype,
+    experts: Collection[str],
+    placement: Placement,
 ) -> None:
     """Refuse to download more than this machine has memory for.
 
     Raises:
         ModelMismatch: the parameters are larger than the machine's memory.
     """
-    here = [info for info in manifest.parameters if info.name not in elsewhere]
-    numbers = sum(torch.Size(info.shape).numel() for info in here)
+    here = [info for info in manifest.parameters if not (placement.remote and info.name in experts)]
+    numbers = sum(math.prod(info.shape) for info in here)  # torch's own would wrap around
     numbers += sum(group.info.inputs * group.info.members[index].outputs for group, index in apart)
-    size, experts = numbers * dtype.itemsize, any(info.shape[2:] for info in here)
+    size = numbers * dtype.itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         raise ModelMismatch(
             f"the executor lists parameters of {size / 2**30:.1f} GiB for this machine, which has "
             f"{memory / 2**30:.1f} GiB of memory"
             + (
-                ". Most of it may be experts: experts='padded' or 'routed' leaves them with it"
-                if experts
+                ". Much of it are experts: experts='padded' or 'routed' leaves them with it"
+                if experts and not placement.remote
                 else ""
             )
         )
@@ -183,6 +190,20 @@ def _check_shapes(
             f"the executor's configuration makes tables of {computed / 2**30:.1f} GiB; the limit is "
             f"{MOST_BUFFERS / 2**30:.0f} GiB"
         )
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """While it lasts, what is larger than all buffers may be takes no memory: experts are made before."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and "device" not in kwargs:
+            size = args[0] if args and not isinstance(args[0], int) else args
+            if all(isinstance(n, int) for n in size) and math.prod(size) > MOST_BUFFERS // 4:
+                kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
 
 
 def _tables(model: nn.Module) -> list[torch.Tensor]:
@@ -296,11 +317,11 @@ def _named(
 
 def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *, progress: bool) -> None:
     state = model.state_dict(keep_vars=True)
-    total = sum(torch.Size(info.shape).numel() for info in remote.manifest.parameters)
+    total = sum(math.prod(info.shape) for info in remote.manifest.parameters)
     with tqdm(total=total, desc="tenant parameters", unit="el", unit_scale=True, disable=not progress) as bar:
         for info, name in _named(remote.manifest, state, model):
             if name is None or isinstance(state[name], RemoteWeight):  # not needed here
-                bar.update(torch.Size(info.shape).numel())
+                bar.update(math.prod(info.shape))
                 continue
             tensor = state[name]
             target = torch.empty(info.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)

@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from shared.checkpoint import Checkpoint
+from shared.compat import transforms_run
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.wire.header import Direction
 from shared.wire.messages import Manifest, Member, ParameterInfo
-from tenant_sdk.model.experts import (
+from tenant_sdk.model.mixtures import (
     Placement,
     attach_experts,
     detach_experts,
+    is_close,
     own_projections,
     plan_experts,
     probe_experts,
@@ -66,6 +69,7 @@ def attach_layers(
     """
     # PEFT reads it of every model.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    transforms_run()  # is tried now, and not while a compiler looks on
     plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
     experts = plan_experts(model, groups, exclude) if placement.remote else []
     if probe:
@@ -79,7 +83,7 @@ def attach_layers(
             if id(child) in replaced:
                 setattr(parent, name, virtual_layer(*replaced[id(child)], child))
     attach_experts(model, experts, placement.padding)
-    _warn_about_local(base_model(model), placement)
+    _warn_about_local(base_model(model), placement, exclude)
     _warn_about_kept(model, held)
     return len(plan) + len(experts)
 
@@ -103,8 +107,11 @@ def plan_layers(
         if ".lora_" in name or ".modules_to_save" in name:
             raise ModelMismatch(f"the executor claims {name}, which tenants keep for themselves")
         if (layer is head) != group.info.head:  # digests cover all weights but the head's
-            known = "not the output head, which it" if layer is head else "the output head, which it not"
-            raise ModelMismatch(f"the executor says that {name} is {known} is here")
+            said, known = ("no", "the") if layer is head else ("the", "no")
+            raise ModelMismatch(
+                f"the executor says that {name} is {said} output head, and here it is {known} output head; "
+                "attach a model of the architecture that the executor serves"
+            )
     return plan
 
 
@@ -153,7 +160,10 @@ def checked_layer(layer: nn.Module | None, member: Member, inputs: int) -> nn.Mo
     expected = (inputs, member.outputs) if isinstance(layer, Conv1D) else (member.outputs, inputs)
     if member.transposed != isinstance(layer, Conv1D):
         # Or an executor could multiply with the transpose of a square weight, which no digest shows.
-        raise ModelMismatch(f"the executor says that {member.name} is another kind of layer than it is here")
+        raise ModelMismatch(
+            f"the executor says that {member.name} is another kind of layer than it is here; attach "
+            "a model of the architecture that the executor serves"
+        )
     if shape != expected:
         raise ModelMismatch(
             f"{member.name} has shape {list(shape)} here and {list(expected)} at the executor"
@@ -168,34 +178,44 @@ def _probe(group: Group, index: int, layer: nn.Module) -> None:
     x = torch.randn((1, weight.shape[1]), generator=torch.Generator().manual_seed(index))
     expected = x @ weight.T
     (got,) = group.product(Direction.FORWARD, 1 << index, [x])
-    if (got - expected).norm() > PROBE_TOLERANCE * expected.norm():
+    if not is_close(got, expected, PROBE_TOLERANCE):
         raise ModelMismatch(
             f"{group.info.members[index].name} has other weights here than at the executor; "
             "attach the very checkpoint that the executor serves"
         )
 
 
-def _warn_about_local(model: nn.Module, placement: Placement) -> None:
-    """Name the parameters of three axes that stay here, and what they take: most weights of a mixture."""
-    experts = {id(each.weight) for each in own_projections(model).values()}
-    local = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 3 and not isinstance(parameter, RemoteWeight)
+def _warn_about_local(model: nn.Module, placement: Placement, exclude: Sequence[str]) -> None:
+    """Name the parameters of three axes that stay here, and what experts take: most weights of a mixture."""
+    experts = {name: each.weight for name, each in own_projections(model).items()}
+    known = set(map(id, experts.values())) | {
+        id(each) for module in model.modules() if isinstance(module, _ConvNd) for each in module.parameters()
     }
-    if not local:
-        return
-    others = [name for name, parameter in local.items() if id(parameter) not in experts]
+    others = [
+        name
+        for name, each in model.named_parameters()
+        if each.dim() == 3 and len(each) > 1 and id(each) not in known and not isinstance(each, RemoteWeight)
+    ]
     if others:
-        told = ", ".join(others)
-        log.warning("these parameters are no linear layers and stay in tenant memory: %s", told)
-    if len(others) < len(local) and not placement.remote:
-        size = sum(each.numel() * each.element_size() for each in local.values() if id(each) in experts)
+        log.warning("these parameters are no linear layers and stay in tenant memory: %s", _few(others))
+    here = {
+        name: each
+        for name, each in experts.items()
+        if not isinstance(each, RemoteWeight) and not any(_ends_with(name, entry) for entry in exclude)
+    }
+    size = sum(each.numel() * each.element_size() for each in here.values()) / 2**20
+    if here and not placement.remote:
         log.warning(
-            "the weights of experts stay in this machine's memory, %.2f GiB: experts='local'. 'padded' "
+            "the weights of experts stay in this machine's memory, %.1f MiB: experts='local'. 'padded' "
             "leaves them with the provider, which is sent more rows than are needed; 'routed' shows it how "
             "many tokens each expert gets, which depends on the text (docs/privacy.md)",
-            size / 2**30,
+            size,
+        )
+    elif here:
+        log.warning(
+            "the executor does not serve the experts %s; their weights stay in this machine's memory, %.1f "
+            "MiB",
+            *(_few(list(here)), size),
         )
 
 

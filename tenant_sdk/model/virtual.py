@@ -60,8 +60,7 @@ class Group:
         self.identity = identity
         self.info = info
         self._products = products
-        everyone = range(len(info.members))
-        self._together = [set(everyone) for _ in everyone]  # whom to ask for along with a member
+        self._together: list[set[int]] = []  # whom to ask for along with a member; not before it is asked for
         self._threads = threading.local()
         self._outputs: dict[int, list[int]] = {}  # widths of members
         self.handle = next(_handles)
@@ -89,6 +88,9 @@ class Group:
                 for other in last.members:
                     self._together[other] |= last.members
                 return self._request(1 << member, x, dtype)[0]
+        if not self._together:
+            everyone = range(len(self.info.members))
+            self._together = [set(everyone) for _ in everyone]
         if last is not None:
             self._part(last)
         wanted = set(self._together[member])

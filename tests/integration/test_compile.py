@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import RING, Executor, relative_error
 from parity import add_lora, fixed_result, token_ids
+from ring_sessions import one_time
+from test_experts import TABLE as MIXTURES
 from torch import nn
 
 from shared.errors import RemoteWeightUnavailable, SymbiosisError
@@ -91,6 +94,20 @@ def test_other_layers_and_lengths(
             with torch.no_grad():
                 mine = call(input_ids=ids)[0]
             assert relative_error(mine, fixed_result(model, ids)) < TOLERANCE["float32"]
+
+
+def test_the_compiler_does_not_look_at_masks(serve: Callable[..., Executor], tmp_path: Path) -> None:
+    """Experts that get equally many rows are multiplied by a product of torch's own, which it follows."""
+    class_name, config_name, options = MIXTURES["llama4"]
+    getattr(transformers, class_name)(getattr(transformers, config_name)(**options)).save_pretrained(tmp_path)
+    pair = serve(tmp_path, numerics=RING), serve(tmp_path, numerics=RING)
+    with one_time(*pair, experts="padded", verify="off") as session:
+        model = session.load_model(progress=False)
+        call, ids = compiled(model, fullgraph=False, backend="eager"), token_ids()
+        expected = fixed_result(model, ids)
+        for _ in range(3):
+            with torch.no_grad():
+                assert relative_error(call(input_ids=ids).logits, expected) < 1e-3
 
 
 def test_errors_are_those_of_the_model_as_it_is(llama: Executor) -> None:

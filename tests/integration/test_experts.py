@@ -24,7 +24,8 @@ import tenant_sdk
 from shared.wire import messages
 from shared.wire.header import Operation
 from tenant_sdk.connection import remote
-from tenant_sdk.model.experts import RemoteExperts, own_projections
+from tenant_sdk.model.experts import RemoteExperts
+from tenant_sdk.model.mixtures import own_projections
 
 FLOAT = 1e-5
 LOGITS, GRADIENTS = 1e-3, 3e-3
@@ -200,6 +201,7 @@ def test_with_a_checkpoint_of_ones_own(architecture: str, pair: Pair, mixture: F
             session.attach(model)
         session.detach(model, folder)
     assert stand_ins(model) == 0
+    assert model.get_experts_implementation() == local.get_experts_implementation()
     for name, parameter in local.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
     assert torch.equal(fixed_result(model, token_ids()), expected)
@@ -281,7 +283,7 @@ def test_nothing_said_keeps_experts_here_and_says_what_they_take(
 ) -> None:
     with one_time(*pair("mixtral")) as session:
         assert rows_of_experts(session, token_ids()) == []
-    assert "stay in this machine's memory, 0.00 GiB: experts='local'" in caplog.text
+    assert "stay in this machine's memory, 0.6 MiB: experts='local'" in caplog.text
     caplog.clear()
     with pair("mixtral")[0].connect() as session:  # 'plain' shows everything anyway
         assert rows_of_experts(session, token_ids())
@@ -315,6 +317,26 @@ def test_other_experts_are_noticed(pair: Pair, mixture: Folder) -> None:
         assert stand_ins(model) == 0
         session.attach(model, exclude=["layers.1.mlp.experts.down_proj"])
         assert stand_ins(model) == 3
+
+
+def test_experts_that_the_executor_does_not_serve_are_named(
+    serve: Callable[..., Executor],
+    mixture: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("provider.catalog.experts.MAX_GROUPS", 8)
+    with serve(mixture("mixtral")).connect() as session:
+        assert stand_ins(session.load_model(progress=False)) == 0
+    assert "does not serve the experts layers.0.mlp.experts.gate_up_proj, " in caplog.text
+
+
+def test_whatever_sets_transformers_own_implementation_shows_no_routes(pair: Pair) -> None:
+    with one_time(*pair("mixtral"), experts="padded", verify="off") as session:
+        model = session.load_model(progress=False)
+        model.set_experts_implementation("grouped_mm")
+        with pytest.raises(tenant_sdk.ConfigurationError, match="set_experts_implementation"):
+            fixed_result(model, token_ids())
 
 
 def test_several_adapters_at_once(pair: Pair, mixture: Folder) -> None:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PatchTSTConfig
 from shared.errors import ModelMismatch
 from shared.wire.messages import Manifest, ParameterInfo, digest_of
 from tenant_sdk.model.configuration import LENGTHS, TOKENS, generation_configuration, model_configuration
-from tenant_sdk.model.loading import _model_class
+from tenant_sdk.model.loading import _LargeOnMeta, _model_class
 
 pytest_plugins = ("hostile_fixtures",)
 
@@ -210,6 +210,34 @@ def test_more_parameters_than_this_machine_has_memory_for(hostile: Hostile) -> N
         remote.manifest = msgspec.structs.replace(remote.manifest, parameters=parameters)
         with pytest.raises(ModelMismatch, match="GiB for this machine"):
             session.load_model(progress=False)
+
+
+def test_sizes_that_wrap_around_are_counted(hostile: Hostile) -> None:
+    """2^64 numbers less some are a negative number of them to whoever counts in 64 bits."""
+    most = (1 << 31) - 1
+    with hostile({}).connect() as session:
+        remote = session.executor
+        decoy = ParameterInfo("decoy", (most, most, 2, 2), "float32", "0" * 64)
+        parameters = (*remote.manifest.parameters, decoy)
+        remote.manifest = msgspec.structs.replace(remote.manifest, parameters=parameters)
+        with pytest.raises(ModelMismatch, match="GiB for this machine"):
+            session.load_model(progress=False)
+
+
+@pytest.mark.parametrize("name", ["conv_kernel", "max_position_embeddings"])
+def test_numbers_that_layers_have_each(name: str, llama: Executor) -> None:
+    _, manifest = config_of(llama)
+    raw = SOUND | {name: 8, "per_layer_config": {"0": {name: 4}}}
+    with pytest.raises(ModelMismatch, match=f"several {name}|cannot read"):
+        model_configuration(json.dumps(raw).encode(), manifest, {})
+
+
+def test_experts_larger_than_this_machine_take_no_memory() -> None:
+    with _LargeOnMeta():
+        large, own = torch.empty(1 << 20, 1 << 20), torch.empty((4, 4))
+        assert large.is_meta
+        assert not own.is_meta
+        assert not torch.empty(3, 3).is_meta
 
 
 def test_parameters_that_the_model_does_not_have(hostile: Hostile) -> None:

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 import tenant_sdk
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from tenant_sdk.model.mixtures import is_close
 from tenant_sdk.trust.attestation import linear_layers
 
 
@@ -133,6 +134,13 @@ def test_one_wrong_layer_is_noticed(llama: Executor, folder: Path) -> None:
         with pytest.raises(ModelMismatch, match=r"layers\.1\.mlp\.up_proj has other weights"):
             session.attach(model)
         assert unchanged(model, expected)
+
+
+def test_answers_that_are_no_numbers_do_not_pass_the_probe() -> None:
+    good, bad = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
+    assert is_close(good, good, 0.05)
+    assert not is_close(bad, good, 0.05)
+    assert not is_close(good, good * 1.2, 0.05)
 
 
 @pytest.mark.parametrize("numerics", ["float32", "bfloat16"])

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,37 @@ def test_a_word_of_awq() -> None:
         "scales": torch.ones(1, 8),
     }
     assert torch.equal(awq_weight(stored), torch.arange(8.0)[:, None].expand(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "size"),
+    [
+        ("scales", (8,), None),
+        ("scales", (2, 1), None),
+        ("scales", (0, 8), None),
+        ("scales", (3, 8), None),
+        ("qzeros", (1, 1), None),
+        ("qzeros", (2, 2), None),
+        ("g_idx", (4,), None),
+        ("scales", (2, 8), 4),
+        ("scales", (2, 8), -1),
+    ],
+)
+@pytest.mark.parametrize("unpack", [partial(gptq_weight, offset=1), awq_weight])
+def test_tensors_that_do_not_fit_are_not_spread_out(
+    unpack: Callable[..., torch.Tensor], name: str, shape: tuple[int, ...], size: int | None
+) -> None:
+    """16 inputs of 8 outputs in groups of 8, but for one tensor, or for what is said of the groups."""
+    words = (16, 1) if unpack is awq_weight else (2, 8)
+    stored = {
+        "qweight": torch.zeros(words, dtype=torch.int32),
+        "qzeros": torch.zeros((2, 1), dtype=torch.int32),
+        "scales": torch.ones(2, 8),
+    }
+    assert unpack(stored, size=8).shape == (8, 16)
+    stored[name] = torch.zeros(shape, dtype=torch.int32)
+    with pytest.raises(CheckpointError, match="make no weight"):
+        unpack(stored, size=size)
 
 
 # -- what is refused -------------------------------------------------------------------------------

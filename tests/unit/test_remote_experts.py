@@ -20,8 +20,9 @@ from shared.wire.header import Direction, RequestClass
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.protocol import MAX_GROUPS
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.model.experts import Experts, Padding, RemoteExperts, plan_experts
-from tenant_sdk.model.virtual import Group
+from tenant_sdk.model.experts import Experts, Padding, RemoteExperts, _tokens
+from tenant_sdk.model.mixtures import plan_experts
+from tenant_sdk.model.virtual import DRAFT_TOKENS, Group
 
 EXPERTS, INPUTS, OUTPUTS = 4, 6, 5
 CPU = torch.device("cpu")
@@ -81,9 +82,12 @@ class Mixture:
 
     def remote(self, x: torch.Tensor, stand_in: torch.Tensor | None = None) -> torch.Tensor:
         """The same as transformers asks for it."""
-        return grouped_mm(
-            x, (self.stand_in if stand_in is None else stand_in).transpose(-2, -1), offs=self.ends
-        )
+        before = _tokens.set(sum(COUNTS))  # as ``experts_forward`` does
+        try:
+            weight = self.stand_in if stand_in is None else stand_in
+            return grouped_mm(x, weight.transpose(-2, -1), offs=self.ends)
+        finally:
+            _tokens.reset(before)
 
 
 @pytest.fixture
@@ -144,13 +148,49 @@ def test_padded_everybody_is_asked_for_as_much(caplog: pytest.LogCaptureFixture)
     torch.testing.assert_close(out, mixture.local(x))
     out.sum().backward()
     asked = [(group, count) for group, count, *_ in mixture.memory.asked()]
-    assert sorted(asked[:4]) == sorted(asked[4:]) == [(e, 8) for e in range(4)]
-    assert [record.getMessage().count("3.6 times") for record in caplog.records] == [1]
+    assert sorted(asked[:4]) == sorted(asked[4:]) == [(e, 16) for e in range(4)]  # of nine tokens
+    assert [record.getMessage().count("7.1 times") for record in caplog.records] == [1]
 
 
 @pytest.mark.parametrize(("most", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (1000, 1024)])
 def test_buckets_are_powers_of_two(most: int, bucket: int) -> None:
-    assert Padding().rows([0, most, 1]) == bucket
+    assert Padding().rows([0, most, 1], 2000) == bucket
+
+
+def test_padded_tokens_that_are_not_known_are_refused() -> None:
+    """As when transformers' own implementation multiplies: their number hides where few of them go."""
+    mixture = Mixture(Padding())
+    with pytest.raises(ConfigurationError, match=r"set_experts_implementation\('symbiosis'\)"):
+        grouped_mm(mixture.x, mixture.stand_in.transpose(1, 2), offs=mixture.ends)
+    assert not mixture.memory.events
+
+
+@pytest.mark.parametrize("tokens", [DRAFT_TOKENS, DRAFT_TOKENS + 1])
+def test_the_class_says_how_many_tokens_and_not_where_they_go(tokens: int) -> None:
+    for counts in ([tokens, 0, 0, 0], [tokens - 3, 1, 1, 1]):
+        mixture = Mixture(Padding())
+        ends, before = torch.tensor(counts).cumsum(0).int(), _tokens.set(tokens)
+        with torch.no_grad():
+            grouped_mm(torch.ones(tokens, INPUTS), mixture.stand_in.transpose(1, 2), offs=ends)
+        _tokens.reset(before)
+        expected = RequestClass.DECODE if tokens == DRAFT_TOKENS else RequestClass.PREFILL
+        assert {request_class for *_, request_class in mixture.memory.asked()} == {expected}
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_equally_many_rows_for_each(skips: bool) -> None:
+    """As Llama 4 (rows of zeros are tokens of other experts) and Inkling (they are rows like others)."""
+    mixture = Mixture()
+    mixture.experts.skips = skips
+    x = torch.randn((EXPERTS, 3, INPUTS), generator=torch.Generator().manual_seed(1))
+    x[1, :2], x[2] = 0, 0
+    x.requires_grad_()
+    out = torch.bmm(x, mixture.stand_in.transpose(1, 2))
+    torch.testing.assert_close(out, x @ mixture.weight.mT)
+    assert [count for _, count, *_ in mixture.memory.asked()] == ([3, 1, 3] if skips else [3] * EXPERTS)
+    (out * x.detach().ne(0).any(-1, keepdim=True)).sum().backward()
+    expected = mixture.weight.sum(1)[:, None].expand_as(x) * x.detach().ne(0).any(-1, keepdim=True)
+    torch.testing.assert_close(x.grad, expected)
 
 
 def test_no_rows_at_all_ask_for_nothing(mixture: Mixture) -> None:
@@ -265,6 +305,10 @@ def test_copies_share_the_session(mixture: Mixture) -> None:
         lambda w: w.transpose(0, 1),
         lambda w: torch.baddbmm(w, torch.ones(4, 5, 1), torch.ones(4, 1, 6), beta=0.5),
         lambda w: torch.bmm(w, torch.ones(4, 6, 1)),
+        lambda w: torch.bmm(torch.ones(4, 1, 5), w, out_dtype=torch.float32),
+        lambda w: grouped_mm(torch.ones(4, 5), w, offs=torch.arange(4).int(), out_dtype=torch.bfloat16),
+        lambda w: grouped_mm(torch.ones(4, 5), w),
+        lambda w: w.transpose(dim0=0, dim1=1),
         lambda w: w.clone(),
         lambda w: w.data.set_(torch.ones(4, 5, 6)),
         lambda w: w.tolist(),
@@ -328,6 +372,11 @@ def test_experts_that_are_not_the_models_are_refused(infos: list[GroupInfo]) -> 
     groups = [Group(at, info, Memory(torch.empty(0))) for at, info in enumerate(infos)]
     with pytest.raises(ModelMismatch, match=r"at the executor|does not have"):
         plan_experts(mixed(), groups)
+    many = mixed()
+    many["mlp"].num_experts = 1 << 40  # as many as a peer says that a model has, before anything is allocated
+    many["mlp"].down_proj = nn.Parameter(torch.empty((1 << 40, 5, 6), device="meta"))
+    with pytest.raises(ModelMismatch, match=r"has 1099511627776 experts|does not have"):
+        plan_experts(many, groups)
     right = [Group(at, served(at), Memory(torch.empty(0))) for at in range(2)]
     assert [each.groups for each in plan_experts(mixed(), right)] == [right]
     assert not plan_experts(mixed(), right, exclude=["mlp.down_proj"])
@@ -352,8 +401,10 @@ def test_more_groups_than_tenants_take_are_not_served(caplog: pytest.LogCaptureF
     caplog.set_level(logging.WARNING)
     experts = [(group(f"layers.0.up.{e}", e).members[0], 2) for e in range(MAX_GROUPS)]
     assert len(with_experts([group("layers.0.q")], experts)) == 1
-    assert "tenants keep the experts' weights" in caplog.text
+    assert "tenants download the experts' weights" in caplog.text
     assert len(with_experts([group("layers.0.q")], experts[1:])) == MAX_GROUPS
+    long = [(group(f"{'x' * 200}.{e}", e).members[0], 2) for e in range(MAX_GROUPS - 1)]
+    assert len(with_experts([group("layers.0.q")], long)) == 1  # too many bytes for a WELCOME
 
 
 def test_few_tokens_have_room_for_all_with_any_expert() -> None:

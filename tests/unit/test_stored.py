@@ -228,7 +228,11 @@ def test_what_does_not_fit_is_named(folder: Callable[[str], Path], tmp_path: Pat
         name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
         tensors[name] = tensors[name][:, :8].contiguous()
 
-    for number, change in enumerate((without, narrow)):
+    def column(tensors: dict[str, torch.Tensor]) -> None:  # which could be spread out over the others
+        name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+        tensors[name] = tensors[name][:, :1].contiguous()
+
+    for number, change in enumerate((without, narrow, column)):
         checkpoint = changed(folder("mixtral"), tmp_path / str(number), change)
         with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts\.gate_up_proj"):
             BaseExecutor(checkpoint.folder, numerics="float32")
