@@ -385,7 +385,7 @@ CLAIMS = (
         "Where experts are routed, the provider recognises prompts that it knows",
         f"{ONE_TIME}, experts routed",
         "routing, padded experts",
-        "at least 95 %",
+        "the control of routing, padded experts: at least 95 %",
         controlled({"routing, padded experts": 0.95}),
     ),
     Claim(

@@ -16,8 +16,10 @@ from security.claims import CLAIMS, Verdict
 from security.findings import Finding, percent, plain
 from security.judges import IMPRINTS, STATISTICAL, against_one_time, surely_found
 from security.plan import BOTH, PROVIDER, AuditResult
+from security.routes import LONG, SHORT
 from security.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
 from tenant_sdk import NoiseBankOptions
+from tenant_sdk.model.experts import FEW_TOKENS
 
 COLUMNS = (
     (PLAIN, PROVIDER),
@@ -153,6 +155,7 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
         weak=[verdict.identity for verdict in verdicts if verdict.weak],
         imprints=IMPRINTS,
         grid=_grid(result),
+        routed={"short": SHORT, "long": LONG, "few": FEW_TOKENS},
         plots={
             "reuse": plots.reuse_curve(result),
             "extraction": plots.extraction_curve(result),

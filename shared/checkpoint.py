@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +41,7 @@ class Checkpoint:
         self.folder = checkpoint_folder(folder)
         check_model_folder(self.folder)
         self._file_of = self._find_tensors()
+        self._kept = threading.local()
 
     def _find_tensors(self) -> dict[str, Path]:
         if (self.folder / WEIGHTS_INDEX).is_file():
@@ -86,20 +90,39 @@ class Checkpoint:
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """One tensor in its stored dtype, or the given rows of its first axis."""
-        with safe_open(self._file_of[name], framework="pt") as file:
-            if rows is None:
-                tensor: torch.Tensor = file.get_tensor(name)
-            else:
-                tensor = file.get_slice(name)[rows]
+        file = self._file(name)
+        tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return tensor
 
     def layout(self, name: str) -> Layout:
         """Shape and dtype of a tensor, without reading more than one row."""
-        with safe_open(self._file_of[name], framework="pt") as file:
-            part = file.get_slice(name)
-            shape = tuple(part.get_shape())
-            dtype = (part[0:1] if shape else file.get_tensor(name)).dtype
-        return shape, dtype
+        file = self._file(name)
+        part = file.get_slice(name)
+        shape = tuple(part.get_shape())
+        return shape, (part[0:1] if shape else file.get_tensor(name)).dtype
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """While it lasts, this thread opens a file once for tensors that it reads one after the other.
+
+        To open one is to read the names of all its tensors, of which experts have thousands. It is mapped as
+        long as it is open, so what was read of it counts as this process's memory.
+        """
+        before = getattr(self._kept, "files", None)
+        self._kept.files = {} if before is None else before
+        try:
+            yield
+        finally:
+            self._kept.files = before
+
+    def _file(self, name: str) -> Any:
+        path, files = self._file_of[name], getattr(self._kept, "files", None)
+        if files is None:
+            return safe_open(path, framework="pt")
+        if path not in files:
+            files.clear()  # one at a time
+            files[path] = safe_open(path, framework="pt")
+        return files[path]
 
     def member_weight(self, member: Member, outputs: slice | None = None) -> torch.Tensor:
         """The frozen weight W [outputs, inputs] of a layer, or some of its rows, as stored or made."""
@@ -110,8 +133,7 @@ class Checkpoint:
         if outputs is None or not member.transposed:
             weight = self.read(member.tensor, outputs)
         else:
-            with safe_open(self._file_of[member.tensor], framework="pt") as file:
-                weight = file.get_slice(member.tensor)[:, outputs]
+            weight = self._file(member.tensor).get_slice(member.tensor)[:, outputs]
         return weight.T if member.transposed else weight
 
     def _own_axes(self, member: Member) -> torch.Tensor:
@@ -137,11 +159,12 @@ class Checkpoint:
             for group in groups
             for member in group.members
         }
-        for tensor, expert, made in sorted(members):
-            weight = self._own_axes(members[tensor, expert, made])
-            name = tensor if expert < 0 else f"{tensor}[{expert}]"
-            total.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
-            total.update(bytes_of(weight))
+        with self.kept_open():
+            for tensor, expert, made in sorted(members):
+                weight = self._own_axes(members[tensor, expert, made])
+                name = tensor if expert < 0 else f"{tensor}[{expert}]"
+                total.update(f"{name}|{weight.dtype}|{tuple(weight.shape)}|".encode())
+                total.update(bytes_of(weight))
         return total.hexdigest()
 
     def has(self, member: Member) -> bool:
@@ -151,7 +174,8 @@ class Checkpoint:
     def holds(self, manifest: Manifest) -> bool:
         """Whether these are the served weights of an executor with this manifest."""
         members = [member for group in manifest.groups if not group.head for member in group.members]
-        return all(map(self.has, members)) and self.weights_digest(manifest.groups) == manifest.weights
+        with self.kept_open():
+            return all(map(self.has, members)) and self.weights_digest(manifest.groups) == manifest.weights
 
     def tenant_files(self) -> tuple[FileInfo, ...]:
         """The configuration and tokenizer files that the folder has, with size and SHA-256.

@@ -112,6 +112,11 @@ class Recipe(NamedTuple):
             made = converter.convert(self.first, model=model, config=model.config)
         except Exception as error:  # every step fails in a way of its own on tensors that do not fit
             reason = str(error)[:200] or repr(error)
+            if isinstance(error, KeyError):
+                reason = f"there is no {error.args[0]} among them"
+            counts = {pattern: len(keys) for pattern, keys in self.keys.items()}
+            if self.merges and len(set(counts.values())) > 1:
+                reason = f"some experts lack tensors, of which there are {counts}"
             raise CheckpointError(
                 f"{self.first} cannot be made of {', '.join(self.all_keys[:4])}: {reason}"
             ) from error

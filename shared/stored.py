@@ -115,7 +115,10 @@ class Stored:
         source, expected = self._known(name), tuple(self._state[name].shape)
         shape, dtype = self._made_layout(source) if source.made else self._tensors.layout(source.tensor)
         if dtype not in DTYPE_CODES:
-            raise CheckpointError(f"{source.tensor} has dtype {dtype}, which is not supported")
+            raise CheckpointError(
+                f"{source.tensor} has dtype {dtype}, which is not supported"
+                + (" without the scales that go with it" if "float8" in str(dtype) else "")
+            )
         if shape != expected:
             raise CheckpointError(
                 f"{self._tensors.folder}: {source.tensor} has shape {list(shape)}, "

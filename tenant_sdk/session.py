@@ -72,7 +72,8 @@ class Session:
         Args:
             dtype: of the parameters that the tenant holds, and so of activations.
             offload_head: let the executor compute the output head as well, if it serves it.
-            exclude: layers whose names end with one of these are local; their weights are asked for with one
+            exclude: layers that one of these fits are local: a name, or parts of names, such as ``o_proj``,
+                ``layers.0`` or ``mlp.experts``. Their weights are asked for with one
                 row for each of a layer's inputs, and are what the executor multiplies with, as exact as the
                 session's products. Experts, which go by the name of their parameter, are downloaded.
             model_class: another transformers class around the same base model, such as
@@ -132,8 +133,7 @@ class Session:
         Args:
             model: a transformers model, or a PEFT model around one; changed in place.
             offload_head: swap the output head too.
-            exclude: layers whose names end with one of these stay local; experts go by the name of their
-                parameter.
+            exclude: see ``load_model``; such layers stay local.
             probe: before swapping, send one random row per layer and compare, so that another
                 checkpoint of the same shape is noticed: one whose answers differ by more than 5 % in norm in
                 any layer. Less is taken for rounding, such as a copy in another precision; weights that are

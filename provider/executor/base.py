@@ -59,30 +59,31 @@ class BaseExecutor(GroupExecutor):
         kind, where = Numerics.named(numerics), device_of(device)
         with memory_errors(Path(folder).name):
             checkpoint = Checkpoint(folder)
-            conversion = checkpoint.stored.largest_conversion
-            check_room(checkpoint.name, [], 0, conversion=conversion)
-            found = discover(checkpoint, serve_head=serve_head)
-            here = where.type == "cpu"
-            groups = list(found.groups)
-            first, stop = served = part_of(groups, *part) if part else (0, len(groups))
-            weight_bytes = kind.weight_bytes if here else 0
-            check_room(checkpoint.name, groups[first:stop], weight_bytes, conversion=conversion)
-            loaded: dict[int, LoadedGroup] = {}
-            for number in progress(range(first, stop), "loading layers"):
-                loaded[number] = kind.load(checkpoint, groups[number], where)
-                groups[number] = loaded[number].info
-            super().__init__(loaded, numerics, where)
-            self.catalog = Catalog(
-                checkpoint,
-                found,
-                numerics=numerics,
-                wire_dtypes=kind.wire_dtypes,
-                groups=groups,
-                scales={i: group.scales for i, group in loaded.items() if group.scales is not None},
-                limits=limits,
-                recorded=recorded,
-                part=served if part else None,
-            )
+            with checkpoint.kept_open():
+                conversion = checkpoint.stored.largest_conversion
+                check_room(checkpoint.name, [], 0, conversion=conversion)
+                found = discover(checkpoint, serve_head=serve_head)
+                here = where.type == "cpu"
+                groups = list(found.groups)
+                first, stop = served = part_of(groups, *part) if part else (0, len(groups))
+                weight_bytes = kind.weight_bytes if here else 0
+                check_room(checkpoint.name, groups[first:stop], weight_bytes, conversion=conversion)
+                loaded: dict[int, LoadedGroup] = {}
+                for number in progress(range(first, stop), "loading layers"):
+                    loaded[number] = kind.load(checkpoint, groups[number], where)
+                    groups[number] = loaded[number].info
+                super().__init__(loaded, numerics, where)
+                self.catalog = Catalog(
+                    checkpoint,
+                    found,
+                    numerics=numerics,
+                    wire_dtypes=kind.wire_dtypes,
+                    groups=groups,
+                    scales={i: group.scales for i, group in loaded.items() if group.scales is not None},
+                    limits=limits,
+                    recorded=recorded,
+                    part=served if part else None,
+                )
 
     @property
     def manifest(self) -> Manifest:

@@ -163,7 +163,10 @@ def lay_out(
     latency = tuple(latency_of(device, weight_bytes, own, by_name.get(device.name)) for device in devices)
     doubts = _doubts(devices, assumed, own)
     if any(group.members[0].expert is not None for group in groups):
-        doubts += ("a token's products and bytes are without those of experts, whose memory is counted",)
+        doubts += (
+            "products, bytes and tokens a second are those of tenants that keep the experts themselves "
+            "(experts='local'): what padded or routed ones would add is not forecast, only their memory here",
+        )
     return Layout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
 
 

@@ -193,7 +193,8 @@ class WorkerPool:
         part: tuple[int, int] | None = None,
     ) -> None:
         checkpoint, world = Checkpoint(folder), sharding.world
-        found = discover(checkpoint, serve_head=serve_head)
+        with checkpoint.kept_open():
+            found = discover(checkpoint, serve_head=serve_head)
         groups: list[GroupInfo] = list(found.groups)
         self.latency = (GatheredLatency if sharding.fsdp else LatencyModel)(shapes_of(groups))
         check_stripes(groups, sharding.stripes)

@@ -73,9 +73,10 @@ def load(
         shards = Shards(share.gathering, share.numerics, device)
         load_group = shards.load
     loaded = {}
-    for number, info in share.groups.items():  # one is cut before the next is read
-        loaded[number] = load_group(checkpoint, info, device).cut(share.stripe)
-        alive()
+    with checkpoint.kept_open():
+        for number, info in share.groups.items():  # one is cut before the next is read
+            loaded[number] = load_group(checkpoint, info, device).cut(share.stripe)
+            alive()
     if shards is not None:
         shards.all_loaded()
     executor = GroupExecutor(loaded, share.numerics, device, share.stripe)

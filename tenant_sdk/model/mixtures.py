@@ -50,7 +50,7 @@ def plan_experts(model: nn.Module, groups: Sequence[Group], exclude: Sequence[st
     for group in groups:
         if group.info.members[0].expert is not None:  # and no other member: validate_manifest
             name = group.info.members[0].name.rpartition(".")[0]
-            if not any(f".{name}".endswith(f".{entry}") for entry in exclude):
+            if not any(fits(name, entry) for entry in exclude):
                 served.setdefault(name, []).append(group)
     here = own_projections(model)
     for name, found in served.items():
@@ -123,6 +123,14 @@ def attach_experts(model: nn.Module, plan: Iterable[Planned], padding: Padding |
     return len(plan)
 
 
+def fits(name: str, entry: str) -> bool:
+    """Whether an entry of ``exclude`` is a layer's name, with the base model's or without, or parts of it.
+
+    Such as ``self_attn``, ``experts.down_proj`` or ``layers.0``.
+    """
+    return f".{entry}." in f".{name}." or f".{entry}".endswith(f".{name}")
+
+
 def is_close(answer: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     """Whether they differ by no more than this share, in norm; NaN differs."""
     return bool((answer - expected).norm() <= tolerance * expected.norm())
@@ -176,5 +184,5 @@ def detach_experts(model: nn.Module, manifest: Manifest, source: Checkpoint) -> 
 def expert_parameters(manifest: Manifest, exclude: Sequence[str] = ()) -> set[str]:
     """The full names of a manifest's parameters that hold the weights of experts that are swapped."""
     names = {m.name.rpartition(".")[0] for g in manifest.groups for m in g.members if m.expert is not None}
-    names = {name for name in names if not any(f".{name}".endswith(f".{entry}") for entry in exclude)}
+    names = {name for name in names if not any(fits(name, entry) for entry in exclude)}
     return {info.name for info in manifest.parameters if below(info.name, manifest.base_prefix) in names}

@@ -23,6 +23,7 @@ from tenant_sdk.model.mixtures import (
     Placement,
     attach_experts,
     detach_experts,
+    fits,
     is_close,
     own_projections,
     plan_experts,
@@ -55,7 +56,7 @@ def attach_layers(
         model: transformers model or PEFT model around one.
         groups: of the session.
         offload_head: replace the output head too.
-        exclude: layers whose name ends with one of these (whole parts of it) stay local.
+        exclude: layers whose names one of these fits (see ``fits``) stay local.
         probe: compare one random row per layer with the executor's answer before its weight goes.
         held: what the executor lists for tenants to hold; a warning names the linear layers among it.
         placement: of experts.
@@ -116,7 +117,7 @@ def plan_layers(
 
 
 def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tuple[Group, int]]:
-    """The served linear layers whose names end with an entry of ``exclude``: group and member.
+    """The served linear layers whose names an entry of ``exclude`` fits: group and member.
 
     Experts, of which there are none among them, go by the name of their projection.
 
@@ -127,19 +128,17 @@ def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tup
     served = [group.info.members[index] for group, index in members]
     names = [m.name if m.expert is None else m.name.rpartition(".")[0] for m in served]
     for entry in exclude:
-        if not any(_ends_with(name, entry) for name in names):
+        if not any(fits(name, entry) for name in names):
+            kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
             raise ConfigurationError(
-                f"exclude={entry!r} is the end of no served layer's name, such as {names[0]}"
+                f"exclude={entry!r} fits no served layer: they have names such as {names[0]}, and end with "
+                f"{_few(list(kinds))}"
             )
     return [
         (group, index)
         for (group, index), name in zip(members, names, strict=True)
-        if group.info.members[index].expert is None and any(_ends_with(name, entry) for entry in exclude)
+        if group.info.members[index].expert is None and any(fits(name, entry) for entry in exclude)
     ]
-
-
-def _ends_with(name: str, entry: str) -> bool:
-    return f".{name}".endswith(f".{entry}")
 
 
 def checked_layer(layer: nn.Module | None, member: Member, inputs: int) -> nn.Module:
@@ -201,7 +200,7 @@ def _warn_about_local(model: nn.Module, placement: Placement, exclude: Sequence[
     here = {
         name: each
         for name, each in experts.items()
-        if not isinstance(each, RemoteWeight) and not any(_ends_with(name, entry) for entry in exclude)
+        if not isinstance(each, RemoteWeight) and not any(fits(name, entry) for entry in exclude)
     }
     size = sum(each.numel() * each.element_size() for each in here.values()) / 2**20
     if here and not placement.remote:

@@ -230,7 +230,7 @@ def test_excluded_layers_of_a_model_from_the_executor(
 
 
 def test_excluding_what_is_not_served(llama: Executor) -> None:
-    with llama.connect() as session, pytest.raises(ConfigurationError, match=r"exclude='q_prooj' is the end"):
+    with llama.connect() as session, pytest.raises(ConfigurationError, match=r"exclude='q_prooj' fits no"):
         session.load_model(progress=False, exclude=["q_prooj"])
 
 
@@ -324,3 +324,23 @@ def test_a_model_moves_to_a_new_session(llama: Executor, folder: Path) -> None:
         second.detach(adapted, folder)
         second.attach(adapted)
         assert relative_error(fixed_result(adapted, token_ids()), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("entry", "count"),
+    [
+        ("o_proj", 2),
+        ("self_attn", 8),
+        ("layers.1", 7),
+        ("mlp.up_proj", 2),
+        ("model.layers.0.self_attn.q_proj", 1),  # as the whole model calls it
+        ("layers.0.self_attn.q_proj", 1),
+    ],
+)
+def test_layers_to_exclude(entry: str, count: int, llama: Executor) -> None:
+    with llama.connect() as session:
+        model = session.load_model(exclude=[entry], progress=False)
+        local = [layer for layer in linear_layers(model).values() if type(layer) is nn.Linear]
+        assert len(local) == count + 1  # the head
+        with pytest.raises(ConfigurationError, match=r"fits no served layer.*end with q_proj, k_proj"):
+            session.load_model(exclude=["proj"], progress=False)

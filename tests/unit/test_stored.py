@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import ARCHITECTURES, make_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_more_architectures import TABLE, build
 from transformers import PreTrainedModel, core_model_loading
@@ -276,3 +277,23 @@ def test_what_a_conversion_takes(folder: Callable[[str], Path]) -> None:
     assert Checkpoint(folder("llama")).stored.largest_conversion == 0
     assert Checkpoint(folder("mixtral")).stored.largest_conversion == 12 * 2 * 96 * 64
     assert Checkpoint(folder("nomic_bert")).stored.largest_conversion == 12 * 3 * 64 * 64
+
+
+def test_a_file_of_many_tensors_is_opened_a_few_times(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open one is to read the names of all, of which experts have thousands."""
+    opened: list[Path] = []
+
+    def counted(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr("shared.checkpoint.safe_open", counted)
+    checkpoint = Checkpoint(folder("mixtral"))
+    BaseExecutor(checkpoint.folder, numerics="float32")
+    assert len(opened) <= 3 < len(checkpoint.names())
+    opened.clear()
+    for name in checkpoint.names():  # nothing stays mapped for longer
+        checkpoint.read(name)
+    assert len(opened) == len(checkpoint.names())
