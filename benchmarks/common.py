@@ -32,6 +32,7 @@ def write_model(
     feed_forward: int = FEED_FORWARD,
     heads: int = HEADS,
     vocabulary: int = VOCABULARY,
+    context: int = 2048,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Save a Llama-shaped model with random weights; by default 12 layers and d = 768."""
@@ -43,7 +44,7 @@ def write_model(
         num_attention_heads=heads,
         num_key_value_heads=heads,
         vocab_size=vocabulary,
-        max_position_embeddings=2048,
+        max_position_embeddings=context,
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
 

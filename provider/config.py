@@ -280,7 +280,9 @@ class ServeConfig:
         self._check_together()
         if self.dev and not self.numerics.startswith("ring"):
             raise ConfigurationError(
-                f"dev=True is for one-time masks, which need integers: leave out numerics={self.numerics!r}"
+                f"dev=True is for one-time masks, which need integers: leave out numerics={self.numerics!r}; "
+                "to try that, serve without dev=True, with what `symbiosis-provider certs` and `token add` "
+                "make, and give tenants --privacy plain"
             )
         if self.dev and self.host not in LOOPBACK:
             raise ConfigurationError(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tenant_sdk.connection.stats import Stats
     from tenant_sdk.products.fingerprints import write_fingerprints
     from tenant_sdk.products.noise_bank import NoiseBankOptions
+    from tenant_sdk.sequences.tuning import LongTuning, long_tuning
     from tenant_sdk.session import Session
     from tenant_sdk.tuning.folders import load_adapter, save_adapter
 
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigurationError",
     "ConnectError",
     "ConnectionLost",
+    "LongTuning",
     "ModelMismatch",
     "NoiseBankOptions",
     "NonFiniteError",
@@ -57,17 +59,20 @@ __all__ = [
     "WireError",
     "connect",
     "load_adapter",
+    "long_tuning",
     "save_adapter",
     "write_fingerprints",
 ]
 
 # What needs torch and transformers, which take seconds to import: imported when it is first used.
 _LAZY = {
+    "LongTuning": "tenant_sdk.sequences.tuning",
     "NoiseBankOptions": "tenant_sdk.products.noise_bank",
     "Session": "tenant_sdk.session",
     "Stats": "tenant_sdk.connection.stats",
     "connect": "tenant_sdk.composition",
     "load_adapter": "tenant_sdk.tuning.folders",
+    "long_tuning": "tenant_sdk.sequences.tuning",
     "save_adapter": "tenant_sdk.tuning.folders",
     "write_fingerprints": "tenant_sdk.products.fingerprints",
 }

@@ -9,7 +9,9 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -22,6 +24,7 @@ from shared import imports
 from shared.errors import ConfigurationError, SymbiosisError, peer_text
 from shared.options import in_options, prints_version
 from tenant_sdk import cli_options as options
+from tenant_sdk import context_options as contexts
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import party_name
 
@@ -57,6 +60,7 @@ def _load(
     from transformers import AutoTokenizer
     from transformers import logging as transformers_logging
 
+    from tenant_sdk.model.loading import check_causal
     from tenant_sdk.storage import disk_errors
     from tenant_sdk.tuning.own import attach_own, tokenizer_in
 
@@ -68,6 +72,7 @@ def _load(
     with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
         model: Any
         if own is None:
+            check_causal(session.executor)
             model = session.load_model(base=base, progress=_status.is_terminal)
         else:
             model, folder = attach_own(session, own, base)
@@ -170,14 +175,9 @@ def finetune(
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks or records a step.")] = 8,
-    sequence_length: Annotated[
-        int,
-        typer.Option(
-            min=2,
-            help="Tokens a block of text, and of a record at most: longer ones with `text` are split, others "
-            "left out, and both said.",
-        ),
-    ] = 256,
+    sequence_length: contexts.SequenceLength = 256,
+    max_length: contexts.MaxLength = None,
+    memory_gib: contexts.Memory = None,
     train_on_prompt: Annotated[
         bool, typer.Option("--train-on-prompt", help="Learn whole records, not the answers alone.")
     ] = False,
@@ -237,7 +237,8 @@ def finetune(
         steps=steps,
         epochs=epochs,
         batch_size=batch_size,
-        sequence_length=sequence_length,
+        sequence_length=max_length or sequence_length,
+        memory_gib=memory_gib,
         seed=seed,
         save_steps=save_steps,
         resume=resume,
@@ -296,7 +297,8 @@ def finetune(
 @options.takes(options.SessionOptions)
 def generate(
     connection: options.SessionOptions,
-    prompt: Annotated[str, typer.Option(help="What to go on from.")],
+    prompt: contexts.Prompt = None,
+    prompt_file: contexts.PromptFile = None,
     adapter: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Folder of an adapter, as finetune writes it."),
@@ -336,6 +338,9 @@ def generate(
             "without this it ends there, and says so.",
         ),
     ] = False,
+    kv: contexts.Kv = None,
+    kv_memory_gib: contexts.KvMemory = 0.0,
+    kv_folder: contexts.KvFolder = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No figures at the end.")] = False,
     tokenizer: options.Tokenizer = None,
     model: options.Model = None,
@@ -347,6 +352,7 @@ def generate(
     from tenant_sdk.storage import check_adapter_folder
     from tenant_sdk.tuning.sampling import Sampling
 
+    text = contexts.prompt_text(prompt, prompt_file)
     config = connection.session()
     if adapter is not None:
         check_adapter_folder(adapter)
@@ -361,10 +367,12 @@ def generate(
     )
     with _loading():
         from tenant_sdk.composition import open_session
+        from tenant_sdk.sequences.contexts import LongContext, default_place
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.generation import stream
         from tenant_sdk.tuning.own import tokenizer_in
 
+    place = LongContext(kv or "host", kv_memory_gib, kv_folder)
     _say_connecting(config)
     if tokenizer is None and adapter is not None and (tokenizer := tokenizer_in(adapter)):
         _status.print(f"tokenizer: the one in {escape(str(adapter))}")
@@ -372,12 +380,15 @@ def generate(
         ready, words = _load(session, tokenizer, model)
         if adapter is not None:
             ready = load_adapter(ready, adapter, session, allow_other_base=allow_other_base)
-        text = stream(ready, words, prompt, sampling, chat=chat)
+        if kv is None:
+            place = replace(place, kv=default_place(ready))
+        fitting = partial(place.fitting, ready, session.manifest.groups)
+        written = stream(ready, words, text, sampling, chat=chat, fitting=fitting)
     if quiet:
         return
     _status.print(
-        f"{text.tokens} tokens in {text.seconds:.1f} s, {text.tokens / text.seconds:.1f} tokens/s; "
-        f"ended by: {text.end}"
+        f"{written.tokens} tokens in {written.seconds:.1f} s, {written.tokens / written.seconds:.1f} "
+        f"tokens/s; ended by: {written.end}"
     )
     _print_stats(session, config, _status)
 

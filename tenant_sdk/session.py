@@ -24,6 +24,7 @@ from tenant_sdk.model.naming import base_of_peer, find_base, name_model
 from tenant_sdk.model.surgery import attach_layers, detach_layers, warn_if_trained
 from tenant_sdk.model.virtual import Group
 from tenant_sdk.products.products import Products
+from tenant_sdk.sequences.contexts import LongContext, prefill
 
 
 class Session:
@@ -59,7 +60,7 @@ class Session:
     def load_model(
         self,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         offload_head: bool = False,
         exclude: Sequence[str] = (),
         model_class: type[Any] | None = None,
@@ -70,7 +71,7 @@ class Session:
         """The executor's model; its frozen linear layers stay there, the rest is downloaded.
 
         Args:
-            dtype: of the parameters that the tenant holds, and so of activations.
+            dtype: of the parameters that the tenant holds, and so of activations; or its name, ``bfloat16``.
             offload_head: let the executor compute the output head as well, if it serves it.
             exclude: layers that one of these fits are local: a name, or parts of names, such as ``o_proj``,
                 ``layers.0`` or ``mlp.experts``. Their weights are asked for with one
@@ -171,6 +172,78 @@ class Session:
         """
         detach_layers(model, self.manifest, checkpoint)
         return model
+
+    def generate_options(
+        self,
+        model: nn.Module,
+        *,
+        kv: str = "host",
+        kv_memory_gib: float = 0.0,
+        kv_folder: str | Path | None = None,
+        memory_gib: float = 1.0,
+        context: int | None = None,
+        batch_size: int = 1,
+    ) -> dict[str, Any]:
+        """Keyword arguments with which a long context fits: ``model.generate(ids, **options)``.
+
+        They are for one text: keys and values of it are in them, so that a later call can go on from there.
+        They take no space any more once nobody refers to them. Tokens are those of ``generate`` without them.
+
+        Args:
+            model: of this session, or a PEFT model around it.
+            kv: where keys and values lie. ``device``: with the model, as transformers does it. ``host``: in
+                the host's memory, in buffers that are appended to. ``disk``: in an encrypted file without a
+                name; in memory are those of as many layers as fit into ``kv_memory_gib``, and of two more.
+                Layers with a sliding window, or a state of fixed size, stay as they are.
+            kv_folder: for the file, on a disk that is fast; default ``TMPDIR``, else ``/var/tmp``.
+            memory_gib: for a chunk of the prompt, which is read in chunks, besides keys and values. Models
+                with recurrent layers, and assisted decoding, read a prompt at once.
+            context: tokens of prompt and answer at most; default: as many as the model takes.
+            batch_size: prompts at once, times ``num_beams`` or ``num_return_sequences``.
+
+        Raises:
+            ConfigurationError: the memory is not enough for 16 tokens; or not for this model: the adapter is
+                of prompt tuning's kind, there is an encoder, or layers share keys (``disk``).
+            StorageError: the folder cannot be written to.
+        """
+        place = LongContext(kv, kv_memory_gib, kv_folder, memory_gib, context, batch_size)
+        return place.options(model, self.manifest.groups)
+
+    def prefill(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        copies: int = 1,
+        decode_on: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Read a prompt now, and continue it with ``model.generate(input_ids, **prefilled)``.
+
+        Reading is limited by arithmetic, continuing by the memory that keys and values are read from. So the
+        tenant's part of the model can read on an accelerator, and continue on the CPU, where they lie.
+
+        Args:
+            input_ids: int64 ``[B, T]``, at least two tokens; give ``generate`` the same, and the same mask.
+            attention_mask: ``[B, T]``, 0 for padding; default all 1.
+            copies: sequences of each prompt that ``generate`` will make with ``num_beams`` or
+                ``num_return_sequences``; it is read once.
+            decode_on: device that the model and, but for ``host`` and ``disk``, keys and values move to.
+            dtype: that they then have; default the same.
+            options: of ``generate_options``.
+
+        Returns:
+            Keyword arguments for one call of ``generate``.
+
+        Raises:
+            ConfigurationError: as ``generate_options``.
+        """
+        made = self.generate_options(model, **options)
+        return prefill(
+            model, input_ids, attention_mask, made, copies=copies, decode_on=decode_on, dtype=dtype
+        )
 
     @property
     def _placement(self) -> Placement:

@@ -17,6 +17,7 @@ from shared.compat import transforms_run
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import SUM, RemoteWeight
 from tenant_sdk.model.virtual import DRAFT_TOKENS, Group, check_values, followed
 
@@ -133,10 +134,16 @@ class Experts:
             nn.functional.pad(part, (0, 0, 0, each - len(part))) if each else part
             for part in rows.split(list(counts))
         ]
+        asked = (self, direction, tuple(counts))
+        return answered(asked, [rows], lambda: [self._ask(direction, parts, counts, request_class)])[0]
+
+    def _ask(
+        self, direction: Direction, parts: list[torch.Tensor], counts: Sequence[int], urgency: RequestClass
+    ) -> torch.Tensor:
         asked = [expert for expert, part in enumerate(parts) if len(part)]
 
         def submit(expert: int) -> PendingProduct:
-            return self.groups[expert].submit(direction, 1, [parts[expert]], request_class)
+            return self.groups[expert].submit(direction, 1, [parts[expert]], urgency)
 
         kinds = {(direction, expert) for expert in asked}
         if kinds <= self._known:

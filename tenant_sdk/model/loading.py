@@ -40,6 +40,7 @@ PARTS_OF_A_NAME, PARTS_OF_A_MODEL = 16, 1024
 # What a model that is built for a peer may read first: text, images, sound.
 INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
 ROWS_BYTES = 1 << 22  # of unit rows, or of what comes of them, when an excluded layer's weight is asked for
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _one_at_a_time = threading.Lock()
 MOST_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
 
@@ -67,11 +68,57 @@ def load_tokenizer(remote: RemoteExecutor) -> Any:
     return build_tokenizer(files)
 
 
+def check_causal(remote: RemoteExecutor, config: Any = None) -> None:
+    """Let through what continues text.
+
+    Args:
+        config: of the model; default: the executor's, all that is downloaded before another is refused.
+
+    Raises:
+        ConfigurationError: it has an encoder, or reads images or sound, or generates nothing.
+    """
+    name = remote.manifest.architecture
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        return  # ``load_model`` says what is wrong, here and below
+    if config is None:
+        files = download_files(remote, ("config.json",))
+        try:
+            config = model_configuration(files.get("config.json", b""), remote.manifest, {})
+        except ModelMismatch:
+            return
+    if (
+        not found.can_generate()
+        or found.main_input_name != "input_ids"
+        or getattr(config, "is_encoder_decoder", False)
+    ):
+        raise ConfigurationError(
+            f"{name} is not a causal language model: the command line tunes and generates with those; in "
+            "Python session.load_model() and attach() take it"
+        )
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    """One of ``DTYPES``, by its name as well.
+
+    Raises:
+        ConfigurationError: it is none of them.
+    """
+    named = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    for each in DTYPES:
+        if each is named:
+            return each
+    raise ConfigurationError(
+        f"dtype={given!r:.40} cannot be: what tenants hold takes {', '.join(map(str, DTYPES))}, or the name "
+        "of one"
+    )
+
+
 def load_model(
     remote: RemoteExecutor,
     groups: Sequence[Group],
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     offload_head: bool,
     placement: Placement,
     exclude: Sequence[str],
@@ -83,9 +130,9 @@ def load_model(
 
     Raises:
         ModelMismatch: this transformers does not build the model that the executor serves.
-        ConfigurationError: an entry of ``exclude`` fits no layer.
+        ConfigurationError: an entry of ``exclude`` fits no layer; ``dtype`` is none.
     """
-    manifest = remote.manifest
+    dtype, manifest = _dtype(dtype), remote.manifest
     if manifest.unavailable:
         raise ModelMismatch(
             f"the executor cannot supply {len(manifest.unavailable)} of the parameters that tenants hold, "

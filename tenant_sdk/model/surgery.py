@@ -19,6 +19,7 @@ from shared.compat import transforms_run
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.wire.header import Direction
 from shared.wire.messages import Manifest, Member, ParameterInfo
+from tenant_sdk.model.checkpointing import forget_products, keep_products
 from tenant_sdk.model.mixtures import (
     Placement,
     attach_experts,
@@ -84,6 +85,7 @@ def attach_layers(
             if id(child) in replaced:
                 setattr(parent, name, virtual_layer(*replaced[id(child)], child))
     attach_experts(model, experts, placement.padding)
+    keep_products(base_model(model))
     _warn_about_local(base_model(model), placement, exclude)
     _warn_about_kept(model, held)
     return len(plan) + len(experts)
@@ -301,6 +303,7 @@ def detach_layers(model: nn.Module, manifest: Manifest, checkpoint: str | Path |
         for name, child in list(parent.named_children()):
             if id(child) in virtual:
                 setattr(parent, name, _real_layer(child, source, members[virtual[id(child)]]))
+    forget_products(inner)
     return len(virtual) + detach_experts(model, manifest, source)
 
 

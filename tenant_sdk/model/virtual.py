@@ -22,6 +22,7 @@ from shared.wire.header import Direction, RequestClass, member_indices
 from shared.wire.messages import GroupInfo, Member
 from shared.wire.websocket import own
 from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.model.recording import answered
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.products.products import Products
 
@@ -110,6 +111,10 @@ class Group:
         for member in unused:
             self._together[member] -= used
 
+    def forget(self) -> None:
+        """Take nothing from this thread's last request, and learn nothing of who took what."""
+        self._threads.last = None
+
     def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         return self.differentiable(Direction.FORWARD, members, (x.to(dtype),), waited_for(x))
 
@@ -154,11 +159,15 @@ class Group:
     def _ask(
         self, direction: Direction, members: int, blocks: list[torch.Tensor], request_class: RequestClass
     ) -> list[torch.Tensor]:
-        """``product``, or what stands for it in a graph that is being made."""
+        """``product``, what a recording has of it, or what stands for it in a graph that is being made."""
         if is_traced():
             answers: list[torch.Tensor] = _products(blocks, self.handle, direction, members, request_class)
             return answers
-        return self.product(direction, members, blocks, request_class)
+        return answered(
+            (self, direction, members),
+            blocks,
+            lambda: self.product(direction, members, blocks, request_class),
+        )
 
     def product(
         self,

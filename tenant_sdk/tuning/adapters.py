@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -11,6 +14,10 @@ from typing import Any
 from shared.errors import ConfigurationError
 
 ALL_LINEAR = "all-linear"
+# Two layers of each expert are one parameter, which PEFT gives twice the rank. It looks for it among layers
+# alone before it says that it has not.
+_UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module and were ignored: "
+_UNTRUE += re.escape(str([r".*\.gate_up_proj"]))
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,24 @@ def find_method(name: str) -> Method:
     raise ConfigurationError(f"unknown method {name!r}{why}; choose from {', '.join(METHODS)}")
 
 
+@contextmanager
+def no_untrue_warnings() -> Iterator[None]:
+    """Around what makes an adapter: keep back PEFT's word that experts' rank was ignored."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_UNTRUE, category=RuntimeWarning)
+        yield
+
+
+def other_ranks(adapted: Any) -> str:
+    """Where LoRA's rank is another than was asked for, to go on a line with; or nothing."""
+    patterns = getattr(adapted.peft_config["default"], "rank_pattern", None) or {}
+    return "".join(
+        f"; rank {rank} in {key.rpartition('.')[2]}, which is two layers in one"
+        for key, rank in patterns.items()
+        if isinstance(rank, int)  # AdaLoRA's are lists
+    )
+
+
 def add_adapter(model: Any, options: AdapterOptions) -> Any:
     """A PEFT model with a fresh adapter around a transformers model.
 
@@ -159,16 +184,44 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
         raise ConfigurationError(
             f"{options.method} chooses its layers itself; --target-modules is for the low-rank methods"
         )
+    if ALL_LINEAR in options.targets and len(options.targets) > 1:
+        raise ConfigurationError("--target-modules all-linear stands alone")
     from transformers.pytorch_utils import Conv1D
+
+    from tenant_sdk.model.virtual import VirtConv1D, VirtLinear
 
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     options = dataclasses.replace(options, transposed=transposed)
+    layers = {name for name, each in model.named_modules() if isinstance(each, (VirtLinear, VirtConv1D))}
+    names = sorted({name.rpartition(".")[2] for name in layers})
     try:
-        adapted = _peft().get_peft_model(model, method.make(options))
+        with no_untrue_warnings():
+            adapted = _peft().get_peft_model(model, method.make(options))
     except (ValueError, KeyError, TypeError) as error:
+        if method.low_rank and re.search("target.modules", str(error), re.IGNORECASE):
+            fit = ",".join(name for name in names if f"'{name}'" not in str(error))
+            raise ConfigurationError(
+                f"{options.method} does not fit {type(model).__name__} with --target-modules "
+                f"{','.join(options.targets)}; layers that it can be given: {fit}"
+            ) from error
         raise ConfigurationError(
             f"{options.method} does not fit {type(model).__name__} with these options: {error}"
         ) from error
+    if method.low_rank and (lost := _lost(adapted, options.targets)):
+        raise ConfigurationError(
+            f"--target-modules {','.join(lost)}: {type(model).__name__} has no layer of that name; those "
+            f"with the provider are {','.join(names)}"
+        )
     # Nothing, until ``save_adapter``: with each checkpoint PEFT would ask a hub about the model of that name.
     adapted.peft_config["default"].base_model_name_or_path = ""
     return adapted
+
+
+def _lost(adapted: Any, targets: tuple[str, ...]) -> list[str]:
+    """Targets that PEFT has found no layer for; those that it knows as parts of experts it takes out."""
+    found, left = adapted.base_model.targeted_module_names, adapted.peft_config["default"].target_modules
+    return [
+        target
+        for target in targets
+        if target in left and not any(f".{name}".endswith(f".{target}") for name in found)
+    ]

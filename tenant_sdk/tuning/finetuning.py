@@ -26,6 +26,8 @@ from transformers.integrations.integration_utils import (
 
 from shared.errors import ConfigurationError, StorageError, SymbiosisError
 from tenant_sdk.model.naming import base_of
+from tenant_sdk.sequences.stack import NotInParts
+from tenant_sdk.sequences.tuning import long_tuning
 from tenant_sdk.session import Session
 from tenant_sdk.storage import (
     TrainingCheckpoints,
@@ -34,7 +36,7 @@ from tenant_sdk.storage import (
     free_megabytes,
     whole_folder,
 )
-from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method
+from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method, other_ranks
 from tenant_sdk.tuning.data import Collate, Example, Reader, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate
@@ -48,7 +50,8 @@ class TrainingOptions:
 
     ``data`` and ``held_out``: text files and JSONL, see ``tenant_sdk.tuning.data``. ``steps`` None:
     ``epochs`` passes over the data. ``learning_rate`` None: the method's own. ``packing``: a batch is one row
-    without padding. ``report_to``: names of what the Trainer reports to.
+    without padding. ``memory_gib``: of the process in all, see ``long_tuning``. ``report_to``: names of what
+    the Trainer reports to.
     """
 
     data: tuple[Path, ...]
@@ -63,6 +66,7 @@ class TrainingOptions:
     epochs: float = 3.0
     batch_size: int = 8
     sequence_length: int = 256
+    memory_gib: float | None = None
     seed: int = 0
     save_steps: int = 50
     resume: bool = False
@@ -224,8 +228,9 @@ def finetune(
         model.config.use_cache = False
         check_packing(model, examples)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(f"{training.method} adapter with {trained:,} trained parameters")
+    say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
     _check_space(output, trained)
+    _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
     settings = asdict(training) | {
         "data": hashlib.sha256(repr(examples).encode()).hexdigest()[:16],
@@ -234,7 +239,7 @@ def finetune(
         "sequence_length": length,
         "base_model": session.manifest.digest[:16],
     }
-    for name in ("output", "held_out", "resume", "epochs", "save_steps", "report_to"):
+    for name in ("output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib"):
         del settings[name]
     settings["targets"] = list(training.targets)
     checkpoints = TrainingCheckpoints(output, settings)
@@ -303,6 +308,26 @@ def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int)
             f"positions, {virtual_tokens} of them for virtual tokens; batch size and rank are at least 1"
         )
     return length
+
+
+def _fit(training: TrainingOptions, model: Any, longest: int, say: Callable[[str], None]) -> None:
+    """Have a batch of the longest examples fit into memory; say how, if that takes anything.
+
+    Raises:
+        ConfigurationError: it cannot, as far as is known.
+    """
+    batch = 1 if training.packing else training.batch_size
+    length = longest * (training.batch_size if training.packing else 1)
+    try:
+        tuning = long_tuning(
+            model, length, batch_size=batch, memory_gib=training.memory_gib, packed=training.packing
+        )
+    except NotInParts:
+        if training.memory_gib is not None:
+            raise
+        return  # nobody asked for it, and perhaps it is not needed
+    if tuning.plan.pieces or training.memory_gib is not None:
+        say(tuning.plan.sentence(length, batch))
 
 
 def _check_space(output: Path, parameters: int) -> None:

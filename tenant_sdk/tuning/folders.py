@@ -12,6 +12,7 @@ from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.session import Session
 from tenant_sdk.storage import check_adapter_folder
+from tenant_sdk.tuning.adapters import no_untrue_warnings
 from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,8 @@ def load_adapter(
     if record is not None and (differs := record.check(session, folder)):
         log.warning("%s", differs)
     try:
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+        with no_untrue_warnings():
+            return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModelMismatch(
             f"the adapter in {folder} was made for another base model: {_first(str(error))}"

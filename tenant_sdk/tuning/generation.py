@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +58,20 @@ class Written:
     end: str
 
 
-def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, chat: bool = False) -> Written:
+def stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    chat: bool = False,
+    fitting: Callable[[int], dict[str, Any]] | None = None,
+) -> Written:
     """Write the continuation of a prompt to standard output, each word as soon as it is whole.
 
     Args:
         chat: the prompt is a user's message; put it and what begins an answer into the chat template.
+        fitting: what else ``generate`` gets for a context of so many tokens, such as ``generate_options``.
 
     Raises:
         ConfigurationError: the prompt is empty or, with what shall follow, longer than the model's context;
@@ -84,6 +94,7 @@ def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, chat:
             f"the prompt has {ids.shape[1]} tokens and the model's context {limit}: {todo}"
         )
     loop = _Loop(ids.shape[1])
+    more = fitting(ids.shape[1] + sampling.max_new_tokens) if fitting is not None else {}
     set_seed(sampling.seed)
     model.eval()
     started = time.perf_counter()
@@ -94,6 +105,7 @@ def stream(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, chat:
         tokenizer=tokenizer if sampling.stop else None,
         stopping_criteria=StoppingCriteriaList([loop] if sampling.stop_loops else []),
         streamer=_Terminal(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **more,
     )
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     if new[-1] in (config.eos_token_id or ()):

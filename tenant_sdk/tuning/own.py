@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shared.errors import CheckpointError, ModelMismatch
 from shared.hub import checkpoint_folder
+from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
 from tenant_sdk.session import Session
 from tenant_sdk.trust.attestation import open_checkpoint
@@ -24,15 +26,21 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
 
     Raises:
         CheckpointError: it cannot be had or read.
+        ConfigurationError: the executor serves no causal language model.
         ModelMismatch: its linear layers' weights are not, byte for byte, those that the executor serves.
     """
     folder = checkpoint_folder(name)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
+        check_causal(session.executor, AutoConfig.from_pretrained(folder, **local))
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="float32", local_files_only=True, use_safetensors=True, trust_remote_code=False
+            folder, dtype="float32", use_safetensors=True, **local
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"no model of your own in {folder}: {error}") from error
+    except (ImportError, OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"no model of your own in {folder}: {_reason(str(error))}. Leave out --model: then the "
+            "provider's dense weights are used"
+        ) from error
     try:
         open_checkpoint(folder, session.manifest)
     except ModelMismatch as error:
@@ -44,6 +52,13 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
     if base is not None:
         name_model(model, find_base(base, session.manifest))
     return model, folder
+
+
+def _reason(error: str) -> str:
+    """The first line of an error; of hundreds of configuration classes, only the one that was not found."""
+    if unknown := re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", error):
+        return f"AutoModelForCausalLM does not load a {unknown[1]}"
+    return error.partition("\n")[0][:200].rstrip(". ")
 
 
 def tokenizer_in(folder: Path) -> Path | None:

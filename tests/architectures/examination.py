@@ -15,8 +15,10 @@ import re
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,14 @@ from shared.errors import SymbiosisError
 from tenant_sdk.model.remote_weight import RemoteWeight
 
 TOLERANCE = 1e-5
-SECONDS = 15.0  # to find a configuration and inputs that fit each other
+SECONDS = 15.0  # of the processor, to find a configuration and inputs that fit each other
 SHARE = 0.8  # of the frozen linear parameters, at least, are to be at the provider
 # PEFT refuses these layers of state spaces, which bypass the layer's forward.
 NO_LORA = {name: ["out_proj"] for name in ("mamba", "falcon_mamba", "mamba2", "falcon_h1", "nemotron_h")}
+VERSIONS = ", ".join(f"{name} {version(name)}" for name in ("transformers", "peft", "torch"))
 _PRODUCTS = re.compile(r"(^|_)(mm|addmm|bmm|baddbmm|mv|addmv|linear|matmul|mm_fallback)$")
+_LINEAR_FORWARDS = (nn.Linear.forward, Conv1D.forward)
+Targets = str | list[str]  # of an adapter, as PEFT takes them
 
 
 @dataclass
@@ -49,8 +54,9 @@ class Result:
 
     Attributes:
         kind: ``causal`` or ``base``.
-        stage: how far it came: ``build``, ``local``, ``serve``, ``load``, ``forward``, or ``done``; where it
-            stayed, ``said`` has the error.
+        stage: how far it came: ``build``, ``local``, ``serve``, ``load``, ``forward``, ``backward``, or
+            ``done``; where it stayed, ``said`` has the error. ``linear``: it runs, and has no weight that a
+            provider could multiply by.
         refused: the error is one of this project's own.
         share: of the frozen linear parameters, those that the provider has.
         tenants: names of the others, a few.
@@ -60,6 +66,7 @@ class Result:
             and gradients, whichever of two orders of sums is farther.
         requests: of one forward pass.
         seconds: it took.
+        versions: of the libraries that it was found with.
     """
 
     kind: str
@@ -75,6 +82,7 @@ class Result:
     rounding: float | None = None
     requests: int = 0
     seconds: float = 0.0
+    versions: str = VERSIONS
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -84,11 +92,11 @@ class Result:
     @property
     def ran(self) -> bool:
         """Whether local transformers ran the tiny model, so that there is something to compare with."""
-        return self.stage not in ("build", "local")
+        return self.stage not in ("build", "local", "linear")
 
     @property
     def worst(self) -> float:
-        """The larger error, of outputs and of gradients where they were compared."""
+        """The larger error, of outputs and of gradients where they were compared; both are finite."""
         return max(self.error or 0.0, self.gradient or 0.0)
 
     @property
@@ -107,15 +115,29 @@ class Result:
         return self.equal and self.share is not None and self.share >= SHARE
 
 
-def examine(kind: str, model_type: str, class_name: str) -> Result:
-    """Take one architecture from its configuration to gradients; errors are in the result."""
+def examine(
+    kind: str, model_type: str, class_name: str, tell: Callable[[str], None] = lambda stage: None
+) -> Result:
+    """Take one architecture from its configuration to gradients; errors are in the result.
+
+    Args:
+        kind: ``causal`` or ``base``.
+        model_type: as transformers names it.
+        class_name: of ``transformers``.
+        tell: is called with each stage after ``build`` when it begins.
+    """
     result = Result(kind, model_type, class_name)
+
+    def reach(stage: str) -> None:
+        result.stage = stage
+        tell(stage)
+
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         warnings.simplefilter("ignore")  # of hundreds of models, and none of them ours
         logging.disable(logging.ERROR)
         transformers.utils.logging.disable_progress_bar()
         try:
-            _examine(result, Path(folder))
+            _examine(result, Path(folder), reach)
         except Exception as error:
             result.said = _sentence(error)
             result.refused = isinstance(error, SymbiosisError)
@@ -124,44 +146,47 @@ def examine(kind: str, model_type: str, class_name: str) -> Result:
     return result
 
 
-def _examine(result: Result, folder: Path) -> None:
-    local, inputs, expected = _local(result, folder)
+def _examine(result: Result, folder: Path, reach: Callable[[str], None]) -> None:
+    local, inputs, expected = _local(result, folder, reach)
     linear = _linear_parameters(local, inputs)
     if not linear:
-        raise NotBuilt("it has no linear layers")
-    result.stage = "serve"
+        reach("linear")
+        result.said = "it has no linear layers"
+        return
+    reach("serve")
     with (
         provider.inprocess.serve(folder, numerics="float32") as endpoint,
         tenant_sdk.connect(endpoint, privacy="plain", patience=0.0) as session,
     ):
-        result.stage = "load"
+        reach("load")
         remote = session.load_model(progress=False)
         _count(result, linear, remote)
-        result.stage = "forward"
+        reach("forward")
         before = session.stats.requests
         got = _outputs(remote, inputs)
         result.requests = session.stats.requests - before
         result.error = _worst(got, expected)
-        result.stage = "done"
-        result.gradient = _compare_gradients(result, local, remote, inputs)
-        if not result.within:
-            result.rounding = _rounding(type(local).from_pretrained(folder).eval(), inputs)
+        reach("backward")
+        targets = _compare_gradients(result, local, remote, inputs)
+        if result.worst > TOLERANCE:
+            result.rounding = _rounding(type(local).from_pretrained(folder).eval(), inputs, targets)
+        reach("done")
 
 
 # -- the model here --------------------------------------------------------------------------------
 
 
 def _local(
-    result: Result, folder: Path
+    result: Result, folder: Path, reach: Callable[[str], None]
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor], list[torch.Tensor]]:
     """The checkpoint as transformers loads it, inputs that it takes, and what it makes of them."""
-    said, until = "", time.monotonic() + SECONDS
+    said, until = "", time.process_time() + SECONDS
     for model in candidates(result.model_type, result.class_name):
-        result.stage = "local"
+        reach("local")
         torch.manual_seed(0)
         made = _with_values(type(model)._from_config(model.config)).eval()
         for inputs in inputs_of(made):
-            if time.monotonic() > until:
+            if time.process_time() > until:
                 raise NotBuilt(said)
             try:
                 outputs = _outputs(made, inputs)
@@ -169,7 +194,10 @@ def _local(
                 if not said or "missing" in said:
                     said = _sentence(error)
                 continue
-            if not outputs or not all(each.isfinite().all() for each in outputs):
+            if not any(each.numel() for each in outputs):
+                said = said or "its output has no numbers"
+                continue
+            if not all(each.isfinite().all() for each in outputs):
                 said = said or "its output is not finite"
                 continue
             made.save_pretrained(folder)
@@ -255,8 +283,16 @@ def _count(result: Result, linear: dict[str, int], remote: nn.Module) -> None:
 
 
 def _worst(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest relative distance of two tensors, in float64.
+
+    Raises:
+        AssertionError: the shapes differ, or a number is not finite, which would be equal to anything.
+    """
     if [each.shape for each in got] != [each.shape for each in expected]:
         raise AssertionError("the outputs have other shapes")
+    if not all(bool(each.isfinite().all()) for each in (*got, *expected)):
+        raise AssertionError("a number is not finite")
+    got, expected = ([each.double() for each in of] for of in (got, expected))
     floor = 1e-3 * max((float(each.norm()) for each in expected if each.numel()), default=1.0)
     errors = [
         float((a - b).norm()) / max(float(b.norm()), floor, 1e-30)
@@ -268,23 +304,29 @@ def _worst(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 def _compare_gradients(
     result: Result, local: PreTrainedModel, remote: PreTrainedModel, inputs: dict[str, torch.Tensor]
-) -> float | None:
-    """Of a LoRA on every linear layer; None if PEFT or the model has none locally."""
-    try:
-        expected = _gradients(local, inputs)
-    except Exception as error:
-        result.said = f"without gradients locally: {_sentence(error)}"
-        return None
-    try:
-        got = _gradients(remote, inputs)
-    except Exception:
-        result.stage = "backward"
-        raise
+) -> Targets:
+    """Of a LoRA on every linear layer, or on those that LoRA can be on; where they are is returned.
+
+    ``result.gradient`` stays None if PEFT or the model has none locally.
+    """
+    # A layer with a forward of its own, as of a router that gives two tensors, is none that LoRA can be on.
+    plain = [name for name, each in local.named_modules() if type(each).forward in _LINEAR_FORWARDS]
+    said = ""
+    for targets in ("all-linear", plain):
+        try:
+            expected = _gradients(copy.deepcopy(local), inputs, targets)
+            break
+        except Exception as error:
+            said = said or _sentence(error)
+    else:
+        result.said = f"without gradients locally: {said}"
+        return targets
+    got = _gradients(remote, inputs, targets)
     names = sorted(expected)
     if got.keys() != expected.keys():
-        result.stage = "backward"
         raise AssertionError(f"gradients of {sorted(got.keys() ^ expected.keys())[:3]} are on one side alone")
-    return _worst([got[name] for name in names], [expected[name] for name in names])
+    result.gradient = _worst([got[name] for name in names], [expected[name] for name in names])
+    return targets
 
 
 def _in_halves(model: PreTrainedModel) -> PreTrainedModel:
@@ -301,29 +343,31 @@ def _in_halves(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _rounding(local: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> float | None:
+def _rounding(local: PreTrainedModel, inputs: dict[str, torch.Tensor], targets: Targets) -> float | None:
     """How far the model's float64 is from its float32, in either of two orders of sums; None: it has none."""
     orders = copy.deepcopy(local), _in_halves(copy.deepcopy(local))
     wide = local.double()
     inputs64 = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
     try:
-        outputs, gradients = _outputs(wide, inputs64), _gradients(wide, inputs64)
+        outputs, gradients = _outputs(wide, inputs64), _gradients(wide, inputs64, targets)
         exact = [gradients[name] for name in sorted(gradients)]
         worst = [_worst(_outputs(narrow, inputs), outputs) for narrow in orders]
         for narrow in orders:
-            found = _gradients(narrow, inputs)
+            found = _gradients(narrow, inputs, targets)
             worst.append(_worst([found[name] for name in sorted(gradients)], exact))
     except Exception:  # of a kind for each architecture
         return None
     return max(worst)
 
 
-def _gradients(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gradients(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], targets: Targets
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
     conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     lora = peft.LoraConfig(
         r=4,
-        target_modules="all-linear",
+        target_modules=targets,
         exclude_modules=NO_LORA.get(model.config.model_type),
         init_lora_weights=False,
         fan_in_fan_out=conv1d,
@@ -336,6 +380,8 @@ def _gradients(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[
     found = {name: p.grad.clone() for name, p in adapted.named_parameters() if p.grad is not None}
     if not any(bool(each.any()) for each in found.values()):
         raise ValueError("no gradient reaches the adapter")
+    if not all(bool(each.isfinite().all()) for each in found.values()):
+        raise ValueError("a gradient is not finite")
     return found
 
 

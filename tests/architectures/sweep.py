@@ -18,11 +18,12 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from examination import Result, examine
+from examination import VERSIONS, Result, examine
 from report import document, is_met, summary
 from tiny import architectures
 from tqdm import tqdm
@@ -69,61 +70,77 @@ def main() -> int:
 
 
 def read(file: Path) -> dict[Architecture, Result]:
-    """What an earlier run has found; of several results of one architecture the last."""
+    """What an earlier run has found with these versions; of several results of one architecture the last."""
     lines = file.read_text().splitlines() if file.exists() else []
-    found = [Result(**json.loads(line)) for line in lines if line.endswith("}")]  # the last may be cut off
-    return {result.key: result for result in found}
+    found = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
+    results = [Result(**values) for values in found if values.get("versions") == VERSIONS]
+    return {result.key: result for result in results}
+
+
+@dataclass
+class _Running:
+    """An architecture in a process of its own, which writes how far it is to ``stage``."""
+
+    architecture: Architecture
+    process: Any
+    stage: Any
+    since: float
 
 
 def examined(todo: Iterable[Architecture], processes: int) -> Iterator[Result]:
     """Results as they come, each from a process of its own."""
     context = multiprocessing.get_context("fork")  # libraries, which take seconds to load, are there at once
-    waiting, running = iter(todo), dict[Connection, tuple[Architecture, Any, float]]()
+    waiting, running = iter(todo), dict[Connection, _Running]()
     try:
         while True:
             while len(running) < processes and (architecture := next(waiting, None)) is not None:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_examine, args=(theirs, architecture), daemon=True)
+                stage = context.RawArray("c", 16)
+                stage.value = Result(*architecture).stage.encode()
+                process = context.Process(target=_examine, args=(theirs, stage, architecture), daemon=True)
                 process.start()
                 theirs.close()
-                running[ours] = architecture, process, time.monotonic()
+                running[ours] = _Running(architecture, process, stage, time.monotonic())
             if not running:
                 return
             ready = wait(list(running), timeout=1.0)
-            late = [each for each, (*_, since) in running.items() if time.monotonic() - since > SECONDS]
+            late = [each for each, of in running.items() if time.monotonic() - of.since > SECONDS]
             for connection in {*ready, *late}:
-                architecture, process, since = running.pop(connection)
-                result = _result(connection, architecture, process, late=connection not in ready)
-                result.seconds = round(time.monotonic() - since, 2)
+                of = running.pop(connection)
+                result = _result(connection, of, late=connection not in ready)
+                result.seconds = round(time.monotonic() - of.since, 2)
                 yield result
     finally:
-        for _, process, _ in running.values():
-            process.kill()
+        for of in running.values():
+            of.process.kill()
 
 
-def _result(connection: Connection, architecture: Architecture, process: Any, *, late: bool) -> Result:
+def _result(connection: Connection, of: _Running, *, late: bool) -> Result:
     """What a process has to say, or how it ended."""
     try:
         if late:
             raise TimeoutError(f"it took more than {SECONDS:.0f} s")
         result: Result = connection.recv()
     except (EOFError, OSError) as error:
-        process.join(timeout=0 if late else 10)
-        said = str(error) if late else f"its process ended with status {process.exitcode}"
-        result = Result(*architecture, stage="serve", said=said)
+        of.process.join(timeout=0 if late else 10)
+        said = str(error) if late else f"its process ended with status {of.process.exitcode}"
+        result = Result(*of.architecture, stage=of.stage.value.decode(), said=said)
     finally:
-        process.kill()
-        process.join()
+        of.process.kill()
+        of.process.join()
         connection.close()
     return result
 
 
-def _examine(connection: Connection, architecture: Architecture) -> None:
+def _examine(connection: Connection, stage: Any, architecture: Architecture) -> None:
     import torch
+
+    def tell(name: str) -> None:
+        stage.value = name.encode()
 
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    connection.send(examine(*architecture))
+    connection.send(examine(*architecture, tell))
 
 
 if __name__ == "__main__":

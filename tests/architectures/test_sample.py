@@ -26,6 +26,7 @@ SAMPLE = {
     "BloomForCausalLM": "no positions but biases of attention",
     "MixtralForCausalLM": "experts that are stored one by one",
     "GptOssForCausalLM": "experts that are stored transposed, with biases",
+    "Llama4ForCausalLM": "experts that are multiplied all at once, by bmm",
     "DeepseekV3ForCausalLM": "latent attention, shared experts",
     "Qwen3NextForCausalLM": "linear attention beside attention",
     "MambaForCausalLM": "states; a weight that the model reads itself",

@@ -97,6 +97,11 @@ def test_from_certificates_to_a_generated_text(
     texts = [out for out, _ in runs]
     assert all(text.strip() for text in texts)
     assert len(set(texts)) == 3
+    (tmp_path / "prompt.txt").write_text("Mon 6 January.")
+    elsewhere = ("--prompt-file", tmp_path / "prompt.txt", "--kv", "disk", "--kv-folder", tmp_path)
+    assert ok_here(*prompt[:2], *elsewhere, *prompt[4:], *local, secrets=secrets)[0] == texts[0]
+    refused = here(*prompt, *local, "--kv-memory-gib", 1, secrets=secrets)
+    assert "--kv-memory-gib and --kv-folder need --kv disk" in in_options(str(refused.exception), NAMES)
 
     assert served.process is not None
     served.process.send_signal(signal.SIGTERM)

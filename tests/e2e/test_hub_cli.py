@@ -150,6 +150,37 @@ def test_a_copy_that_is_not_quite_the_executors(tmp_path: Path, serve: Callable[
         attach_own(session, str(tmp_path / "served"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "vit"}, "AutoModelForCausalLM does not load a ViTConfig"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ quantized model requires"),
+    ],
+)
+def test_a_copy_that_transformers_does_not_load_here(
+    changes: dict[str, Any], reason: str, tmp_path: Path, serve: Callable[..., Executor]
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError) as caught:
+        attach_own(session, str(tmp_path))
+    assert reason in str(caught.value)
+    assert str(caught.value).endswith("Leave out --model: then the provider's dense weights are used")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("command", ["generate", "finetune"])
+def test_a_model_that_is_not_causal(
+    command: str, tmp_path: Path, serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    more = {"generate": ("--prompt", "x"), "finetune": ("--data", TRAIN, "--output", tmp_path / "adapter")}
+    executor = serve(checkpoint("bert"))
+    for own in ((), ("--model", checkpoint("bert"))):
+        done = here(command, executor, "--privacy", "plain", *more[command], *own)
+        assert "BertModel is not a causal language model: the command line" in str(done.exception)
+
+
 def test_a_copy_that_is_none(tmp_path: Path, serve: Callable[..., Executor]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="no model of your own"):

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Executor
+from transformers import MambaConfig, MambaForCausalLM
 
 import tenant_sdk
 from shared.errors import ConfigurationError, ModelMismatch
-from tenant_sdk.tuning.adapters import METHODS, AdapterOptions, add_adapter, find_method
+from tenant_sdk.tuning.adapters import METHODS, AdapterOptions, add_adapter, find_method, other_ranks
 from tenant_sdk.tuning.folders import load_adapter
 
 
@@ -73,13 +74,53 @@ def test_the_default_adapts_every_layer_but_the_head(
 def test_chosen_layers(sessions: Callable[[str], tenant_sdk.Session]) -> None:
     model = sessions("llama").load_model(progress=False)
     for options, message in (
-        (AdapterOptions(targets=("no_such_layer",)), "lora does not fit LlamaForCausalLM"),
+        (
+            AdapterOptions(targets=("no_such_layer",)),
+            "LlamaForCausalLM with --target-modules no_such_layer; .* down_proj,gate_proj,k_proj,o_proj,",
+        ),
+        (AdapterOptions(targets=("all-linear", "lm_head")), "--target-modules all-linear stands alone"),
         (AdapterOptions("ia3", targets=("q_proj",)), "chooses its layers itself"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             add_adapter(model, options)
+    for method in ("lora", "vera", "lokr"):
+        model = sessions("llama").load_model(progress=False)
+        with pytest.raises(ConfigurationError, match="--target-modules zz_proj: Llama"):
+            add_adapter(model, AdapterOptions(method, targets=("q_proj", "zz_proj", "1.mlp.up_proj")))
     model = add_adapter(sessions("llama").load_model(progress=False), AdapterOptions(targets=("q_proj",)))
     assert model.peft_config["default"].target_modules == {"q_proj"}
+
+
+def test_layers_that_peft_does_not_adapt(serve: Callable[..., Executor], tmp_path: Path) -> None:
+    """Of Mamba; one layer's weight the model reads itself, past any adapter."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path)
+    with serve(tmp_path).connect() as session:
+        with pytest.raises(
+            ConfigurationError, match=r"with --target-modules all-linear; .*: in_proj,x_proj$"
+        ) as caught:
+            add_adapter(session.load_model(progress=False), AdapterOptions())
+        assert "target_modules" not in str(caught.value)
+        add_adapter(session.load_model(progress=False), AdapterOptions(targets=("in_proj", "x_proj")))
+
+
+def test_experts_are_adapted_without_a_warning_and_their_rank_is_told(
+    sessions: Callable[[str], tenant_sdk.Session], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Two layers of a Mixtral's experts are one parameter, which PEFT gives twice the rank."""
+    session = sessions("mixtral")
+    model = add_adapter(session.load_model(progress=False), AdapterOptions(rank=3))
+    assert other_ranks(model) == "; rank 6 in gate_up_proj, which is two layers in one"
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    load_adapter(session.load_model(progress=False), tmp_path, session)
+    assert not recwarn.list
+    with pytest.raises(ConfigurationError, match="-modules zz_proj: Mixtral"):
+        add_adapter(
+            session.load_model(progress=False), AdapterOptions(targets=("w1", "w3", "q_proj", "zz_proj"))
+        )
+    for method in ("lora", "adalora", "ia3"):
+        model = add_adapter(sessions("llama").load_model(progress=False), AdapterOptions(method))
+        assert other_ranks(model) == ""
 
 
 @pytest.mark.parametrize("name", ["dora", "PiSSA", "olora"])

@@ -28,6 +28,7 @@ from shared.errors import (
     StorageError,
     SymbiosisError,
 )
+from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.storage import TrainingCheckpoints
 from tenant_sdk.tuning.data import Reader, pack, read_tokens, whole
 from tenant_sdk.tuning.finetuning import TrainingOptions, TrainingReport, finetune, perplexity
@@ -385,3 +386,32 @@ def test_packing_is_refused_where_records_would_see_each_other(
         train(opened, options(data, "opt", packing=True, sequence_length=64))
     with pytest.raises(ConfigurationError, match="--packing does not go with --method prefix"):
         options(data, "prefix", packing=True, method="prefix")
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_long_examples_fit_into_memory(
+    packing: bool, session: tenant_sdk.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the plan says is said and done, and the training is the same; whole rows of packed records."""
+    data = records(tmp_path)
+    usual = options(data, "usual", sequence_length=64, packing=packing, memory_gib=1000)
+    expected, said = train(session, usual)
+    assert any("nothing special is needed" in each for each in said)
+    asked: list[dict[str, Any]] = []
+
+    def plan(*_: Any, **more: Any) -> Plan:
+        asked.append(more)
+        return Plan(pieces=True, checkpointed=packing, window=None if packing else 8)
+
+    monkeypatch.setattr("tenant_sdk.sequences.tuning.plan_step", plan)
+    got, said = train(session, dataclasses.replace(usual, output=tmp_path / "fit", held_out=(data,)))
+    assert asked == [{"window": None, "packed": packing}]
+    assert any(("made again" if packing else "windows of 8 tokens") in each for each in said)
+    assert got.first_loss == pytest.approx(expected.first_loss, rel=1e-4)
+    assert got.last_loss == pytest.approx(expected.last_loss, rel=1e-3)
+
+
+def test_too_little_memory_is_said_before_the_training(session: tenant_sdk.Session, text: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"take 0\.\d GiB of memory at least.*0\.0 GiB are left"):
+        train(session, options(text, "adapter", memory_gib=0.01))
+    assert not (text.parent / "adapter").exists()

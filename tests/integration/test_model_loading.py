@@ -14,10 +14,11 @@ import torch
 from conftest import Executor, make_model, relative_error
 from parity import fixed_result, load_local, token_ids, virtual_layers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaModel
+from transformers import AutoModelForCausalLM, LlamaModel, T5Config, T5ForConditionalGeneration
 
 import tenant_sdk.connection.remote
-from shared.errors import ModelMismatch, WireError
+from shared.errors import ConfigurationError, ModelMismatch, WireError
+from tenant_sdk.model.loading import check_causal
 
 # float32 in another order of additions.
 TOLERANCE = 1e-5
@@ -212,6 +213,40 @@ def test_a_class_that_transformers_does_not_have(
         monkeypatch.setattr(remote, "manifest", changed)
         with pytest.raises(ModelMismatch, match=message):
             session.load_model(progress=False, model_class=model_class)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_by_its_name(dtype: Any, llama: Executor) -> None:
+    with llama.connect() as session:
+        model = session.load_model(dtype=dtype, progress=False)
+    assert model.dtype == model.lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8", "nn", torch.int8, None])
+def test_what_is_no_dtype_of_activations(dtype: Any, llama: Executor) -> None:
+    with llama.connect() as session, pytest.raises(ConfigurationError, match=r"takes torch\.float32, torch"):
+        session.load_model(dtype=dtype, progress=False)
+
+
+def test_what_the_command_line_neither_tunes_nor_generates_with(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 128}
+    T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(tmp_path)
+    for folder, name in ((checkpoint("bert"), "BertModel"), (tmp_path, "T5ForConditionalGeneration")):
+        with (
+            serve(folder).connect() as session,
+            pytest.raises(ConfigurationError, match=f"^{name} is not a causal language model: the command"),
+        ):
+            check_causal(session.executor)
+
+
+def test_causal_language_models_are_taken(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
+) -> None:
+    for architecture in ("llama", "gpt2", "mixtral"):
+        with serve(checkpoint(architecture)).connect() as session:
+            check_causal(session.executor)
 
 
 # -- files ----------------------------------------------------------------------------------------

@@ -60,9 +60,11 @@ ROOMS = {
         "parties",
         "profiles",
         "model",
+        "sequences",
         "session",
         "composition",
         "cli_options",
+        "context_options",
         "remedies",
         "checks",
         "doctor",
@@ -85,6 +87,8 @@ NO_IO = [
     "tenant_sdk/connection/backoff.py",
     "tenant_sdk/connection/replicas.py",
     "tenant_sdk/products/forecast.py",
+    "tenant_sdk/sequences/planning.py",
+    "tenant_sdk/sequences/prefill.py",
 ]
 SHARED_LIBRARIES = {"numpy", "msgspec", "torch", "safetensors", "websockets", "cryptography", "zmq", "triton"}
 SHARED_LIBRARIES |= {"huggingface_hub", "transformers"}

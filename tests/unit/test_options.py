@@ -76,6 +76,13 @@ def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> 
     assert message in str(caught.value)
 
 
+def test_floats_are_tried_without_masks() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"leave out numerics='float32'; .* give tenants --privacy p"
+    ):
+        ServeConfig(model_dir=Path("m"), dev=True, numerics="float32")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,0 +1,68 @@
+"""Command-line options of prompts, contexts and examples that are long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from shared.errors import ConfigurationError
+
+Prompt = Annotated[Optional[str], typer.Option(help="What to go on from.")]  # noqa: UP045
+PromptFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="File with the prompt instead, in UTF-8, however long; it is read in chunks."),
+]
+Kv = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="device|host|disk",
+        help="Where keys and values of the context lie. host: in buffers in this machine's memory. disk: in "
+        "an encrypted file without a name that is gone at the end, so memory need not have room for them. "
+        "device: as transformers keeps them. Default: host, or device on an accelerator.",
+    ),
+]
+KvMemory = Annotated[
+    float, typer.Option(min=0, metavar="GIB", help="Keys and values that stay in memory with --kv disk.")
+]
+KvFolder = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="Folder for the file of --kv disk. Default: TMPDIR, else /var/tmp."),
+]
+SequenceLength = Annotated[
+    int,
+    typer.Option(
+        min=2,
+        help="Tokens a block of text, and of a record at most: longer ones with `text` are split, others "
+        "left out, and both said. Long ones are learned from in windows, if memory asks for it.",
+    ),
+]
+MaxLength = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=2, help="Another name of --sequence-length."),
+]
+Memory = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(
+        metavar="GIB", help="What this process may have; default: 80 % of what is free on top of what it has."
+    ),
+]
+
+
+def prompt_text(prompt: str | None, file: Path | None) -> str:
+    """The prompt that was given, one way or the other.
+
+    Raises:
+        ConfigurationError: both ways, or neither; or the file cannot be read.
+    """
+    if (prompt is None) == (file is None):
+        raise ConfigurationError("give the prompt either with --prompt or with --prompt-file")
+    if file is None:
+        return prompt or ""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{file} is not UTF-8 text: byte {error.start:,}") from error

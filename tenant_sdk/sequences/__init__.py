@@ -1,0 +1,1 @@
+"""Long sequences in bounded memory: what of them is kept, where it lies, and what is made again."""

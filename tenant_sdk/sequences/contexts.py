@@ -1,0 +1,191 @@
+"""What unmodified ``generate`` is given so that a long context fits: a cache, and how to read the prompt."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+from shared.errors import ConfigurationError
+from shared.wire.messages import GroupInfo
+from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
+from tenant_sdk.sequences.kv_room import Room
+from tenant_sdk.sequences.prefill import Demand
+from tenant_sdk.sequences.spill import Spill
+
+PLACES = ("device", "host", "disk")
+_CONTEXT = 32_768  # of models that do not say how long their context is
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """Where keys and values lie, and how much memory a prompt may take.
+
+    Attributes:
+        kv: ``device``: with the model, as transformers does it. ``host``: in the host's memory, in buffers.
+            ``disk``: in an encrypted file without a name, besides what fits into ``kv_memory_gib``.
+        kv_memory_gib: of keys and values that stay in memory with ``disk``.
+        kv_folder: for the file; default ``TMPDIR``, else ``/var/tmp``.
+        memory_gib: for what a chunk of the prompt takes besides keys and values.
+        context: tokens of prompt and answer together at most; default: of the model.
+        batch_size: sequences that are read at once; beams count.
+    """
+
+    kv: str = "host"
+    kv_memory_gib: float = 0.0
+    kv_folder: str | Path | None = None
+    memory_gib: float = 1.0
+    context: int | None = None
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense."""
+        if self.kv not in PLACES:
+            raise ConfigurationError(f"kv={self.kv!r}: one of {', '.join(PLACES)}")
+        if self.kv_memory_gib < 0 or self.memory_gib <= 0:
+            raise ConfigurationError("kv_memory_gib= is not negative, and memory_gib= above 0")
+        if self.kv != "disk" and (self.kv_memory_gib or self.kv_folder is not None):
+            raise ConfigurationError("kv_memory_gib= and kv_folder= need kv='disk'")
+
+    def options(self, model: Any, groups: Sequence[GroupInfo]) -> dict[str, Any]:
+        """Keyword arguments of one call of ``model.generate``, see ``Session.generate_options``.
+
+        Args:
+            groups: that the executor serves.
+        """
+        base, reason = _base(model), _unsuited(model)
+        if reason is not None:
+            if self.kv == "device":
+                return {}
+            raise ConfigurationError(f"{reason}; kv='device' leaves keys and values to transformers")
+        cache = DynamicCache(config=base.config)
+        options: dict[str, Any] = {}
+        # Some models would lose the state of such layers at the end of a chunk.
+        if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+            options |= self._chunk(base, groups)
+        if self.kv != "device":
+            self._place(cache, base.config)
+            options["past_key_values"] = cache
+        return options
+
+    def fitting(self, model: Any, groups: Sequence[GroupInfo], context: int) -> dict[str, Any]:
+        """The same for a context of so many tokens, where none was given."""
+        return replace(self, context=self.context or context).options(model, groups)
+
+    def _chunk(self, model: Any, groups: Sequence[GroupInfo]) -> dict[str, int]:
+        config = model.config.get_text_config(decoder=True)
+        context = self.context or getattr(config, "max_position_embeddings", None) or _CONTEXT
+        eager = getattr(config, "_attn_implementation", None) == "eager"
+        heads = _most(config, "num_attention_heads") if eager else 0
+        demand = Demand(groups, _most(config, "hidden_size"), heads, self.batch_size)
+        chunk = demand.chunk(int(self.memory_gib * 2**30), context)
+        return {"prefill_chunk_size": chunk} if chunk < context else {}
+
+    def _place(self, cache: DynamicCache, config: Any) -> None:
+        """Replace layers that keep everything; those of a window, or of a state, are bounded already."""
+        modes = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", None) or ()
+        if self.kv == "disk" and any(mode is not None for mode in modes):
+            raise ConfigurationError(
+                "layers of this model use keys and values of others, so they have to be in memory: "
+                "use kv='host'"
+            )
+        replaced = [at for at, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+        room = Room(Spill(self.kv_folder), int(self.kv_memory_gib * 2**30)) if self.kv == "disk" else None
+        for at in replaced:
+            cache.layers[at] = HostLayer() if room is None else DiskLayer(room)
+
+
+def default_place(model: Any) -> str:
+    """Where keys and values are when nothing is said: in buffers where that costs no copies to a device."""
+    return "host" if model.device.type == "cpu" and _unsuited(model) is None else "device"
+
+
+def _most(config: Any, name: str) -> int:
+    """A size of a model; the largest where layers differ."""
+    value = getattr(config, name, None) or 0
+    return int(max(value) if isinstance(value, list | tuple) else value)
+
+
+def _base(model: Any) -> Any:
+    """The transformers model in a PEFT model."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _unsuited(model: Any) -> str | None:
+    """Why keys and values of a model cannot be placed."""
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        return "the adapter puts keys and values of its own in front of the prompt"
+    base = _base(model)
+    if base.config.is_encoder_decoder:
+        return "the model has an encoder and a decoder"
+    taken = inspect.signature(base.forward).parameters
+    if "past_key_values" not in taken or not base._supports_default_dynamic_cache():
+        return "the model keeps a state of its own kind, or none, instead of keys and values"
+    return None
+
+
+def prefill(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+    *,
+    copies: int = 1,
+    decode_on: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Read a prompt, all but its last token, and move the model; see ``Session.prefill``."""
+    if input_ids.shape[1] < 2:
+        raise ConfigurationError("a prompt that is read ahead has at least two tokens")
+    if _unsuited(model) is not None:
+        raise ConfigurationError(f"this prompt cannot be read ahead: {_unsuited(model)}")
+    cache = options.setdefault("past_key_values", DynamicCache(config=_base(model).config))
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    # Of one token nothing is kept: generate does not run the model on what it has chosen last.
+    model.generate(
+        input_ids=input_ids[:, :-1],
+        attention_mask=mask[:, :-1],
+        **options,
+        max_new_tokens=1,
+        do_sample=False,
+        num_beams=1,
+        return_dict_in_generate=False,
+    )
+    if copies > 1:
+        cache.batch_repeat_interleave(copies)
+    if decode_on is not None or dtype is not None:
+        before = model.dtype
+        model.to(device=decode_on, dtype=dtype)
+        for layer in cache.layers:
+            _move(layer, model.device, before, model.dtype)
+    return options
+
+
+def _move(layer: Any, device: torch.device, before: torch.dtype, dtype: torch.dtype) -> None:
+    """Move what a layer of a cache has; ours follow the tokens that they are given next.
+
+    What was of another dtype than the model, such as float32 states in a model of bfloat16, keeps it.
+    """
+    if isinstance(layer, HostLayer):
+        return
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, dtype if value.dtype == before else value.dtype)
+        if isinstance(value, dict):
+            return {key: moved(each) for key, each in value.items()}
+        return value
+
+    for name, value in vars(layer).items():
+        setattr(layer, name, moved(value))
+    layer.device = device
+    if getattr(layer, "dtype", None) == before:
+        layer.dtype = dtype

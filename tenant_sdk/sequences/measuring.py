@@ -1,0 +1,146 @@
+"""The figures that a plan is made of: what a model keeps of a token, and what this machine has free."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.errors import ConfigurationError
+from tenant_sdk.model.recording import Recording
+from tenant_sdk.sequences.pieces import piece_tokens
+from tenant_sdk.sequences.planning import GIB, Shapes
+from tenant_sdk.sequences.spill import default_folder
+from tenant_sdk.sequences.stack import Stack
+from tenant_sdk.sequences.windows import WindowCache
+
+FRACTION = 0.8  # of what is free, if nobody says how much memory there is
+PIECE_COPIES = 4  # of a piece's logits: they, their logarithms, gradients of both
+
+
+class _Counting:
+    """A store that keeps nothing but the size of all."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """See Store."""
+        self.nbytes += tensor.nbytes
+
+    def read(self, kept: Any) -> torch.Tensor:
+        """Nothing is read."""
+        raise NotImplementedError
+
+    def free(self, kept: Any) -> None:
+        """See Store."""
+
+
+class _CountingCache(WindowCache):
+    """A cache that gives what it is given, and adds its size up."""
+
+    nbytes = 0
+
+    def append(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See WindowCache."""
+        self.nbytes += sum(each.nbytes for each in new)
+        keys, values = new
+        return keys, values
+
+
+def shapes_of(stack: Stack, ids: torch.Tensor) -> Shapes:
+    """A model's figures for one token, measured with the few of ids [1, T]."""
+    count, layers = ids.numel(), len(stack.layers)
+    config = stack.model.config.get_text_config()
+    answers, cache = _Counting(), _CountingCache(layers)
+    # Parameters are there anyway.
+    known = {each.untyped_storage().data_ptr() for each in stack.model.parameters() if _has_values(each)}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        at = tensor.untyped_storage().data_ptr()
+        if at not in known:
+            saved[at] = tensor
+        return tensor
+
+    recording = Recording(answers)
+    with (
+        recording.record(),
+        stack.uncheckpointed(),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        hidden = stack.through(input_ids=ids, past_key_values=cache, use_cache=True)
+    heads = getattr(config, "num_attention_heads", 1)
+    repeats = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    eager = getattr(config, "_attn_implementation", "eager") == "eager"
+    vocabulary = config.vocab_size
+    return Shapes(
+        layers=layers,
+        saved=sum(each.untyped_storage().nbytes() for each in saved.values()) // (count * layers),
+        answers=answers.nbytes // (count * layers),
+        hidden=hidden.nbytes // count,
+        attended=cache.nbytes // (count * layers),
+        logits=4 * vocabulary,
+        repeats=repeats,
+        pair=3 * heads * hidden.element_size() if eager else 0,
+        piece=PIECE_COPIES * 4 * vocabulary * piece_tokens(vocabulary),
+    )
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # it is at the executor
+        return False
+
+
+def memory_left(memory_gib: float | None) -> int:
+    """Bytes that this process may still take.
+
+    Args:
+        memory_gib: what it may have in all; None: ``FRACTION`` of what is free.
+    """
+    taken = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if memory_gib is not None:
+        if memory_gib <= 0:
+            raise ConfigurationError(f"memory_gib={memory_gib}: give what this process may have, in GiB")
+        return int(memory_gib * GIB) - taken
+    return int(FRACTION * free_memory())
+
+
+def free_memory() -> int:
+    """Bytes that this process can still have: of the machine, its container and its own limits."""
+    free = [_field(Path("/proc/meminfo"), "MemAvailable:")]
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            # What of files is in memory can go.
+            files = _field(group / "memory.stat", "inactive_file", 1)
+            free.append(int(limit) - int((group / "memory.current").read_text()) + files)
+    except (OSError, ValueError):
+        pass  # no container, or an older kind
+    size, _, _, _, _, data, _ = map(int, Path("/proc/self/statm").read_text().split())
+    page = os.sysconf("SC_PAGE_SIZE")
+    for limit_of, taken in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
+        soft, _ = resource.getrlimit(limit_of)
+        if soft != resource.RLIM_INFINITY:
+            free.append(soft - taken * page)
+    return max(0, min(free))
+
+
+def _field(path: Path, name: str, unit: int = 1024) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * unit
+    return 0
+
+
+def free_disk(folder: Path | None) -> int:
+    """Bytes that are free where a Spill of this folder would be."""
+    return shutil.disk_usage(folder or default_folder()).free

@@ -1,0 +1,117 @@
+"""The loss of a long sequence by pieces of tokens: its logits never exist as a whole.
+
+A piece's gradient is made at once, so that its logits can go: each piece is one product of the head each way,
+if that is at the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from tenant_sdk.sequences.stack import Stack
+
+PIECE_BYTES = 64 << 20  # of a piece's logits in float32; a few times as much is needed for a moment
+LEAST_PIECE = 64  # tokens
+
+
+def piece_tokens(vocabulary: int) -> int:
+    """How many tokens a piece has."""
+    return max(LEAST_PIECE, PIECE_BYTES // (4 * vocabulary))
+
+
+@dataclass
+class Loss:
+    """A loss as it is summed up, with its gradients where they are wanted.
+
+    Attributes:
+        items: by how much the sum over tokens is divided.
+        parameters: of what is behind the layers; gradients are added up beside them.
+    """
+
+    stack: Stack
+    items: torch.Tensor | int | float
+    parameters: Sequence[nn.Parameter]
+    wanted: bool
+    sum: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """No gradient yet."""
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
+
+    def add(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+        """Add the loss of the last layer's outputs [B, T, D] to labels [B, T], -100 where there is none.
+
+        Returns:
+            Its gradient [B, T, D], if that is wanted.
+        """
+        tokens = piece_tokens(self.stack.model.config.get_text_config().vocab_size)
+        rows, aims = hidden.detach().reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        gradient = torch.empty_like(rows) if self.wanted else None
+        for at in range(0, len(rows), tokens):
+            with torch.set_grad_enabled(self.wanted):
+                piece = rows[at : at + tokens].requires_grad_(self.wanted)
+                loss = self._of(piece, aims[at : at + tokens])
+            if gradient is not None:
+                own, *others = torch.autograd.grad(loss, [piece, *self.parameters], allow_unused=True)
+                gradient[at : at + tokens] = own
+                self.gradients = add_up(self.gradients, others)
+            loss = loss.detach()
+            self.sum = loss if self.sum is None else self.sum + loss
+        return None if gradient is None else gradient.view(hidden.shape)
+
+    def _of(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """As transformers' loss of a causal language model, of [T, D] and [T] that are shifted already."""
+        logits = self.stack.behind(rows[None])[0].float()
+        loss = nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+        return loss / self.items
+
+
+def add_up(
+    sums: Sequence[torch.Tensor | None], more: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Gradients plus gradients, of which any may not be there."""
+    return [a if b is None else b if a is None else a + b for a, b in zip(sums, more, strict=True)]
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Labels [B, T] of the next tokens, for each token; the last has none."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def items_of(labels: torch.Tensor, given: Any) -> torch.Tensor | int | float:
+    """By how much a sum over tokens is divided: what the training loop says, or how many are learned."""
+    if given is None:
+        return (labels != -100).sum()
+    return given.to(labels.device) if isinstance(given, torch.Tensor) else given
+
+
+class LossInPieces(torch.autograd.Function):
+    """The loss of the last layer's outputs, whose gradient is there as soon as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stack: Stack,
+        labels: torch.Tensor,
+        items: torch.Tensor | int | float,
+        hidden: torch.Tensor,
+        *parameters: nn.Parameter,
+    ) -> torch.Tensor:
+        """See ``Loss``; labels [B, T] are shifted."""
+        loss = Loss(stack, items, parameters, wanted=True)
+        ctx.gradients = [loss.add(hidden, labels), *loss.gradients]
+        assert loss.sum is not None  # noqa: S101 -- there are tokens
+        return loss.sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that are there, times the loss's own."""
+        found = [None if each is None else each * gradient for each in ctx.gradients]
+        return None, None, None, *found

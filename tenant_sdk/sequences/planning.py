@@ -1,0 +1,178 @@
+"""What a tuning step with long sequences keeps where: a choice from figures, without I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from shared.errors import ConfigurationError
+
+WINDOWS = (8192, 4096, 2048, 1024, 512, 256, 128)  # tokens of all sequences of a batch together
+FEW = 1024  # from as many on a window costs hardly more than the whole
+LOGITS = 3  # times a batch's logits: they, their logarithms, their gradient
+ATTENDED = 4  # times a layer's keys and values: they, their gradients so far, those of a window
+REPEATED = 2  # times those repeated for more heads: they, their gradients
+HIDDEN = 3  # times what one layer is given: that, what it gives, a gradient
+ASKED = 4  # times the answers of one layer: they, on their way, decrypted, in other layouts
+# What allocators and libraries take on top, with tensors of the whole and with those of windows (measured:
+# benchmarks/long_tuning.py).
+WHOLE_SLACK, SLACK = 1.4, 1.2
+GIB = 2**30
+
+
+class Place(Enum):
+    """Where something is kept."""
+
+    MEMORY = "in memory"
+    DISK = "on disk"
+    NOWHERE = "nowhere: they are asked for again"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Bytes of a model's step for one token.
+
+    Attributes:
+        saved: what autograd keeps of one layer.
+        answers: what the executor answers to one layer.
+        hidden: what one layer is given.
+        attended: a layer's keys and values.
+        logits: in float32.
+        repeats: how many heads share keys and values.
+        pair: what attention keeps for a token and one that it attends to; 0 if it makes no such table.
+        piece: a piece of the loss, as a whole.
+    """
+
+    layers: int
+    saved: int
+    answers: int
+    hidden: int
+    attended: int
+    logits: int
+    repeats: int = 1
+    pair: int = 0
+    piece: int = 256 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a batch is tuned with.
+
+    Attributes:
+        pieces: the loss is made by pieces.
+        checkpointed: a layer's activations are made again.
+        window: tokens of each sequence that are computed at once; None: all.
+        answers: where the executor's answers are kept.
+        states: where what layers were given, keys and values are kept.
+        memory: bytes that the step takes, by estimate.
+        disk: bytes on the disk.
+    """
+
+    pieces: bool = False
+    checkpointed: bool = False
+    window: int | None = None
+    answers: Place = Place.MEMORY
+    states: Place = Place.MEMORY
+    memory: int = 0
+    disk: int = 0
+
+    def sentence(self, length: int, batch: int = 1) -> str:
+        """The plan in words, with figures."""
+        of = f"{batch} x {length:,} tokens" if batch > 1 else f"{length:,} tokens"
+        takes = f"about {self.memory / GIB:.1f} GiB of memory"
+        if self.disk:
+            takes += f" and {self.disk / GIB:.1f} GiB of disk"
+        if self.window is not None:
+            how = f"windows of {self.window:,} tokens; the executor's answers are kept {self.answers.value}"
+            if self.answers != self.states:
+                how += f", the layers' states {self.states.value}"
+        elif self.checkpointed:
+            how = f"activations are made again; the executor's answers are kept {self.answers.value}"
+        elif self.pieces:
+            how = "the loss is made by pieces"
+        else:
+            how = "nothing special is needed"
+        return f"{of}: {how}; a step takes {takes}"
+
+
+def plan_step(
+    shapes: Shapes,
+    length: int,
+    batch: int,
+    memory: int,
+    disk: int,
+    *,
+    window: int | None = None,
+    packed: bool = False,
+) -> Plan:
+    """The fastest way for a batch in so much memory.
+
+    Args:
+        length: tokens of the longest sequence.
+        batch: sequences.
+        memory: bytes for the step, on top of what is taken already.
+        disk: bytes that are free.
+        window: tokens; not chosen here, but windows are.
+        packed: there are no windows.
+
+    Raises:
+        ConfigurationError: there is no way.
+    """
+    if packed and window:
+        raise ConfigurationError(
+            "packed rows cannot be cut into windows: put each sequence in a row of its own"
+        )
+    plans = [plan for plan in _plans(shapes, length, batch, window) if plan.disk <= disk]
+    if packed:
+        plans = [plan for plan in plans if plan.window is None]
+    for plan in plans:
+        if plan.memory <= memory:
+            return plan
+    least = min(plans, key=lambda plan: plan.memory)  # without the disk there are some too
+    raise ConfigurationError(
+        f"{batch} x {length:,} tokens take {least.memory / GIB:.1f} GiB of memory at least, on top of what "
+        f"is taken already, and {max(0, memory) / GIB:.1f} GiB are left: use shorter sequences, fewer at "
+        "once or more memory"
+        + ("; each sequence in a row of its own could be cut into windows" if packed else "")
+    )
+
+
+def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[Plan]:
+    """All ways, the fastest first."""
+    tokens, layers = length * batch, shapes.layers
+    kept = tokens * layers * (shapes.hidden + shapes.attended)
+    answers = tokens * layers * shapes.answers
+    whole = tokens * (shapes.saved + length * shapes.pair)  # a layer's activations
+    plans: list[Plan] = []
+
+    def add(slack: float, memory: int, **options: object) -> None:
+        plans.append(Plan(memory=int(slack * memory), **options))  # type: ignore[arg-type]
+
+    if window is None:
+        asked = ASKED * tokens * shapes.answers
+        add(WHOLE_SLACK, tokens * shapes.logits * LOGITS + layers * whole + asked)
+        loss = shapes.piece + HIDDEN * tokens * shapes.hidden
+        add(WHOLE_SLACK, loss + layers * whole + asked, pieces=True)
+        checkpointed = loss + tokens * layers * shapes.hidden + 2 * whole + asked
+        add(WHOLE_SLACK, checkpointed + answers, pieces=True, checkpointed=True)
+    sizes = [window * batch] if window else [size for size in WINDOWS if size < tokens] or [tokens]
+    for size in sizes:
+        if size == FEW // 2 and window is None:
+            # Smaller windows cost more than the disk; without them there may be room.
+            on_disk = {"answers": Place.DISK, "disk": answers}
+            add(WHOLE_SLACK, checkpointed, pieces=True, checkpointed=True, **on_disk)
+        each = max(1, size // batch)
+        copies = ATTENDED + (REPEATED * shapes.repeats if shapes.repeats > 1 else 0)
+        at_once = shapes.piece + tokens * (HIDDEN * shapes.hidden + copies * shapes.attended)
+        at_once += 2 * each * batch * (shapes.saved + length * (shapes.pair + 8))  # 8: a mask
+        for where, states in (
+            (Place.MEMORY, Place.MEMORY),
+            (Place.DISK, Place.MEMORY),
+            (Place.DISK, Place.DISK),
+            (Place.NOWHERE, Place.DISK),
+        ):
+            disk = answers * (where == Place.DISK) + kept * (states == Place.DISK)
+            here = answers * (where == Place.MEMORY) + kept * (states == Place.MEMORY)
+            options = {"window": each, "answers": where, "states": states, "disk": disk}
+            add(SLACK, at_once + here, pieces=True, **options)
+    return plans

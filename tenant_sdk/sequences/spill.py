@@ -1,0 +1,158 @@
+"""Tensors that do not fit into memory, in a file that nobody can read and that nothing is left of."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import threading
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from shared.forks import Home
+from tenant_sdk.storage import disk_errors
+
+PIECE = 256 * 1024  # bytes encrypted at once: with their copy they stay in the processor's cache
+_TAG = 16  # bytes of AES-GCM
+
+_THEN = "Give another folder, or less to keep."
+
+
+@dataclass(frozen=True)
+class Spilled:
+    """A tensor in the file: where it is, the number of its first piece, and what it was."""
+
+    at: int
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class Spill:
+    """An encrypted file of tensors, without a name from the first moment.
+
+    The key is drawn here and is only in this process; so what a crash leaves on the disk is noise. The
+    file has no name, so the system gives its space back when the process ends, however it ends. Each piece
+    is encrypted under a number of its own (AES-128-GCM), also when it overwrites another, and a piece that
+    changed on the disk is noticed. Any thread may write and read. Swap and core files are the system's: they
+    may hold what is in memory.
+
+    Args:
+        folder: on the disk that is to be used; default ``TMPDIR``, else ``/var/tmp``.
+
+    Raises:
+        StorageError: it cannot be written to.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = Path(folder or default_folder())
+        with (
+            disk_errors(self.folder, "what does not fit into memory", _THEN),
+            tempfile.TemporaryFile(dir=self.folder, buffering=0) as file,
+        ):
+            self._file = os.dup(file.fileno())
+        self.close = weakref.finalize(self, os.close, self._file)  # gives the space back
+        self._cipher = AESGCM(AESGCM.generate_key(128))
+        self._home = Home()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # places by their size
+        self._end = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the disk that are taken."""
+        return self._end
+
+    def write(self, tensor: torch.Tensor) -> Spilled:
+        """Keep a copy of a tensor on the CPU, of any shape and dtype.
+
+        Raises:
+            StorageError: the disk is full.
+            ConnectionLost: this is a forked child, whose numbers would be its parent's.
+        """
+        self._home.check()
+        values = tensor.detach().contiguous()
+        plain = values.view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
+        count = -(-len(plain) // PIECE)
+        size = len(plain) + count * _TAG
+        with self._lock:
+            if self._free[size]:
+                at = self._free[size].pop()
+            else:
+                at, self._end = self._end, self._end + size
+            number = next(self._numbers)
+            self._numbers = itertools.count(number + max(1, count))
+        sealed = bytearray(min(len(plain), PIECE) + _TAG)
+        with disk_errors(self.folder, "what does not fit into memory", _THEN):
+            for index in range(count):
+                piece = plain[index * PIECE : (index + 1) * PIECE]
+                room = memoryview(sealed)[: len(piece) + _TAG]
+                self._cipher.encrypt_into(_nonce(number + index), piece, None, room)
+                _write_all(self._file, room, at + index * (PIECE + _TAG))
+        return Spilled(at, number, values.shape, values.dtype)
+
+    def read(self, spilled: Spilled, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor that was written, as it was.
+
+        Args:
+            out: contiguous, of its shape and dtype, on the CPU; default a new one.
+
+        Raises:
+            InvalidTag: somebody changed the file.
+        """
+        self._home.check()
+        if out is None:
+            out = torch.empty(spilled.shape, dtype=spilled.dtype)
+        elif (out.shape, out.dtype) != (spilled.shape, spilled.dtype) or not out.is_contiguous():
+            raise ValueError(f"{out.dtype} {list(out.shape)} has no room for {spilled.dtype} {spilled.shape}")
+        if not out.numel():
+            return out
+        plain = out.view(-1).view(torch.uint8).numpy().data
+        sealed = memoryview(bytearray(min(len(plain), PIECE) + _TAG))
+        for index in range(-(-len(plain) // PIECE)):
+            piece = plain[index * PIECE : (index + 1) * PIECE]
+            room = sealed[: len(piece) + _TAG]
+            _read_all(self._file, room, spilled.at + index * (PIECE + _TAG))
+            self._cipher.decrypt_into(_nonce(spilled.number + index), room, None, piece)
+        return out
+
+    def free(self, spilled: Spilled) -> None:
+        """Give its place to another of its size; it must not be read any more, nor freed twice."""
+        count = -(-spilled.nbytes // PIECE)
+        with self._lock:
+            self._free[spilled.nbytes + count * _TAG].append(spilled.at)
+
+
+def default_folder() -> str:
+    """A folder for what is large and not for long; /tmp may be memory."""
+    large = "/var/tmp"  # noqa: S108 -- the file is made without a name
+    return os.environ.get("TMPDIR") or (large if os.path.isdir(large) else tempfile.gettempdir())
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+def _write_all(file: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(file, data, at)
+        data, at = data[done:], at + done
+
+
+def _read_all(file: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.preadv(file, [data], at)
+        if not done:
+            raise EOFError("the file of spilled tensors ends too early: somebody cut it")
+        data, at = data[done:], at + done

@@ -1,0 +1,284 @@
+"""Any training loop with long sequences: a model's loss, made so that it fits into memory."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from shared.errors import ConfigurationError, SymbiosisError
+from tenant_sdk.model.checkpointing import forget_products, is_checkpointed, keep_products, keeps_products
+from tenant_sdk.model.recording import Memory, OnHost, Store
+from tenant_sdk.sequences.measuring import free_disk, memory_left, shapes_of
+from tenant_sdk.sequences.pieces import Loss, LossInPieces, items_of, shifted
+from tenant_sdk.sequences.planning import Place, Plan, plan_step
+from tenant_sdk.sequences.spill import Spill
+from tenant_sdk.sequences.stack import NotInParts, Stack, instead
+from tenant_sdk.sequences.windows import Batch, Held, Places, Run, WindowedLoss
+from tenant_sdk.trust.attestation import base_model
+
+log = logging.getLogger(__name__)
+
+TRIED, TRIED_WINDOW = 11, 4  # tokens of the sequence that both ways are compared with
+APART = 0.03  # relative; masks round gradients to 5e-3, bfloat16 to 2e-2, and another function is far off
+_CUT = ("labels", "shift_labels", "num_items_in_batch", "input_ids", "inputs_embeds")
+_PER_TOKEN = ("attention_mask", "position_ids")
+_IGNORED = ("use_cache", "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states")
+_BY_LENGTH = ("dynamic", "longrope")  # rotary tables that the length of the whole sequence changes
+_tuned: weakref.WeakKeyDictionary[nn.Module, LongTuning] = weakref.WeakKeyDictionary()
+
+
+class LongTuning:
+    """A model whose loss is made as a plan says. Made by ``long_tuning``; ``close`` undoes it.
+
+    Attributes:
+        plan: what is kept where.
+    """
+
+    def __init__(self, model: nn.Module, stack: Stack, folder: Path | None) -> None:
+        self.plan, self._model, self._stack, self._folder = Plan(), model, stack, folder
+        self._spill: Spill | None = None
+        self._switched_on, self._attached = False, keeps_products(model)
+        _tuned[model] = self
+        self._inner = stack.forward
+        self._names = list(inspect.signature(self._inner).parameters)
+        self._before = vars(model).get("forward")
+
+        model.forward = instead(self._inner, self._forward_of)
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def close(self) -> None:
+        """The model is as it was; again, and nothing happens."""
+        if _tuned.get(self._model) is not self:
+            return
+        del _tuned[self._model]
+        del self._model.forward
+        if self._before is not None:
+            self._model.forward = self._before
+        self._stack.close()
+        if self._switched_on:
+            self._model.gradient_checkpointing_disable()  # type: ignore[operator]
+        if self.plan.checkpointed:
+            (keep_products if self._attached else forget_products)(self._model)
+        self._spill = None
+
+    def use(self, plan: Plan) -> None:
+        """Do as another plan says from now on."""
+        self.plan = plan
+        if Place.DISK in (plan.answers, plan.states) and self._spill is None:
+            self._spill = Spill(self._folder)
+        if plan.checkpointed:
+            keep_products(self._model, self._store(plan.answers))
+            if not is_checkpointed(self._model):
+                self._model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+                self._switched_on = True
+
+    def _store(self, place: Place, *, own: bool = False) -> Store:
+        """Own: of tensors that nobody else writes into."""
+        if place == Place.DISK:
+            assert self._spill is not None  # noqa: S101 -- ``use`` makes it
+            return OnHost(self._spill)
+        return Held() if own else Memory()
+
+    def _forward_of(self, model: nn.Module | None, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if model not in (None, self._model):  # a copy of it
+            return inner(*args, **kwargs)
+        return self._forward(dict(zip(self._names, args, strict=False)) | kwargs)
+
+    def _forward(self, given: dict[str, Any]) -> Any:
+        plan = self.plan
+        labels: Any = given.get("labels")
+        aims = given.get("shift_labels")
+        if (labels is None and aims is None) or not plan.pieces:
+            return self._inner(**given)
+        for name in ("output_attentions", "output_hidden_states"):
+            if given.get(name):
+                raise ConfigurationError(f"{name}=True: long sequences are tuned without; leave it out")
+        if aims is None:
+            aims = shifted(labels)
+        items = items_of(aims, given.get("num_items_in_batch"))
+        if plan.window is None:
+            loss = self._whole(given, aims, items)
+        else:
+            loss = self._windowed(given, aims, items, plan.window)
+        return CausalLMOutputWithPast(loss=loss)
+
+    def _whole(self, given: dict[str, Any], aims: torch.Tensor, items: Any) -> torch.Tensor:
+        apart = ("labels", "shift_labels", "num_items_in_batch", *_IGNORED)
+        inputs = {name: each for name, each in given.items() if each is not None and name not in apart}
+        hidden = self._stack.through(**inputs, use_cache=False)
+        if torch.is_grad_enabled():
+            loss: torch.Tensor = LossInPieces.apply(  # type: ignore[no-untyped-call]
+                self._stack, aims, items, hidden, *self._stack.outer()
+            )
+            return loss
+        total = Loss(self._stack, items, (), wanted=False)
+        total.add(hidden, aims)
+        assert total.sum is not None  # noqa: S101 -- there are tokens
+        return total.sum
+
+    def _windowed(self, given: dict[str, Any], aims: torch.Tensor, items: Any, window: int) -> torch.Tensor:
+        for name, each in given.items():
+            if name not in (*_CUT, *_PER_TOKEN, *_IGNORED) and each is not None and each is not False:
+                raise ConfigurationError(f"{name} cannot be cut into windows; leave it out")
+        batch = Batch(
+            aims,
+            items,
+            given.get("input_ids"),
+            given.get("inputs_embeds"),
+            given.get("attention_mask"),
+            given.get("position_ids"),
+        )
+        _check_batch(batch)
+        places = Places(
+            None if self.plan.answers == Place.NOWHERE else self._store(self.plan.answers),
+            self._store(self.plan.states, own=True),
+        )
+        parameters = [each for each in self._stack.model.parameters() if each.requires_grad]
+        embeddings = batch.embeddings
+        wanted = torch.is_grad_enabled() and (
+            bool(parameters) or (embeddings is not None and embeddings.requires_grad)
+        )
+        run = Run(self._stack, batch, window, places, wanted=wanted)
+        if wanted:
+            loss: torch.Tensor = WindowedLoss.apply(run, embeddings, *parameters)  # type: ignore[no-untyped-call]
+            return loss
+        total = Loss(self._stack, items, (), wanted=False)
+        run.loss(total)
+        assert total.sum is not None  # noqa: S101 -- there are tokens
+        return total.sum
+
+
+def _check_batch(batch: Batch) -> None:
+    """Refuse what a window would see otherwise than the whole sequence.
+
+    Raises:
+        ConfigurationError: packed sequences, or a mask of another kind.
+    """
+    if batch.mask is not None and batch.mask.dim() != 2:
+        raise ConfigurationError("windows take an attention_mask [B, T], which says what is padding")
+    positions = batch.positions
+    if positions is not None and (
+        positions.dim() != 2 or (batch.mask is None and bool((positions.diff() != 1).any()))
+    ):
+        raise ConfigurationError(
+            "position_ids begin anew within a row: packed sequences cannot be cut into windows; put each in "
+            "a row of its own"
+        )
+
+
+def long_tuning(
+    model: nn.Module,
+    max_length: int,
+    *,
+    batch_size: int = 1,
+    memory_gib: float | None = None,
+    window: int | None = None,
+    packed: bool = False,
+    folder: str | Path | None = None,
+) -> LongTuning:
+    """Have a model learn from long sequences in bounded memory, whatever the training loop.
+
+    From now on a call of the model with ``labels`` gives the loss alone (no logits), whose gradients are the
+    same as before up to rounding. What is done for that is chosen from the memory: nothing, the loss by
+    pieces, activations made again, or windows along the sequence, with what they need in memory or in an
+    encrypted file. The executor is asked for nothing twice, unless the disk is too small as well. Both ways
+    are compared on a few tokens first.
+
+    Args:
+        model: from ``session.load_model`` or attached, with its adapter, if it gets one.
+        max_length: tokens of the longest sequence.
+        batch_size: sequences of a batch.
+        memory_gib: that this process may have in all; default: what it has, and 80 % of what is free.
+        window: tokens; then windows it is, of this size.
+        packed: rows hold several sequences, so they cannot be cut into windows.
+        folder: of the encrypted file; default ``TMPDIR``, else ``/var/tmp``.
+
+    Raises:
+        ConfigurationError: there is too little memory; or the model cannot be taken apart so that nothing
+            changes, and needs to be.
+    """
+    if max_length < 2 or batch_size < 1 or (window is not None and window < 1):
+        raise ConfigurationError(
+            f"max_length={max_length}, batch_size={batch_size}, window={window}: no room for text"
+        )
+    inner: Any = base_model(model)
+    folder = None if folder is None else Path(folder)
+    if inner in _tuned:  # with other figures, perhaps
+        _tuned[inner].close()
+    stack = Stack(inner)
+    tuning = LongTuning(inner, stack, folder)
+    try:
+        ids = torch.arange(TRIED, device=inner.device)[None] % inner.config.get_text_config().vocab_size
+        stack.observe(input_ids=ids)
+        plan = plan_step(
+            shapes_of(stack, ids),
+            max_length,
+            batch_size,
+            memory_left(memory_gib),
+            free_disk(folder),
+            window=window,
+            packed=packed,
+        )
+        _compare(tuning, plan, model, ids)
+        tuning.use(plan)
+    except BaseException:
+        tuning.close()
+        raise
+    log.info("%s", plan.sentence(max_length, batch_size))
+    return tuning
+
+
+def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor) -> None:
+    """Refuse a model, perhaps in PEFT's wrapper, whose loss, or gradients, the plan would change.
+
+    Raises:
+        NotInParts: it would.
+    """
+    if not plan.pieces:
+        return
+    name = type(tuning._model).__name__
+    if plan.window is not None and any(
+        kind in str(getattr(each, "rope_type", None)) for each in model.modules() for kind in _BY_LENGTH
+    ):
+        raise NotInParts(f"{name} has positions that depend on the length of the whole: windows would differ")
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    training = {module: module.training for module in model.modules()}
+    model.eval()  # dropout would differ
+
+    def look() -> list[torch.Tensor]:
+        with torch.enable_grad():
+            loss = model(input_ids=ids, labels=ids).loss
+            found = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
+        return [loss.detach(), *(torch.zeros(()) if each is None else each for each in found)]
+
+    try:
+        expected = look()
+        tuning.plan = Plan(
+            pieces=True, window=None if plan.window is None else TRIED_WINDOW, answers=Place.MEMORY
+        )
+        got = look()
+    except SymbiosisError:
+        raise
+    except Exception as error:  # whatever a model does with a cache that is not its own
+        raise NotInParts(f"{name} cannot be cut into windows: {error}") from error
+    finally:
+        tuning.plan = Plan()
+        for module, was in training.items():
+            module.training = was
+    for mine, other in ((got[:1], expected[:1]), (got[1:], expected[1:])):
+        apart = sum(float((a.float() - b.float()).square().sum()) for a, b in zip(mine, other, strict=True))
+        if not apart <= APART**2 * sum(float(each.float().square().sum()) for each in other):
+            raise NotInParts(
+                f"{name} gives another loss, or other gradients, in parts than as a whole (bidirectional "
+                "attention, a recurrent state, or a loss of its own), so its sequences cannot be cut"
+            )

@@ -1,0 +1,407 @@
+"""Exact gradients of a long sequence, a window of it and a layer at a time.
+
+Forward, each layer lets the windows of the sequence through, one after the other: a window's attention sees
+the keys and values of those before it. What a layer was given, its keys and values, and the executor's
+answers are kept, where the plan says. Backward goes from the last layer to the first and in each from the
+last window to the first: the window is computed again, without asking the executor, with a graph; what
+later windows had to say about its keys and values is there by then, so its gradient is whole (FlexLLM's
+token-level backward). One layer's keys and values and one window's activations are all that memory needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from shared.memory import FreedMemory
+from tenant_sdk.model.recording import Recording, Store
+from tenant_sdk.sequences.pieces import Loss, add_up
+from tenant_sdk.sequences.stack import Call, Moment, NotInParts, Stack
+
+FREED_BYTES = 128 << 20  # that lie free between blocks in use, before they are given back
+CALL_BYTES = 256 << 20  # of masks and tables of windows, which are made again above
+
+
+class Held:
+    """A store that keeps the tensors that it is given, not copies: nobody writes into them."""
+
+    def write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Store."""
+        return tensor
+
+    def read(self, kept: torch.Tensor) -> torch.Tensor:
+        """See Store."""
+        return kept
+
+    def free(self, kept: torch.Tensor) -> None:
+        """See Store."""
+
+
+@dataclass
+class Kept:
+    """Tensors of a sequence that are needed once more; their places go with them.
+
+    Attributes:
+        places: of tensors, by what they are.
+    """
+
+    store: Store
+    places: dict[Any, Any] = field(default_factory=dict)
+
+    def put(self, name: Any, tensor: torch.Tensor) -> None:
+        """Keep a tensor."""
+        self.places[name] = self.store.write(tensor)
+
+    def take(self, name: Any) -> torch.Tensor:
+        """The tensor, which is kept no longer."""
+        place = self.places.pop(name)
+        tensor = self.store.read(place)
+        self.store.free(place)
+        return tensor
+
+    def __del__(self) -> None:
+        for place in self.places.values():
+            self.store.free(place)
+
+
+@dataclass
+class _Attended:
+    """Keys and values [B, H, T, E] of a layer, of as many tokens as were there; and their gradients.
+
+    Attributes:
+        span: the window that is under way.
+        gradients: by later windows, of what is before them.
+    """
+
+    length: int
+    span: slice
+    states: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=lambda: [None, None])
+    again: bool = False
+
+
+class _Append(torch.autograd.Function):
+    """Keys, or values, of a window behind those of the windows before it."""
+
+    @staticmethod
+    def forward(ctx: Any, new: torch.Tensor, attended: _Attended, which: int) -> torch.Tensor:
+        ctx.attended, ctx.which, ctx.span = attended, which, attended.span
+        return attended.states[which][:, :, : attended.span.stop].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        """What this window says of earlier ones is added up; what all say of this one is its gradient."""
+        attended, which, span = ctx.attended, ctx.which, ctx.span
+        own, sums = gradient[:, :, span], attended.gradients[which]
+        if sums is not None:
+            own = own + sums[:, :, span]
+        if span.start:
+            if sums is None:
+                sums = attended.gradients[which] = torch.zeros_like(attended.states[which])
+            sums[:, :, : span.start] += gradient[:, :, : span.start]
+        return own, None, None
+
+
+class _CacheLayer(CacheLayerMixin):
+    """What a model takes for one layer of its cache."""
+
+    def __init__(self, cache: WindowCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache, self.is_initialized = cache, True
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Nothing to do."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, H, T, E] of all tokens so far."""
+        return self._cache.append(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys there are, and where they begin."""
+        return self._cache.past + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """How many tokens were before this window."""
+        return self._cache.past
+
+    def get_max_length(self) -> int:
+        """Any number."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # of older versions
+
+
+class WindowCache(Cache):
+    """What a model takes for its cache: one layer's keys and values, which the driver of windows gives.
+
+    Attributes:
+        past: how many tokens were before the window.
+        attended: of the layer that is under way.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.past = 0
+        self.attended: _Attended | None = None
+        super().__init__(layers=[_CacheLayer(self) for _ in range(layers)])
+
+    def append(self, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, H, T, E] of a window behind those before it."""
+        attended = self.attended
+        if attended is None:
+            raise NotInParts("the model attends outside of its layers, so its sequences cannot be cut")
+        span = attended.span
+        if new[0].shape[2] != span.stop - span.start:
+            raise NotInParts("a layer attends to other tokens than it is given, so they cannot be cut")
+        if attended.again:
+            keys, values = (
+                _Append.apply(each, attended, which)  # type: ignore[no-untyped-call]
+                for which, each in enumerate(new)
+            )
+            return keys, values
+        if not span.start:
+            attended.states = [
+                each.new_empty((*each.shape[:2], attended.length, each.shape[3])) for each in new
+            ]
+        for state, each in zip(attended.states, new, strict=True):
+            state[:, :, span] = each
+        keys, values = (state[:, :, : span.stop] for state in attended.states)
+        return keys, values
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is given to learn from: [B, T] each, and embeddings [B, T, D] in the place of ids."""
+
+    labels: torch.Tensor  # shifted: of the next tokens
+    items: torch.Tensor | int | float
+    ids: torch.Tensor | None = None
+    embeddings: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    def of(self, span: slice) -> dict[str, Any]:
+        """The inputs of a window."""
+        inputs = {"input_ids": self.ids, "inputs_embeds": self.embeddings, "position_ids": self.positions}
+        found: dict[str, Any] = {name: v[:, span] for name, v in inputs.items() if v is not None}
+        if self.mask is not None:
+            found["attention_mask"] = self.mask[:, : span.stop]
+        return found
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a sequence is kept: answers of the executor (None: they are asked for again), and all else."""
+
+    answers: Store | None
+    states: Store
+
+
+class Run:
+    """One batch on its way through a model, forward and perhaps backward.
+
+    Args:
+        window: tokens of each sequence that are computed at once.
+        wanted: whether there will be a backward.
+    """
+
+    def __init__(self, stack: Stack, batch: Batch, window: int, places: Places, *, wanted: bool) -> None:
+        self.stack, self.batch, self.places, self.wanted = stack, batch, places, wanted
+        self._length = batch.labels.shape[1]
+        self.spans = [slice(at, min(at + window, self._length)) for at in range(0, self._length, window)]
+        self._cache = WindowCache(len(stack.layers))
+        self._calls: dict[int, list[Call]] = {}
+        self._call_bytes = 0
+        self._kept = Kept(places.states)
+        self._answers: dict[tuple[int, int], Recording] = {}
+        self._moments: dict[tuple[int, int], Moment] = {}
+        self._freed = FreedMemory(FREED_BYTES)
+        outside = bool(stack.outer()) or (batch.embeddings is not None and batch.embeddings.requires_grad)
+        trained = (index for index in range(len(stack.layers)) if stack.of_layer(index))
+        self._outside = outside
+        # Below the first that is trained nothing needs a gradient.
+        self._first = 0 if outside else next(trained, len(stack.layers))
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def loss(self, loss: Loss) -> None:
+        """Let the batch through and add its loss up."""
+        with self.stack.uncheckpointed():
+            hidden = [self._embedded(at) for at in range(len(self.spans))]
+            for index in range(len(self.stack.layers)):
+                self._layer_forward(index, hidden)
+                self._freed.give_back()
+            for at, span in enumerate(self.spans):
+                gradient = loss.add(hidden[at], self.batch.labels[:, span])
+                hidden[at] = hidden[at].new_empty(0)
+                if gradient is not None:
+                    self._kept.put(("top", at), gradient)
+
+    def _embedded(self, at: int) -> torch.Tensor:
+        self._moments[-1, at] = Moment.now(self.batch.labels.device)
+        hidden, calls = self._before(at)
+        self._remember(at, calls)
+        return hidden
+
+    def _layer_forward(self, index: int, hidden: list[torch.Tensor]) -> None:
+        """Replace what a layer is given, for each window, by what it gives."""
+        again = self.wanted and index >= self._first
+        for at, span in self._attending(_Attended(self._length, self.spans[0])):
+            call = self._call(at, index)
+            with ExitStack() as recorded:
+                if again:
+                    self._kept.put((index, at), hidden[at])
+                    self._moments[index, at] = Moment.now(hidden[at].device)
+                    if self.places.answers is not None:
+                        recording = self._answers[index, at] = Recording(self.places.answers)
+                        recorded.enter_context(recording.record())
+                hidden[at] = self.stack.layer(index, hidden[at], call)
+            if again and span.stop == self._length:
+                assert self._cache.attended is not None  # noqa: S101 -- ``_attending`` sets it
+                for which, state in enumerate(self._cache.attended.states):
+                    self._kept.put((index, "states", which), state)
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def gradients(
+        self, loss_gradient: torch.Tensor, parameters: Sequence[nn.Parameter]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Gradients of embeddings [B, T, D], if they are wanted, and of parameters; once."""
+        found: dict[int, torch.Tensor | None] = {}
+
+        def add(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+            sums = add_up([found.get(id(p)) for p in params], gradients)
+            found.update((id(p), each) for p, each in zip(params, sums, strict=True))
+
+        with self.stack.uncheckpointed():
+            tops = [self._kept.take(("top", at)) for at in range(len(self.spans))]
+            gradients = [top * loss_gradient for top in tops]
+            del tops
+            for index in range(len(self.stack.layers) - 1, self._first - 1, -1):
+                self._layer_backward(index, gradients, add)
+                self._freed.give_back()
+            embeddings = self._embeddings_backward(gradients, add) if self._outside else None
+        return embeddings, [found.get(id(p)) for p in parameters]
+
+    def _layer_backward(self, index: int, gradients: list[torch.Tensor], add: Callable[..., None]) -> None:
+        """Replace gradients of what a layer gave, for each window, by those of what it was given."""
+        attended = _Attended(self._length, self.spans[-1], again=True)
+        for which in range(2):
+            if (index, "states", which) in self._kept.places:
+                attended.states.append(self._kept.take((index, "states", which)))
+        below = index > self._first or self._outside
+        trained = self.stack.of_layer(index)
+        for at, _ in self._attending(attended):
+            call = self._call(at, index)
+            recording = self._answers.pop((index, at), None)
+            hidden = self._kept.take((index, at)).detach().requires_grad_(below)
+            with ExitStack() as again:
+                again.enter_context(self._moments.pop((index, at)).again())
+                if recording is not None:
+                    again.enter_context(recording.replay())
+                again.enter_context(torch.enable_grad())
+                out = self.stack.layer(index, hidden, call)
+            wanted = [*([hidden] if below else []), *trained]
+            found = torch.autograd.grad(out, wanted, gradients[at].to(out.dtype), allow_unused=True)
+            del out
+            gradients[at] = gradients[at].new_empty(0)
+            if below:
+                gradients[at], *rest = found
+                add(trained, rest)
+            else:
+                add(trained, found)
+
+    def _embeddings_backward(
+        self, gradients: list[torch.Tensor], add: Callable[..., None]
+    ) -> torch.Tensor | None:
+        outer, given = self.stack.outer(), self.batch.embeddings
+        found: list[torch.Tensor | None] = []
+        for at, span in enumerate(self.spans):
+            part = None if given is None else given[:, span].detach().requires_grad_(given.requires_grad)
+            with self._moments[-1, at].again(), torch.enable_grad():
+                hidden, _ = self._before(at, part)
+            wanted = [each for each in (part, *outer) if each is not None and each.requires_grad]
+            if not hidden.requires_grad:
+                continue
+            own = list(torch.autograd.grad(hidden, wanted, gradients[at].to(hidden.dtype), allow_unused=True))
+            if part is not None and part.requires_grad:
+                found.append(own.pop(0))
+            add(outer, own)
+        there = [each for each in found if each is not None]
+        return torch.cat(there, 1) if there else None
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def _attending(self, attended: _Attended) -> Iterator[tuple[int, slice]]:
+        """The windows in order, backwards if they are computed again, while a layer attends to this."""
+        order = range(len(self.spans))
+        try:
+            for at in reversed(order) if attended.again else order:
+                attended.span = self.spans[at]
+                self._cache.past, self._cache.attended = attended.span.start, attended
+                yield at, attended.span
+        finally:
+            self._cache.attended = None
+
+    def _before(self, at: int, embeddings: torch.Tensor | None = None) -> tuple[torch.Tensor, list[Call]]:
+        span = self.spans[at]
+        inputs = self.batch.of(span)
+        if embeddings is not None:
+            inputs["inputs_embeds"] = embeddings
+        self._cache.past = span.start
+        return self.stack.before(**inputs, past_key_values=self._cache, use_cache=True)
+
+    def _remember(self, at: int, calls: list[Call]) -> None:
+        tensors = {id(each): each for call in calls for each in call.tensors()}
+        size = sum(each.nbytes for each in tensors.values())
+        if self._call_bytes + size > CALL_BYTES:
+            self._calls.clear()
+            self._call_bytes = 0
+        self._calls[at] = calls
+        self._call_bytes += size
+
+    def _call(self, at: int, index: int) -> Call:
+        """How a layer is called for a window; masks of long sequences are made again."""
+        if at not in self._calls:
+            with torch.no_grad(), self._moments[-1, at].again():
+                self._remember(at, self._before(at)[1])
+        return self._calls[at][index]
+
+
+class WindowedLoss(torch.autograd.Function):
+    """A batch's loss by windows; backward computes them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, embeddings: torch.Tensor | None, *parameters: nn.Parameter
+    ) -> torch.Tensor:
+        """The loss, with all that its gradient needs kept."""
+        outer = run.stack.outer()
+        loss = Loss(run.stack, run.batch.items, outer, wanted=True)
+        run.loss(loss)
+        ctx.run, ctx.parameters = run, parameters
+        ctx.behind = {id(p): each for p, each in zip(outer, loss.gradients, strict=True)}
+        assert loss.sum is not None  # noqa: S101 -- there are tokens
+        return loss.sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of embeddings and parameters."""
+        if ctx.run is None:
+            raise RuntimeError("the windows of this loss are gone after one backward; compute it again")
+        run, ctx.run = ctx.run, None
+        embeddings, found = run.gradients(gradient, ctx.parameters)
+        behind = [ctx.behind.get(id(p)) for p in ctx.parameters]
+        scaled = [None if each is None else each * gradient for each in behind]
+        return None, embeddings, *add_up(found, scaled)

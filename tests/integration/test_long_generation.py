@@ -1,0 +1,307 @@
+"""Keys and values in buffers or on the disk, and prompts in chunks: the tokens that ``generate`` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import tenant_sdk
+from provider import inprocess
+from shared.errors import ConfigurationError
+from tenant_sdk.sequences.contexts import default_place
+from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
+
+_PLAIN: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MAMBA: dict[str, Any] = {
+    "use_mamba_kernels": False,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_experts": 2,
+    "expert_layer_period": 3,
+    "expert_layer_offset": 2,
+}
+ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _PLAIN),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _PLAIN),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_PLAIN, "sliding_window": 40}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_PLAIN, "head_dim": 16, "sliding_window": 40}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**_PLAIN, "head_dim": 16, "sliding_window": 40, "sliding_window_pattern": 3},
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 2048, "eos_token_id": 2},
+    ),
+    "jamba": ("JambaForCausalLM", "JambaConfig", {**_PLAIN, **_MAMBA}),
+}
+ONE_LAYER = 1000 * 64 * 4 / 2**30  # GiB: of three layers, one stays in memory
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {"kv": "device"},
+    "host": {"kv": "host"},
+    "disk": {"kv": "disk"},
+    "budget": {"kv": "disk", "kv_memory_gib": ONE_LAYER},
+}
+SMALL = 0.004  # GiB: the prompt is read in several chunks
+PROMPT = torch.randint(3, 128, (1, 620), generator=torch.Generator().manual_seed(1))
+PADDED = torch.cat([torch.nn.functional.pad(PROMPT[:, 300:], (300, 0)), PROMPT.flip(1)])
+MASK = torch.cat([torch.arange(620)[None] >= 300, torch.ones(1, 620)]).long()
+
+Opened = Callable[[str], tuple[tenant_sdk.Session, Any]]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """A session with a tiny model of the zoo, and its model."""
+    sessions: dict[str, tuple[tenant_sdk.Session, Any]] = {}
+
+    def get(name: str) -> tuple[tenant_sdk.Session, Any]:
+        if name not in sessions:
+            folder = tmp_path_factory.mktemp(name)
+            save(name, folder)
+            session = tenant_sdk.connect(inprocess.serve(folder, numerics="float32"), privacy="plain")
+            sessions[name] = session, session.load_model(progress=False)
+        return sessions[name]
+
+    yield get
+    for session, _ in sessions.values():
+        session.close()
+
+
+def save(name: str, folder: Path) -> None:
+    class_name, config_name, options = ZOO[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name)(getattr(transformers, config_name)(**options))
+    model.save_pretrained(folder)
+
+
+def tokens(model: Any, ids: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
+    torch.manual_seed(7)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12, **options}
+    found = model.generate(ids, min_new_tokens=12, **options)
+    assert found.shape[1] == ids.shape[1] + 12
+    return found
+
+
+@contextmanager
+def kept(session: tenant_sdk.Session, model: Any, place: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """What ``generate_options`` says, for a prompt in several chunks, looked at when it was used."""
+    found = session.generate_options(model, **PLACES[place], memory_gib=SMALL, **options)
+    if "Jamba" in type(model).__name__:
+        assert "prefill_chunk_size" not in found
+    else:
+        assert found["prefill_chunk_size"] <= 512
+    yield found
+    cache = found.get("past_key_values")
+    if place in ("disk", "budget"):
+        placed = [layer for layer in cache.layers if isinstance(layer, DiskLayer)]
+        assert [layer.resident for layer in placed].count(True) == (place == "budget")
+    elif place == "host":
+        assert any(type(layer) is HostLayer for layer in cache.layers)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "jamba", "gemma2", "gemma3"])
+def test_the_same_tokens(name: str, place: str, opened: Opened) -> None:
+    session, model = opened(name)
+    with kept(session, model, place) as options:
+        assert torch.equal(tokens(model, **options), tokens(model))
+
+
+def test_a_sliding_window_stays_with_transformers(opened: Opened) -> None:
+    session, model = opened("mistral")
+    options = session.generate_options(model, kv="disk", memory_gib=SMALL)
+    assert all(type(each) is DynamicSlidingWindowLayer for each in options["past_key_values"].layers)
+    assert options["prefill_chunk_size"] < PROMPT.shape[1]
+    assert torch.equal(tokens(model, **options), tokens(model))
+
+
+WAYS: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
+    "beams": (PROMPT, {"num_beams": 3}),
+    "sampling beams": (PADDED, {"num_beams": 2, "do_sample": True, "attention_mask": MASK}),
+    "left padding": (PADDED, {"attention_mask": MASK}),
+    "several sequences": (PROMPT, {"do_sample": True, "num_return_sequences": 3}),
+    "prompt lookup": (PROMPT, {"prompt_lookup_num_tokens": 3}),
+}
+
+
+@pytest.mark.parametrize("place", ["host", "disk", "budget"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_decoding(way: str, place: str, opened: Opened) -> None:
+    session, model = opened("llama")
+    ids, how = WAYS[way]
+    options = session.generate_options(model, **PLACES[place])
+    assert torch.equal(tokens(model, ids, **how, **options), tokens(model, ids, **how))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_an_assistant_proposes(name: str, place: str, opened: Opened) -> None:
+    session, model = opened(name)
+    _, helper = opened("qwen2")
+    options = session.generate_options(model, **PLACES[place])
+    assert torch.equal(tokens(model, assistant_model=helper, **options), tokens(model))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_with_an_adapter(place: str, opened: Opened) -> None:
+    session, model = opened("qwen2")
+    torch.manual_seed(3)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).eval()
+    with kept(session, adapted, place) as options:
+        assert torch.equal(tokens(adapted, **options), tokens(adapted))
+    adapted.unload()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_text_goes_on(place: str, opened: Opened) -> None:
+    """The cache has the first turn; only the second is read."""
+    session, model = opened("llama")
+    options = session.generate_options(model, **PLACES[place])
+    first = tokens(model, **options)
+    second = torch.cat([first, PROMPT[:, :300]], 1)
+    before = session.stats.rows
+    found = tokens(model, second, **options)
+    if place != "device":
+        assert session.stats.rows - before == 3 * 4 * (301 + 11)
+    assert torch.equal(found, tokens(model, second))
+
+
+# -- a prompt that is read ahead -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["left padding", "beams", "several sequences"])
+def test_a_prompt_read_ahead_goes_on(way: str, place: str, opened: Opened) -> None:
+    session, model = opened("llama")
+    ids, how = WAYS[way]
+    copies = how.get("num_beams", how.get("num_return_sequences", 1))
+    before = session.stats.rows
+    prefilled = session.prefill(model, ids, how.get("attention_mask"), copies=copies, **PLACES[place])
+    assert session.stats.rows - before == 3 * 4 * ids.shape[0] * 619  # once, whatever becomes of it
+    assert torch.equal(tokens(model, ids, **how, **prefilled), tokens(model, ids, **how))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
+@pytest.mark.parametrize("place", PLACES)
+def test_read_in_one_dtype_continued_in_another(name: str, place: str, opened: Opened) -> None:
+    """Stands for an accelerator and the host: the cache is what bfloat16 made, the rest is float32."""
+    session, _ = opened(name)
+    found = []
+    for options in (PLACES[place], {"kv": "device"}):
+        model = session.load_model(dtype=torch.bfloat16, progress=False)
+        prefilled = session.prefill(model, PROMPT, decode_on="cpu", dtype=torch.float32, **options)
+        cache = prefilled["past_key_values"]
+        assert model.dtype == torch.float32
+        assert cache.get_seq_length() == 619
+        found.append(tokens(model, **prefilled))
+        states = [
+            each.dtype for layer in cache.layers for each in vars(layer).values() if torch.is_tensor(each)
+        ]
+        assert torch.bfloat16 not in states
+    assert torch.equal(*found)
+
+
+def test_a_prompt_of_one_token_is_not_read_ahead(opened: Opened) -> None:
+    session, model = opened("llama")
+    with pytest.raises(ConfigurationError, match="two tokens"):
+        session.prefill(model, PROMPT[:, :1])
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"kv": "tape"}, "one of device, host, disk"),
+        ({"kv": "disk", "kv_memory_gib": -1.0}, "not negative"),
+        ({"kv": "host", "kv_memory_gib": 1.0}, "need kv='disk'"),
+        ({"kv": "disk", "kv_folder": "/nowhere"}, "/nowhere"),
+        ({"memory_gib": 1e-5}, "give memory_gib="),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], sentence: str, opened: Opened) -> None:
+    session, model = opened("llama")
+    with pytest.raises(tenant_sdk.SymbiosisError, match=sentence):
+        session.generate_options(model, **options)
+
+
+def test_an_adapter_that_brings_keys_and_values(opened: Opened) -> None:
+    session, _ = opened("qwen2")
+    model = session.load_model(progress=False)
+    adapted = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ConfigurationError, match="in front of the prompt"):
+        session.generate_options(adapted, kv="disk")
+    with pytest.raises(ConfigurationError, match="in front of the prompt"):
+        session.prefill(adapted, PROMPT, kv="device")
+    assert session.generate_options(adapted, kv="device") == {}
+    assert (default_place(adapted), default_place(model)) == ("device", "host")
+
+
+def test_models_without_keys_and_values_of_their_own(opened: Opened) -> None:
+    session, _ = opened("llama")
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(d_model=8, d_ff=8, num_layers=1))
+    with pytest.raises(ConfigurationError, match="encoder"):
+        session.generate_options(t5)
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1))
+    old = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(n_embd=8, n_head=1, n_layer=1))
+    for model in (mamba, old):
+        with pytest.raises(ConfigurationError, match="state"):
+            session.generate_options(model)
+
+
+def test_a_context_that_fits_is_read_at_once(opened: Opened) -> None:
+    session, model = opened("llama")
+    assert session.generate_options(model, kv="device", context=700) == {}
+    assert session.generate_options(model, kv="device", memory_gib=SMALL)["prefill_chunk_size"] < 700
+
+
+def test_layers_that_share_keys_stay_in_memory(opened: Opened) -> None:
+    session, _ = opened("llama")
+    config = transformers.Gemma3nTextConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+        sliding_window=16,
+    )
+    model = transformers.Gemma3nForCausalLM(config).eval()
+    with pytest.raises(ConfigurationError, match="use keys and values of others"):
+        session.generate_options(model, kv="disk")
+    ids = PROMPT[:, :100] % 64
+    options = session.generate_options(model, kv="host")
+    assert torch.equal(tokens(model, ids, **options), tokens(model, ids))

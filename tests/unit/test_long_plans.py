@@ -1,0 +1,102 @@
+"""What is kept where, from figures: the fastest way that fits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import ConfigurationError
+from tenant_sdk.sequences.planning import GIB, WINDOWS, Place, Plan, Shapes, plan_step
+
+# A Llama of 12 layers, d = 768, and one of 32 layers, d = 4096, in float32.
+SMALL = Shapes(
+    layers=12, saved=45_000, answers=31_744, hidden=3_072, attended=6_144, logits=128_000, piece=256 << 20
+)
+LARGE = Shapes(
+    layers=32, saved=400_000, answers=172_000, hidden=16_384, attended=32_768, logits=128_000, piece=256 << 20
+)
+MUCH = 1 << 50
+
+
+def plan(length: int, memory_gib: float, shapes: Shapes = SMALL, batch: int = 1, disk: int = MUCH) -> Plan:
+    return plan_step(shapes, length, batch, int(memory_gib * GIB), disk)
+
+
+def test_nothing_is_done_where_all_fits() -> None:
+    assert plan(512, 8) == Plan(memory=plan(512, 8).memory)
+    assert "nothing special is needed" in plan(512, 8).sentence(512)
+
+
+def test_one_thing_after_another() -> None:
+    """As sequences get longer, in the same memory."""
+    found = [plan(length, 4) for length in (1024, 3072, 4250, 5120, 65536)]
+    ways = [(p.pieces, p.checkpointed, p.window, p.answers, p.states) for p in found]
+    assert ways[0] == (False, False, None, Place.MEMORY, Place.MEMORY)
+    assert ways[1] == (True, False, None, Place.MEMORY, Place.MEMORY)
+    assert ways[2] == (True, True, None, Place.MEMORY, Place.MEMORY)
+    assert ways[3] == (True, False, 4096, Place.DISK, Place.MEMORY)
+    assert ways[4] == (True, False, 512, Place.DISK, Place.DISK)
+    assert all(each.memory <= 4 * GIB for each in found)
+
+
+def test_a_large_model() -> None:
+    found = plan(32768, 16, LARGE)
+    assert found.window is not None
+    assert found.answers == Place.DISK
+    assert found.disk > 32768 * 32 * LARGE.answers - 1
+
+
+def test_where_the_disk_is_too_small_answers_are_asked_for_again() -> None:
+    usual = plan(65536, 4)
+    found = plan(65536, 4, disk=usual.disk - 1)
+    assert (found.answers, found.states) == (Place.NOWHERE, Place.DISK)
+    assert "they are asked for again" in found.sentence(65536)
+
+
+def test_where_nothing_fits_it_says_what_would() -> None:
+    with pytest.raises(ConfigurationError, match=r"take \d+\.\d GiB of memory at least.* 1\.0 GiB are left"):
+        plan(1 << 20, 1)
+    with pytest.raises(ConfigurationError, match=r"0\.0 GiB are left"):
+        plan(1 << 20, -1)
+    with pytest.raises(ConfigurationError, match="GiB are left"):
+        plan_step(SMALL, 65536, 1, 0, 0, window=1024)
+
+
+def test_packed_rows_are_not_cut() -> None:
+    assert plan_step(SMALL, 4250, 1, 4 * GIB, MUCH, packed=True).checkpointed
+    with pytest.raises(ConfigurationError, match=r"at least.*each sequence in a row of its own could"):
+        plan_step(SMALL, 1 << 20, 1, 4 * GIB, MUCH, packed=True)
+    with pytest.raises(ConfigurationError, match="packed rows cannot be cut"):
+        plan_step(SMALL, 4096, 1, 4 * GIB, MUCH, packed=True, window=1024)
+
+
+def test_a_window_that_somebody_wants() -> None:
+    found = plan_step(SMALL, 4096, 2, 100 * GIB, MUCH, window=300)
+    assert found.window == 300
+
+
+def test_eager_attention_makes_windows_smaller() -> None:
+    eager = Shapes(**{**vars(SMALL), "pair": 3 * 4 * 12})
+    ours, theirs = (plan(32768, 6, shapes).window for shapes in (SMALL, eager))
+    assert ours is not None
+    assert theirs is not None
+    assert theirs < ours
+
+
+def test_in_words() -> None:
+    words = plan(32768, 4).sentence(32768, 2)
+    assert words.startswith("2 x 32,768 tokens: windows of ")
+    assert "the executor's answers are kept on disk" in words
+    assert "GiB of memory and" in words
+
+
+@given(st.integers(2, 1 << 20), st.integers(1, 16), st.floats(0.1, 512), st.sampled_from([SMALL, LARGE]))
+def test_plans_fit(length: int, batch: int, memory: float, shapes: Shapes) -> None:
+    try:
+        found = plan(length, memory, shapes, batch)
+    except ConfigurationError:
+        return
+    assert found.memory <= memory * GIB
+    assert found.window is None or 1 <= found.window <= WINDOWS[0]
+    assert found.pieces or not (found.checkpointed or found.window)

@@ -1,0 +1,50 @@
+"""How many tokens of a prompt are read at once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import ConfigurationError
+from shared.wire.messages import GroupInfo, Member
+from tenant_sdk.sequences.prefill import LEAST, MOST, Demand
+
+GIB = 2**30
+
+
+def demand(inputs: int = 4096, outputs: int = 22016, heads: int = 0, batch: int = 1) -> Demand:
+    group = GroupInfo(inputs, (Member("up", outputs, "up.weight"),))
+    head = GroupInfo(inputs, (Member("head", 10**6, "head.weight"),), head=True)
+    return Demand([head, group], inputs, heads, batch)
+
+
+def test_a_layer_of_llama_2_7b() -> None:
+    """Half a MiB of rows and answers a token, and 0.7 MB of masks with 100,000 tokens."""
+    assert demand().bytes_a_token(0) == 4 * (4 * 4096 + 4 * 22016 + 8 * 4096)
+    assert demand().chunk(GIB, 100_000) == 848
+    assert demand().chunk(16 * GIB, 100_000) == MOST
+
+
+@given(
+    st.integers(1, 2**14), st.integers(1, 2**15), st.integers(0, 64), st.integers(1, 8), st.integers(1, 10**6)
+)
+def test_a_chunk_fits(inputs: int, outputs: int, heads: int, batch: int, context: int) -> None:
+    needs = demand(inputs, outputs, heads, batch)
+    try:
+        chunk = needs.chunk(GIB, context)
+    except ConfigurationError:
+        assert LEAST * needs.bytes_a_token(context) > GIB
+        return
+    assert LEAST <= chunk <= MOST
+    assert chunk % LEAST == 0
+    assert chunk * needs.bytes_a_token(context) <= GIB
+    assert needs.chunk(2 * GIB, context) >= chunk
+
+
+def test_scores_and_sequences_count() -> None:
+    assert demand(heads=32).chunk(GIB, 8192) < demand().chunk(GIB, 8192)
+    assert demand(batch=4).chunk(GIB, 8192) <= demand().chunk(GIB, 8192) // 4
+
+
+def test_too_little_memory_says_how_much() -> None:
+    with pytest.raises(ConfigurationError, match="give memory_gib="):
+        demand().chunk(1000, 4096)

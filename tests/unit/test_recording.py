@@ -1,0 +1,147 @@
+"""Answers kept for the second run of a layer: which product gets which, and what is asked for anyway."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_virtual import ALL, BACKWARD, FORWARD, Trio, rows
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from tenant_sdk.model.recording import Memory, Mode, Recording, Store
+from tenant_sdk.sequences.spill import Spill
+
+
+@pytest.fixture
+def trio() -> Trio:
+    return Trio()
+
+
+class Places(Memory):
+    """In memory, and counts what is there."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def write(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.taken += 1
+        return super().write(tensor)
+
+    def free(self, kept: torch.Tensor) -> None:
+        self.taken -= 1
+
+
+def contexts(store: Store) -> Callable[[], tuple[Mode, Mode]]:
+    def make() -> tuple[Mode, Mode]:
+        recording = Recording(store)
+        return recording.record(), recording.replay()
+
+    return make
+
+
+def once(block: Callable[..., torch.Tensor], *inputs: torch.Tensor, store: Store) -> torch.Tensor:
+    out: torch.Tensor = checkpointed(block, *inputs, use_reentrant=False, context_fn=contexts(store))
+    return out
+
+
+@pytest.mark.parametrize("store", [Places, Spill])
+def test_nothing_is_asked_for_twice(trio: Trio, store: type[Places] | type[Spill]) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return sum((layer(x).tanh().sum(-1, keepdim=True) for layer in trio.layers), torch.zeros(()))
+
+    x, kept = rows(grad=True), store()
+    once(block, x, store=kept).sum().backward()
+    assert trio.asked() == [(FORWARD, ALL), (BACKWARD, ALL)]
+    got, x.grad = x.grad, None
+    block(x).sum().backward()
+    assert torch.equal(got, x.grad)
+    if isinstance(kept, Places):
+        assert kept.taken == 0
+
+
+def test_an_output_that_is_written_in_place_is_kept_as_it_was(trio: Trio) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return trio.layers[0](x).mul_(3).tanh_() * trio.layers[1](x).add_(1)[..., :1]
+
+    x = rows(grad=True)
+    once(block, x, store=Memory()).sum().backward()
+    got, x.grad = x.grad, None
+    block(x).sum().backward()
+    assert torch.equal(got, x.grad)
+
+
+def test_a_second_backward_asks_again(trio: Trio) -> None:
+    x = rows(grad=True)
+    loss = once(lambda x: trio.layers[0](x).tanh(), x, store=Memory()).sum()
+    loss.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    trio.asked()
+    loss.backward()
+    assert torch.equal(first, x.grad)
+    assert trio.asked()[0][0] == FORWARD
+
+
+def all_of(trio: Trio, x: torch.Tensor) -> None:
+    for member in range(3):
+        trio.check(member, x)
+
+
+def test_a_second_run_with_other_rows_asks(trio: Trio) -> None:
+    recording, x, other = Recording(Memory()), rows(), rows()
+    with recording.record():
+        all_of(trio, x)
+    with recording.replay():
+        all_of(trio, other)
+        all_of(trio, torch.cat([x, x]))
+        all_of(trio, x.clone())
+    assert len(trio.asked()) == 3
+
+
+def test_of_two_alike_each_gets_its_own(trio: Trio) -> None:
+    recording, first, second = Recording(Memory()), rows(), rows()
+    with recording.record():
+        for x in (first, second):
+            all_of(trio, x)
+    trio.asked()
+    with recording.replay():
+        for x in (second.clone(), first.clone()):
+            all_of(trio, x)
+    assert trio.asked() == []
+
+
+def test_a_run_that_ends_early_parts_nobody(trio: Trio) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return trio.layers[0](x).tanh().sum() + trio.layers[1](x).sum() + trio.layers[2](x).sum()
+
+    for _ in range(3):
+        once(block, rows(grad=True), store=Memory()).backward()
+        assert trio.asked() == [(FORWARD, ALL), (BACKWARD, ALL)]
+
+
+def test_one_checkpoint_in_another(trio: Trio) -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return sum((layer(x).tanh().sum() for layer in trio.layers), torch.zeros(()))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return once(inner, x, store=Memory()) * inner(2 * x)
+
+    x = rows(grad=True)
+    once(block, x, store=Memory()).backward()
+    got, x.grad = x.grad, None
+    assert [direction for direction, _ in trio.asked()].count(FORWARD) == 2
+    block(x).backward()
+    torch.testing.assert_close(got, x.grad)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_places_are_given_back(trio: Trio, wanted: bool) -> None:
+    places = Places()
+    loss = once(lambda x: trio.layers[0](x).tanh(), rows(grad=True), store=places).sum()
+    assert places.taken == 3  # all that were asked for together
+    if wanted:
+        loss.backward()
+    del loss
+    gc.collect()
+    assert places.taken == 0

@@ -1,0 +1,106 @@
+"""Tensors in an encrypted file."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from cryptography.exceptions import InvalidTag
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.errors import StorageError
+from tenant_sdk.sequences.spill import PIECE, Spill
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+
+
+def random_tensor(seed: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Of any bits that the dtype has."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.lists(st.integers(0, 40), max_size=3), st.sampled_from(DTYPES)),
+        max_size=8,
+    ),
+    st.data(),
+)
+def test_what_was_written_is_read(
+    tensors: list[tuple[int, list[int], torch.dtype]], data: st.DataObject
+) -> None:
+    spill = Spill()
+    kept = []
+    for each in tensors:
+        tensor = random_tensor(*each)
+        kept.append((tensor, spill.write(tensor)))
+        if data.draw(st.booleans()):
+            spill.free(kept.pop(data.draw(st.integers(0, len(kept) - 1)))[1])
+    for tensor, spilled in kept:
+        assert torch.equal(spill.read(spilled), tensor)
+        assert spilled.nbytes == tensor.nbytes
+    spill.close()
+
+
+@pytest.mark.parametrize("size", [PIECE // 4 - 1, PIECE // 4, PIECE // 4 + 1, PIECE])
+def test_around_the_size_of_a_piece(size: int) -> None:
+    spill = Spill()
+    tensor = random_tensor(0, [size], torch.float32)
+    out = torch.zeros(size)
+    assert spill.read(spill.write(tensor), out) is out
+    assert torch.equal(out, tensor)
+
+
+def test_a_freed_place_is_used_again() -> None:
+    spill = Spill()
+    first = spill.write(torch.zeros(1000))
+    taken = spill.nbytes
+    spill.free(first)
+    second = spill.write(torch.ones(1000))
+    assert (spill.nbytes, second.at) == (taken, first.at)
+    assert second.number != first.number
+    assert torch.equal(spill.read(second), torch.ones(1000))
+
+
+def descriptor(spill: Spill) -> Path:
+    return Path(f"/proc/self/fd/{spill._file}")
+
+
+def test_the_file_has_no_name_and_shows_nothing(tmp_path: Path) -> None:
+    spill = Spill(tmp_path)
+    text = b"a patient's name, many times over. " * 20_000
+    zeros = torch.zeros(100_000)
+    spill.write(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    once, twice = spill.write(zeros), spill.write(zeros)
+    assert not list(tmp_path.iterdir())
+    stored = descriptor(spill).read_bytes()
+    assert len(stored) == spill.nbytes > len(text)
+    assert b"patient" not in stored
+    assert bytes(64) not in stored
+    assert stored[once.at : twice.at] != stored[twice.at :]  # the same values never look the same
+
+
+def test_a_changed_file_is_noticed() -> None:
+    spill = Spill()
+    spilled = spill.write(torch.zeros(1000))
+    os.pwrite(spill._file, b"x", 17)
+    with pytest.raises(InvalidTag):
+        spill.read(spilled)
+    os.ftruncate(spill._file, 10)
+    with pytest.raises(EOFError):
+        spill.read(spilled)
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="absent"):
+        Spill(tmp_path / "absent")
+
+
+def test_wrong_room() -> None:
+    spill = Spill()
+    spilled = spill.write(torch.zeros(4, 2))
+    for wrong in (torch.zeros(2, 4), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(2, 4).T):
+        with pytest.raises(ValueError, match="no room"):
+            spill.read(spilled, wrong)
