@@ -30,8 +30,9 @@ class Tenant(threading.Thread):
 
     Args:
         plan: ``name``, ``token``, and what it does: ``tokens`` to decode after a prompt of ``prompt``
-            rows, again and again, or ``tune`` rows forward and backward; ``think`` seconds between
-            requests; ``arrivals`` seconds at which conversations begin, or none: all the time.
+            rows, again and again, or ``tune`` rows forward and backward, in requests of ``window`` rows if
+            that is said; ``think`` seconds between requests; ``arrivals`` seconds at which conversations
+            begin, or none: all the time.
     """
 
     def __init__(self, plan: dict[str, Any], url: str, ca: str, timeout: float) -> None:
@@ -90,13 +91,18 @@ class Tenant(threading.Thread):
             shape = self.remote.shapes[group]
             members = (1 << len(shape.outputs)) - 1
             widths = shape.plan(direction, members).request_widths
-            blocks = [torch.zeros((rows, width), dtype=self.remote.wire_dtype) for width in widths]
-            asked = time.perf_counter()
-            self.remote.submit(Operation.PRODUCT, group, direction, members, blocks, request_class).result()
-            waited += time.perf_counter() - asked
-            self.rows += rows
-            if self.plan.get("think"):
-                time.sleep(self.plan["think"])
+            window = self.plan.get("window", rows)
+            for at in range(0, rows, window):
+                part = min(window, rows - at)
+                blocks = [torch.zeros((part, width), dtype=self.remote.wire_dtype) for width in widths]
+                asked = time.perf_counter()
+                self.remote.submit(
+                    Operation.PRODUCT, group, direction, members, blocks, request_class
+                ).result()
+                waited += time.perf_counter() - asked
+                self.rows += part
+                if self.plan.get("think"):
+                    time.sleep(self.plan["think"])
         return waited
 
     def _timed(

@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--ratio-length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--large", action="store_true", help="two layers of the shape of Llama 2 7B's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("out/long_tuning"))
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -171,7 +172,8 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
-        write_model(Path(work) / "model", layers=options.layers)
+        large = {"layers": 2, "width": 4096, "feed_forward": 11008, "heads": 32, "dtype": torch.bfloat16}
+        write_model(Path(work) / "model", **(large if options.large else {"layers": options.layers}))
         with executor(Path(work) / "model", Path(work) / "at") as running:
             told = {
                 "url": running.url,

@@ -8,6 +8,8 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from shared.forks import Home
 from tenant_sdk.storage import disk_errors
 
 PIECE = 256 * 1024  # bytes encrypted at once: with their copy they stay in the processor's cache
+FEW = 16  # pieces that are not worth other threads
+THREADS = max(1, min(4, os.cpu_count() or 1))  # encrypting, reading and writing leave the interpreter alone
 _TAG = 16  # bytes of AES-GCM
 
 _THEN = "Give another folder, or less to keep."
@@ -68,6 +72,7 @@ class Spill:
         self._lock = threading.Lock()
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places by their size
         self._end = 0
+        self._threads = ThreadPoolExecutor(THREADS, "symbiosis-spill")
 
     @property
     def nbytes(self) -> int:
@@ -93,13 +98,13 @@ class Spill:
                 at, self._end = self._end, self._end + size
             number = next(self._numbers)
             self._numbers = itertools.count(number + max(1, count))
-        sealed = bytearray(min(len(plain), PIECE) + _TAG)
+
+        def write(index: int, piece: memoryview, room: memoryview) -> None:
+            self._cipher.encrypt_into(_nonce(number + index), piece, None, room)
+            _write_all(self._file, room, at + index * (PIECE + _TAG))
+
         with disk_errors(self.folder, "what does not fit into memory", _THEN):
-            for index in range(count):
-                piece = plain[index * PIECE : (index + 1) * PIECE]
-                room = memoryview(sealed)[: len(piece) + _TAG]
-                self._cipher.encrypt_into(_nonce(number + index), piece, None, room)
-                _write_all(self._file, room, at + index * (PIECE + _TAG))
+            self._each(plain, write)
         return Spilled(at, number, values.shape, values.dtype)
 
     def read(self, spilled: Spilled, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,13 +124,29 @@ class Spill:
         if not out.numel():
             return out
         plain = out.view(-1).view(torch.uint8).numpy().data
-        sealed = memoryview(bytearray(min(len(plain), PIECE) + _TAG))
-        for index in range(-(-len(plain) // PIECE)):
-            piece = plain[index * PIECE : (index + 1) * PIECE]
-            room = sealed[: len(piece) + _TAG]
+
+        def read(index: int, piece: memoryview, room: memoryview) -> None:
             _read_all(self._file, room, spilled.at + index * (PIECE + _TAG))
             self._cipher.decrypt_into(_nonce(spilled.number + index), room, None, piece)
+
+        self._each(plain, read)
         return out
+
+    def _each(self, plain: memoryview, what: Callable[[int, memoryview, memoryview], None]) -> None:
+        """Do something with each piece and room for it encrypted; by several threads, if there are many."""
+        count = -(-len(plain) // PIECE)
+
+        def share(first: int, step: int) -> None:
+            sealed = memoryview(bytearray(min(len(plain), PIECE) + _TAG))
+            for index in range(first, count, step):
+                piece = plain[index * PIECE : (index + 1) * PIECE]
+                what(index, piece, sealed[: len(piece) + _TAG])
+
+        if count < FEW:
+            share(0, 1)
+        else:
+            for done in [self._threads.submit(share, first, THREADS) for first in range(THREADS)]:
+                done.result()
 
     def free(self, spilled: Spilled) -> None:
         """Give its place to another of its size; it must not be read any more, nor freed twice."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import StorageError
-from tenant_sdk.sequences.spill import PIECE, Spill
+from tenant_sdk.sequences.spill import FEW, PIECE, Spill
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 
@@ -44,7 +44,9 @@ def test_what_was_written_is_read(
     spill.close()
 
 
-@pytest.mark.parametrize("size", [PIECE // 4 - 1, PIECE // 4, PIECE // 4 + 1, PIECE])
+@pytest.mark.parametrize(
+    "size", [PIECE // 4 - 1, PIECE // 4, PIECE // 4 + 1, PIECE, FEW * PIECE // 4, FEW * PIECE // 4 + 1]
+)
 def test_around_the_size_of_a_piece(size: int) -> None:
     spill = Spill()
     tensor = random_tensor(0, [size], torch.float32)
@@ -82,10 +84,11 @@ def test_the_file_has_no_name_and_shows_nothing(tmp_path: Path) -> None:
     assert stored[once.at : twice.at] != stored[twice.at :]  # the same values never look the same
 
 
-def test_a_changed_file_is_noticed() -> None:
+@pytest.mark.parametrize("size", [1000, FEW * PIECE // 4])
+def test_a_changed_file_is_noticed(size: int) -> None:
     spill = Spill()
-    spilled = spill.write(torch.zeros(1000))
-    os.pwrite(spill._file, b"x", 17)
+    spilled = spill.write(torch.zeros(size))
+    os.pwrite(spill._file, b"x", spill.nbytes - 17)
     with pytest.raises(InvalidTag):
         spill.read(spilled)
     os.ftruncate(spill._file, 10)

@@ -1,0 +1,95 @@
+"""Chats beside a tenant that tunes with long sequences: whole ones, or in windows.
+
+    python benchmarks/long_serving.py --rounds 5
+
+Four replayed tenants chat (``load.py``; prompts of 32 rows, 12 tokens, arrivals in bursts) while another
+one tunes with sequences of 8,192 tokens, which it sends whole or in windows (FlexLLM, section 6.1). The
+executor is over TLS on this machine, float32, with an objective of 200 ms for a token; the cases take turns.
+Prints a table and writes long_serving.json into --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import executor, spread, write_model
+from load import bursty
+from rich.table import Table
+from serving import OBJECTIVE_MS, _errors, _tuned, console, replay
+
+LENGTH = 8192
+WINDOWS = {"whole": LENGTH, "windows of 4,096": 4096, "windows of 1,024": 1024, "windows of 256": 256}
+
+
+def measure(work: Path, rounds: int, seconds: float) -> dict[str, list[dict[str, Any]]]:
+    """What chats and the tuning tenant saw, by case, round after round."""
+    write_model(work / "model")
+    tune = {
+        name: [{"name": f"tune-{rows}", "tune": LENGTH, "window": rows}] for name, rows in WINDOWS.items()
+    }
+    found: dict[str, list[dict[str, Any]]] = {}
+    with executor(work / "model", work / "at", "--decode-objective-ms", str(OBJECTIVE_MS)) as running:
+        for number in range(rounds):
+            draw = random.Random(number)
+            chats = [
+                {
+                    "name": f"chat-{i}",
+                    "prompt": 32,
+                    "tokens": 12,
+                    "think": 0.001,
+                    "arrivals": bursty(0.05, seconds, draw),
+                }
+                for i in range(4)
+            ]
+            cases = {"chats alone": chats} | {name: chats + plan for name, plan in tune.items()}
+            for name, plans in cases.items():
+                console.print(f"{number + 1}/{rounds}: {name}", highlight=False)
+                found.setdefault(name, []).append(replay(running, plans, seconds))
+    return found
+
+
+def show(found: dict[str, list[dict[str, Any]]]) -> Table:
+    """Milliseconds that a token waited for the executor, and what the tuning tenant reached."""
+    table = Table(
+        title=f"chats beside tuning with {LENGTH:,} tokens; objective {OBJECTIVE_MS:g} ms of a token"
+    )
+    for column in ("", "tokens", "met", "ms: median", "95th", "99th", "tuning rows/s", "kept", "peak MiB"):
+        table.add_column(column)
+    table.add_column("errors")
+    whole = statistics.median(_tuned(run) for run in found["whole"])
+    for name, runs in found.items():
+        waits = [1e3 * waited for run in runs for waited in run["tokens"]]
+        met, late = (sum(run[key] for run in runs) for key in ("met", "late"))
+        row = [name, str(len(waits)), f"{met / (met + late):.1%}"]
+        row += [f"{np.quantile(waits, share):.0f}" for share in (0.5, 0.95, 0.99)]
+        rates = [_tuned(run) for run in runs]
+        row += [spread(rates, 1, 0), f"{statistics.median(rates) / whole:.2f}"] if any(rates) else ["", ""]
+        table.add_row(*row, f"{max(run['peak_mib'] for run in runs):.0f}", _errors(runs))
+    return table
+
+
+def main() -> None:
+    """Measure in turn, print a table, write long_serving.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=24.0, help="of one case")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name:
+        found = measure(Path(name), options.rounds, options.seconds)
+    console.print(show(found))
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "long_serving.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
