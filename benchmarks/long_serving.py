@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import executor, spread, write_model
+from common import executor, forget_peak_memory, spread, write_model
 from load import bursty
 from rich.table import Table
 from serving import OBJECTIVE_MS, _errors, _tuned, console, replay
@@ -51,6 +51,7 @@ def measure(work: Path, rounds: int, seconds: float) -> dict[str, list[dict[str,
             cases = {"chats alone": chats} | {name: chats + plan for name, plan in tune.items()}
             for name, plans in cases.items():
                 console.print(f"{number + 1}/{rounds}: {name}", highlight=False)
+                forget_peak_memory(running.pid)
                 found.setdefault(name, []).append(replay(running, plans, seconds))
     return found
 

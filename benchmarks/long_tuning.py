@@ -35,7 +35,7 @@ from rich.table import Table
 from transformers import logging
 
 import tenant_sdk
-from tenant_sdk.model.checkpointing import forget_products
+from tenant_sdk.model.checkpointing import forget_products, keep_products
 from tenant_sdk.sequences.planning import Place, Plan
 
 MEMORY, DISK, NOWHERE = Place.MEMORY, Place.DISK, Place.NOWHERE
@@ -86,8 +86,7 @@ class Tuned:
             self.tuning = tenant_sdk.long_tuning(self.model, 256, window=WINDOW)
             self.tuning.use(plan)
         elif way != "as is":
-            if way.endswith("again"):
-                forget_products(self.model)
+            (forget_products if way.endswith("again") else keep_products)(self.model)
             self.model.gradient_checkpointing_enable()
 
     def step(self, length: int) -> tuple[float, float]:

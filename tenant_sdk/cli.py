@@ -176,7 +176,6 @@ def finetune(
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks or records a step.")] = 8,
     sequence_length: contexts.SequenceLength = 256,
-    max_length: contexts.MaxLength = None,
     memory_gib: contexts.Memory = None,
     train_on_prompt: Annotated[
         bool, typer.Option("--train-on-prompt", help="Learn whole records, not the answers alone.")
@@ -237,7 +236,7 @@ def finetune(
         steps=steps,
         epochs=epochs,
         batch_size=batch_size,
-        sequence_length=max_length or sequence_length,
+        sequence_length=sequence_length,
         memory_gib=memory_gib,
         seed=seed,
         save_steps=save_steps,

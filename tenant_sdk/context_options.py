@@ -33,14 +33,12 @@ KvFolder = Annotated[
 SequenceLength = Annotated[
     int,
     typer.Option(
+        "--sequence-length",
+        "--max-length",
         min=2,
         help="Tokens a block of text, and of a record at most: longer ones with `text` are split, others "
         "left out, and both said. Long ones are learned from in windows, if memory asks for it.",
     ),
-]
-MaxLength = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(min=2, help="Another name of --sequence-length."),
 ]
 Memory = Annotated[
     Optional[float],  # noqa: UP045

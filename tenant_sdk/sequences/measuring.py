@@ -17,6 +17,7 @@ from tenant_sdk.sequences.planning import GIB, Shapes
 from tenant_sdk.sequences.spill import default_folder
 from tenant_sdk.sequences.stack import Stack
 from tenant_sdk.sequences.windows import WindowCache
+from tenant_sdk.storage import disk_errors
 
 FRACTION = 0.8  # of what is free, if nobody says how much memory there is
 PIECE_COPIES = 4  # of a piece's logits: they, their logarithms, gradients of both
@@ -99,18 +100,21 @@ def _has_values(tensor: torch.Tensor) -> bool:
         return False
 
 
-def memory_left(memory_gib: float | None) -> int:
-    """Bytes that this process may still take.
+def memory_left(memory_gib: float | None, device: torch.device) -> int:
+    """Bytes that this process may still take where a model is: of the host's memory, or of a GPU's.
 
     Args:
-        memory_gib: what it may have in all; None: ``FRACTION`` of what is free.
+        memory_gib: what it may have there in all; None: ``FRACTION`` of what is free.
     """
-    taken = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if memory_gib is not None:
-        if memory_gib <= 0:
-            raise ConfigurationError(f"memory_gib={memory_gib}: give what this process may have, in GiB")
-        return int(memory_gib * GIB) - taken
-    return int(FRACTION * free_memory())
+    if memory_gib is not None and memory_gib <= 0:
+        raise ConfigurationError(f"memory_gib={memory_gib}: give what this process may have, in GiB")
+    if device.type == "cuda":
+        taken = torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - taken
+    else:
+        taken = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        free = free_memory()
+    return int(FRACTION * free) if memory_gib is None else int(memory_gib * GIB) - taken
 
 
 def free_memory() -> int:
@@ -142,5 +146,11 @@ def _field(path: Path, name: str, unit: int = 1024) -> int:
 
 
 def free_disk(folder: Path | None) -> int:
-    """Bytes that are free where a Spill of this folder would be."""
-    return shutil.disk_usage(folder or default_folder()).free
+    """Bytes that are free where a Spill of this folder would be.
+
+    Raises:
+        StorageError: there is no such folder.
+    """
+    place = Path(folder or default_folder())
+    with disk_errors(place, "what does not fit into memory", "Give another folder."):
+        return shutil.disk_usage(place).free

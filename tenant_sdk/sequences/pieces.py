@@ -29,26 +29,35 @@ def piece_tokens(vocabulary: int) -> int:
 class Loss:
     """A loss as it is summed up, with its gradients where they are wanted.
 
+    Gradients are those of the sum over tokens, not of the mean: divided by many items they would be nothing
+    in float16, before a ``GradScaler``'s factor comes.
+
     Attributes:
         items: by how much the sum over tokens is divided.
         parameters: of what is behind the layers; gradients are added up beside them.
+        sum: of what was added.
     """
 
     stack: Stack
     items: torch.Tensor | int | float
     parameters: Sequence[nn.Parameter]
     wanted: bool
-    sum: torch.Tensor | None = None
+    sum: torch.Tensor | float = 0.0
 
     def __post_init__(self) -> None:
         """No gradient yet."""
         self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
 
+    @property
+    def mean(self) -> torch.Tensor:
+        """The loss of all tokens that were added."""
+        return torch.as_tensor(self.sum / self.items)
+
     def add(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
         """Add the loss of the last layer's outputs [B, T, D] to labels [B, T], -100 where there is none.
 
         Returns:
-            Its gradient [B, T, D], if that is wanted.
+            The gradient [B, T, D] of their sum, if that is wanted.
         """
         tokens = piece_tokens(self.stack.model.config.get_text_config().vocab_size)
         rows, aims = hidden.detach().reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -61,15 +70,13 @@ class Loss:
                 own, *others = torch.autograd.grad(loss, [piece, *self.parameters], allow_unused=True)
                 gradient[at : at + tokens] = own
                 self.gradients = add_up(self.gradients, others)
-            loss = loss.detach()
-            self.sum = loss if self.sum is None else self.sum + loss
+            self.sum = self.sum + loss.detach()
         return None if gradient is None else gradient.view(hidden.shape)
 
     def _of(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """As transformers' loss of a causal language model, of [T, D] and [T] that are shifted already."""
         logits = self.stack.behind(rows[None])[0].float()
-        loss = nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
-        return loss / self.items
+        return nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
 
 
 def add_up(
@@ -105,13 +112,13 @@ class LossInPieces(torch.autograd.Function):
     ) -> torch.Tensor:
         """See ``Loss``; labels [B, T] are shifted."""
         loss = Loss(stack, items, parameters, wanted=True)
-        ctx.gradients = [loss.add(hidden, labels), *loss.gradients]
-        assert loss.sum is not None  # noqa: S101 -- there are tokens
-        return loss.sum
+        ctx.gradients, ctx.items = [loss.add(hidden, labels), *loss.gradients], items
+        return loss.mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that are there, times the loss's own."""
-        found = [None if each is None else each * gradient for each in ctx.gradients]
+        scale = gradient / ctx.items
+        found = [None if each is None else each * scale for each in ctx.gradients]
         return None, None, None, *found

@@ -104,6 +104,7 @@ def plan_step(
     *,
     window: int | None = None,
     packed: bool = False,
+    strict: bool = True,
 ) -> Plan:
     """The fastest way for a batch in so much memory.
 
@@ -114,6 +115,7 @@ def plan_step(
         disk: bytes that are free.
         window: tokens; not chosen here, but windows are.
         packed: there are no windows.
+        strict: where there is no way, say so; else the one that takes least, which may not fit.
 
     Raises:
         ConfigurationError: there is no way.
@@ -129,6 +131,8 @@ def plan_step(
         if plan.memory <= memory:
             return plan
     least = min(plans, key=lambda plan: plan.memory)  # without the disk there are some too
+    if not strict:
+        return least
     raise ConfigurationError(
         f"{batch} x {length:,} tokens take {least.memory / GIB:.1f} GiB of memory at least, on top of what "
         f"is taken already, and {max(0, memory) / GIB:.1f} GiB are left: use shorter sequences, fewer at "

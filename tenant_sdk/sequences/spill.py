@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,15 +69,15 @@ class Spill:
         self._cipher = AESGCM(AESGCM.generate_key(128))
         self._home = Home()
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # finalizers give places up, at any moment
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places by their size
-        self._end = 0
+        self._there = self._end = self._most = 0
         self._threads = ThreadPoolExecutor(THREADS, "symbiosis-spill")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the disk that are taken."""
-        return self._end
+        """Bytes of the disk that are taken: as much as was needed at any one time."""
+        return self._most
 
     def write(self, tensor: torch.Tensor) -> Spilled:
         """Keep a copy of a tensor on the CPU, of any shape and dtype.
@@ -92,10 +92,12 @@ class Spill:
         count = -(-len(plain) // PIECE)
         size = len(plain) + count * _TAG
         with self._lock:
+            self._there += 1  # first: a finalizer may come at any line
             if self._free[size]:
                 at = self._free[size].pop()
             else:
                 at, self._end = self._end, self._end + size
+                self._most = max(self._most, self._end)
             number = next(self._numbers)
             self._numbers = itertools.count(number + max(1, count))
 
@@ -103,9 +105,14 @@ class Spill:
             self._cipher.encrypt_into(_nonce(number + index), piece, None, room)
             _write_all(self._file, room, at + index * (PIECE + _TAG))
 
-        with disk_errors(self.folder, "what does not fit into memory", _THEN):
-            self._each(plain, write)
-        return Spilled(at, number, values.shape, values.dtype)
+        spilled = Spilled(at, number, values.shape, values.dtype)
+        try:
+            with disk_errors(self.folder, "what does not fit into memory", _THEN):
+                self._each(plain, write)
+        except BaseException:
+            self.free(spilled)
+            raise
+        return spilled
 
     def read(self, spilled: Spilled, out: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor that was written, as it was.
@@ -145,20 +152,30 @@ class Spill:
         if count < FEW:
             share(0, 1)
         else:
-            for done in [self._threads.submit(share, first, THREADS) for first in range(THREADS)]:
-                done.result()
+            shares = [self._threads.submit(share, first, THREADS) for first in range(THREADS)]
+            wait(shares)  # also if one fails: the others have the caller's memory
+            for each in shares:
+                each.result()
 
     def free(self, spilled: Spilled) -> None:
         """Give its place to another of its size; it must not be read any more, nor freed twice."""
         count = -(-spilled.nbytes // PIECE)
         with self._lock:
-            self._free[spilled.nbytes + count * _TAG].append(spilled.at)
+            self._there -= 1
+            if self._there:
+                self._free[spilled.nbytes + count * _TAG].append(spilled.at)
+            else:  # the next may have other sizes
+                self._free.clear()
+                self._end = 0
 
 
 def default_folder() -> str:
     """A folder for what is large and not for long; /tmp may be memory."""
     large = "/var/tmp"  # noqa: S108 -- the file is made without a name
-    return os.environ.get("TMPDIR") or (large if os.path.isdir(large) else tempfile.gettempdir())
+    for folder in (os.environ.get("TMPDIR"), large):
+        if folder and os.path.isdir(folder):
+            return folder
+    return tempfile.gettempdir()
 
 
 def _nonce(number: int) -> bytes:

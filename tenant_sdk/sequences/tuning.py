@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tenant_sdk.model.checkpointing import forget_products, is_checkpointed, kee
 from tenant_sdk.model.recording import Memory, OnHost, Store
 from tenant_sdk.sequences.measuring import free_disk, memory_left, shapes_of
 from tenant_sdk.sequences.pieces import Loss, LossInPieces, items_of, shifted
-from tenant_sdk.sequences.planning import Place, Plan, plan_step
+from tenant_sdk.sequences.planning import GIB, Place, Plan, plan_step
 from tenant_sdk.sequences.spill import Spill
 from tenant_sdk.sequences.stack import NotInParts, Stack, instead
 from tenant_sdk.sequences.windows import Batch, Held, Places, Run, WindowedLoss
@@ -32,7 +32,7 @@ _CUT = ("labels", "shift_labels", "num_items_in_batch", "input_ids", "inputs_emb
 _PER_TOKEN = ("attention_mask", "position_ids")
 _IGNORED = ("use_cache", "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states")
 _BY_LENGTH = ("dynamic", "longrope")  # rotary tables that the length of the whole sequence changes
-_tuned: weakref.WeakKeyDictionary[nn.Module, LongTuning] = weakref.WeakKeyDictionary()
+_TUNING = "_long_tuning"  # of a model: who changed it
 
 
 class LongTuning:
@@ -46,7 +46,7 @@ class LongTuning:
         self.plan, self._model, self._stack, self._folder = Plan(), model, stack, folder
         self._spill: Spill | None = None
         self._switched_on, self._attached = False, keeps_products(model)
-        _tuned[model] = self
+        vars(model)[_TUNING] = self
         self._inner = stack.forward
         self._names = list(inspect.signature(self._inner).parameters)
         self._before = vars(model).get("forward")
@@ -56,17 +56,21 @@ class LongTuning:
     def __str__(self) -> str:
         return str(self.plan)
 
+    def __deepcopy__(self, memo: Any) -> LongTuning:
+        """Copies of the model do as they did; what this has is the model's own."""
+        return self
+
     def close(self) -> None:
         """The model is as it was; again, and nothing happens."""
-        if _tuned.get(self._model) is not self:
+        if vars(self._model).get(_TUNING) is not self:
             return
-        del _tuned[self._model]
+        del vars(self._model)[_TUNING]
         del self._model.forward
         if self._before is not None:
             self._model.forward = self._before
         self._stack.close()
         if self._switched_on:
-            self._model.gradient_checkpointing_disable()  # type: ignore[operator]
+            self._model.gradient_checkpointing_disable()
         if self.plan.checkpointed:
             (keep_products if self._attached else forget_products)(self._model)
         self._spill = None
@@ -123,8 +127,7 @@ class LongTuning:
             return loss
         total = Loss(self._stack, items, (), wanted=False)
         total.add(hidden, aims)
-        assert total.sum is not None  # noqa: S101 -- there are tokens
-        return total.sum
+        return total.mean
 
     def _windowed(self, given: dict[str, Any], aims: torch.Tensor, items: Any, window: int) -> torch.Tensor:
         for name, each in given.items():
@@ -138,7 +141,7 @@ class LongTuning:
             given.get("attention_mask"),
             given.get("position_ids"),
         )
-        _check_batch(batch)
+        _check_batch(batch, self._stack.model.config.get_text_config())
         places = Places(
             None if self.plan.answers == Place.NOWHERE else self._store(self.plan.answers),
             self._store(self.plan.states, own=True),
@@ -154,11 +157,10 @@ class LongTuning:
             return loss
         total = Loss(self._stack, items, (), wanted=False)
         run.loss(total)
-        assert total.sum is not None  # noqa: S101 -- there are tokens
-        return total.sum
+        return total.mean
 
 
-def _check_batch(batch: Batch) -> None:
+def _check_batch(batch: Batch, config: Any) -> None:
     """Refuse what a window would see otherwise than the whole sequence.
 
     Raises:
@@ -166,6 +168,13 @@ def _check_batch(batch: Batch) -> None:
     """
     if batch.mask is not None and batch.mask.dim() != 2:
         raise ConfigurationError("windows take an attention_mask [B, T], which says what is padding")
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    if eager and batch.mask is not None and not bool(batch.mask[:, 0].all()):
+        # A row that may attend to nothing attends to all alike, there.
+        raise ConfigurationError(
+            "padding on the left cannot be cut into windows with eager attention: pad on the right, or load "
+            "the model with attn_implementation='sdpa'"
+        )
     positions = batch.positions
     if positions is not None and (
         positions.dim() != 2 or (batch.mask is None and bool((positions.diff() != 1).any()))
@@ -198,13 +207,14 @@ def long_tuning(
         model: from ``session.load_model`` or attached, with its adapter, if it gets one.
         max_length: tokens of the longest sequence.
         batch_size: sequences of a batch.
-        memory_gib: that this process may have in all; default: what it has, and 80 % of what is free.
+        memory_gib: that this process may have in all, of the memory that the model is in; default: what it
+            has, and 80 % of what is free.
         window: tokens; then windows it is, of this size.
         packed: rows hold several sequences, so they cannot be cut into windows.
         folder: of the encrypted file; default ``TMPDIR``, else ``/var/tmp``.
 
     Raises:
-        ConfigurationError: there is too little memory; or the model cannot be taken apart so that nothing
+        ConfigurationError: ``memory_gib`` is too little; or the model cannot be taken apart so that nothing
             changes, and needs to be.
     """
     if max_length < 2 or batch_size < 1 or (window is not None and window < 1):
@@ -213,21 +223,25 @@ def long_tuning(
         )
     inner: Any = base_model(model)
     folder = None if folder is None else Path(folder)
-    if inner in _tuned:  # with other figures, perhaps
-        _tuned[inner].close()
+    if (before := vars(inner).get(_TUNING)) is not None:
+        if before._model is not inner:
+            raise NotInParts(
+                "this model is a copy of one that learns from long sequences: close() that before it is copied"
+            )
+        before.close()
     stack = Stack(inner)
     tuning = LongTuning(inner, stack, folder)
     try:
         ids = torch.arange(TRIED, device=inner.device)[None] % inner.config.get_text_config().vocab_size
-        stack.observe(input_ids=ids)
+        with _in_parts(inner):
+            stack.observe(input_ids=ids)
+            shapes = shapes_of(stack, ids)
+        left = memory_left(memory_gib, inner.device)
+        disk = free_disk(folder)
+        # How much is free is a guess, as a step's memory is; what somebody said is not.
+        strict = memory_gib is not None
         plan = plan_step(
-            shapes_of(stack, ids),
-            max_length,
-            batch_size,
-            memory_left(memory_gib),
-            free_disk(folder),
-            window=window,
-            packed=packed,
+            shapes, max_length, batch_size, left, disk, window=window, packed=packed, strict=strict
         )
         _compare(tuning, plan, model, ids)
         tuning.use(plan)
@@ -235,7 +249,22 @@ def long_tuning(
         tuning.close()
         raise
     log.info("%s", plan.sentence(max_length, batch_size))
+    if plan.memory > left:
+        log.warning(
+            "%s, by estimate; %.1f GiB are free", plan.sentence(max_length, batch_size), max(0, left) / GIB
+        )
     return tuning
+
+
+@contextmanager
+def _in_parts(model: nn.Module) -> Iterator[None]:
+    """Whatever a model does with a cache that is not its own, it is not taken apart then."""
+    try:
+        yield
+    except SymbiosisError:
+        raise
+    except Exception as error:
+        raise NotInParts(f"{type(model).__name__} cannot be cut into windows: {error}") from error
 
 
 def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor) -> None:
@@ -251,6 +280,8 @@ def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor
         kind in str(getattr(each, "rope_type", None)) for each in model.modules() for kind in _BY_LENGTH
     ):
         raise NotInParts(f"{name} has positions that depend on the length of the whole: windows would differ")
+    if any(hasattr(each, "keep_window_size") for each in model.modules()):  # more than there are tokens here
+        raise NotInParts(f"{name} attends to a choice of all tokens that it has seen: windows would differ")
     parameters = [each for each in model.parameters() if each.requires_grad]
     training = {module: module.training for module in model.modules()}
     model.eval()  # dropout would differ
@@ -262,15 +293,12 @@ def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor
         return [loss.detach(), *(torch.zeros(()) if each is None else each for each in found)]
 
     try:
-        expected = look()
-        tuning.plan = Plan(
-            pieces=True, window=None if plan.window is None else TRIED_WINDOW, answers=Place.MEMORY
-        )
-        got = look()
-    except SymbiosisError:
-        raise
-    except Exception as error:  # whatever a model does with a cache that is not its own
-        raise NotInParts(f"{name} cannot be cut into windows: {error}") from error
+        with _in_parts(tuning._model):
+            expected = look()
+            tuning.plan = Plan(
+                pieces=True, window=None if plan.window is None else TRIED_WINDOW, answers=Place.MEMORY
+            )
+            got = look()
     finally:
         tuning.plan = Plan()
         for module, was in training.items():

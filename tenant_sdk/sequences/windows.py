@@ -274,9 +274,13 @@ class Run:
     # -- backward ----------------------------------------------------------------------------------
 
     def gradients(
-        self, loss_gradient: torch.Tensor, parameters: Sequence[nn.Parameter]
+        self, scale: torch.Tensor, parameters: Sequence[nn.Parameter]
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Gradients of embeddings [B, T, D], if they are wanted, and of parameters; once."""
+        """Gradients of embeddings [B, T, D], if they are wanted, and of parameters; once.
+
+        Args:
+            scale: what the gradient of the sum over tokens is multiplied by.
+        """
         found: dict[int, torch.Tensor | None] = {}
 
         def add(params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -285,7 +289,7 @@ class Run:
 
         with self.stack.uncheckpointed():
             tops = [self._kept.take(("top", at)) for at in range(len(self.spans))]
-            gradients = [top * loss_gradient for top in tops]
+            gradients = [top * scale for top in tops]
             del tops
             for index in range(len(self.stack.layers) - 1, self._first - 1, -1):
                 self._layer_backward(index, gradients, add)
@@ -391,8 +395,7 @@ class WindowedLoss(torch.autograd.Function):
         run.loss(loss)
         ctx.run, ctx.parameters = run, parameters
         ctx.behind = {id(p): each for p, each in zip(outer, loss.gradients, strict=True)}
-        assert loss.sum is not None  # noqa: S101 -- there are tokens
-        return loss.sum
+        return loss.mean
 
     @staticmethod
     @once_differentiable
@@ -401,7 +404,8 @@ class WindowedLoss(torch.autograd.Function):
         if ctx.run is None:
             raise RuntimeError("the windows of this loss are gone after one backward; compute it again")
         run, ctx.run = ctx.run, None
-        embeddings, found = run.gradients(gradient, ctx.parameters)
+        scale = gradient / run.batch.items
+        embeddings, found = run.gradients(scale, ctx.parameters)
         behind = [ctx.behind.get(id(p)) for p in ctx.parameters]
-        scaled = [None if each is None else each * gradient for each in behind]
+        scaled = [None if each is None else each * scale for each in behind]
         return None, embeddings, *add_up(found, scaled)

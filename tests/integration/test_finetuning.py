@@ -405,7 +405,7 @@ def test_long_examples_fit_into_memory(
 
     monkeypatch.setattr("tenant_sdk.sequences.tuning.plan_step", plan)
     got, said = train(session, dataclasses.replace(usual, output=tmp_path / "fit", held_out=(data,)))
-    assert asked == [{"window": None, "packed": packing}]
+    assert asked == [{"window": None, "packed": packing, "strict": True}]
     assert any(("made again" if packing else "windows of 8 tokens") in each for each in said)
     assert got.first_loss == pytest.approx(expected.first_loss, rel=1e-4)
     assert got.last_loss == pytest.approx(expected.last_loss, rel=1e-3)

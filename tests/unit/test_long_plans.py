@@ -63,6 +63,12 @@ def test_where_nothing_fits_it_says_what_would() -> None:
         plan_step(SMALL, 65536, 1, 0, 0, window=1024)
 
 
+def test_where_nothing_fits_the_least_may_be_taken() -> None:
+    found = plan_step(SMALL, 65536, 1, 0, MUCH, strict=False)
+    assert found.memory > 0
+    assert (found.window, found.states) == (min(WINDOWS), Place.DISK)
+
+
 def test_packed_rows_are_not_cut() -> None:
     assert plan_step(SMALL, 4250, 1, 4 * GIB, MUCH, packed=True).checkpointed
     with pytest.raises(ConfigurationError, match=r"at least.*each sequence in a row of its own could"):

@@ -1,5 +1,6 @@
 """Tensors in an encrypted file."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -64,6 +65,35 @@ def test_a_freed_place_is_used_again() -> None:
     assert (spill.nbytes, second.at) == (taken, first.at)
     assert second.number != first.number
     assert torch.equal(spill.read(second), torch.ones(1000))
+
+
+def test_other_sizes_take_no_more_room_once_nothing_is_kept() -> None:
+    spill = Spill()
+    for size in range(1000, 1100, 10):
+        kept = [spill.write(torch.full((size + i,), float(i))) for i in range(3)]
+        assert [float(spill.read(each)[-1]) for each in kept] == [0, 1, 2]
+        for each in kept:
+            spill.free(each)
+    assert spill.nbytes == 4 * (1090 + 1091 + 1092) + 3 * 16
+
+
+@pytest.mark.parametrize("size", [1000, FEW * PIECE // 4])
+def test_what_could_not_be_written_takes_no_room(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spill = Spill()
+    kept = spill.write(torch.ones(1))
+    with monkeypatch.context() as full:
+
+        def pwrite(*_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(os, "pwrite", pwrite)
+        for _ in range(3):
+            with pytest.raises(StorageError, match="space"):
+                spill.write(torch.zeros(size))
+    taken = spill.nbytes
+    spill.write(torch.zeros(size))
+    assert spill.nbytes == taken
+    assert float(spill.read(kept)[0]) == 1
 
 
 def descriptor(spill: Spill) -> Path:
