@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -363,9 +365,23 @@ def followed(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
+_learning: ContextVar[bool] = ContextVar("learning", default=False)
+
+
+@contextmanager
+def learning() -> Iterator[None]:
+    """What is computed here is learned from, though it has no graph: nobody waits for its tokens."""
+    token = _learning.set(True)
+    try:
+        yield
+    finally:
+        _learning.reset(token)
+
+
 def waited_for(x: torch.Tensor) -> RequestClass:
-    """What an input [..., T, D] that nothing is learned from is for: the next tokens, or a prompt."""
-    if torch.is_grad_enabled():  # nothing is generated with gradients; below the first adapter x has none
+    """What an input [..., T, D] without a graph is for: the next tokens, a prompt, or learning."""
+    # Nothing is generated with gradients; below the first adapter x has none.
+    if torch.is_grad_enabled() or _learning.get():
         return RequestClass.FINETUNING
     tokens = x.shape[-2] if x.dim() > 1 else 1
     return RequestClass.DECODE if tokens <= DRAFT_TOKENS else RequestClass.PREFILL

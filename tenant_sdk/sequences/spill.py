@@ -12,11 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from shared.forks import Home
+from shared.errors import ConfigurationError
+from shared.forks import Home, own
 from tenant_sdk.storage import disk_errors
 
 PIECE = 256 * 1024  # bytes encrypted at once: with their copy they stay in the processor's cache
@@ -45,11 +47,12 @@ class Spilled:
 class Spill:
     """An encrypted file of tensors, without a name from the first moment.
 
-    The key is drawn here and is only in this process; so what a crash leaves on the disk is noise. The
-    file has no name, so the system gives its space back when the process ends, however it ends. Each piece
-    is encrypted under a number of its own (AES-128-GCM), also when it overwrites another, and a piece that
-    changed on the disk is noticed. Any thread may write and read. Swap and core files are the system's: they
-    may hold what is in memory.
+    The key is drawn here and is only in this process, not in its children; so what a crash leaves on the disk
+    is noise. The file has no name (or had one for a moment, where the file system knows no other way), so the
+    system gives its space back when the process ends, however it ends. Each piece is encrypted under a
+    number of its own (AES-128-GCM), also when it overwrites another, and a piece that changed on the disk is
+    noticed. Any thread may write and read. Swap and core files are the system's: they may hold what is in
+    memory.
 
     Args:
         folder: on the disk that is to be used; default ``TMPDIR``, else ``/var/tmp``.
@@ -73,11 +76,24 @@ class Spill:
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places by their size
         self._there = self._end = self._most = 0
         self._threads = ThreadPoolExecutor(THREADS, "symbiosis-spill")
+        own(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the disk that are taken: as much as was needed at any one time."""
         return self._most
+
+    def forked(self) -> None:
+        """In a child: neither the key nor the file stays there."""
+        self.close()
+        del self._cipher
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str:
+        """Neither copied nor pickled: two with the same key would encrypt under the same numbers."""
+        raise ConfigurationError(
+            "what lies on the disk (kv='disk', a long training) cannot be copied; keep it in memory "
+            "(kv='host') or close() it before"
+        )
 
     def write(self, tensor: torch.Tensor) -> Spilled:
         """Keep a copy of a tensor on the CPU, of any shape and dtype.
@@ -159,6 +175,8 @@ class Spill:
 
     def free(self, spilled: Spilled) -> None:
         """Give its place to another of its size; it must not be read any more, nor freed twice."""
+        if self._home.left:  # a child has nothing of it, and its lock may be held for ever
+            return
         count = -(-spilled.nbytes // PIECE)
         with self._lock:
             self._there -= 1

@@ -80,8 +80,6 @@ class Stack:
         self._inner = [layer.forward for layer in self.layers]
         for index, layer in enumerate(self.layers):
             layer.forward = instead(layer.forward, _dispatched(index))
-        own = {id(p) for layer in self.layers for p in layer.parameters()}
-        self._outer = [p for p in model.parameters() if id(p) not in own]
 
     def close(self) -> None:
         """Give the layers their own forward back."""
@@ -92,8 +90,9 @@ class Stack:
         self._own.clear()
 
     def outer(self) -> list[nn.Parameter]:
-        """What is trained and in no layer."""
-        return [each for each in self._outer if each.requires_grad]
+        """What is trained and in no layer, now: adapters come and go."""
+        own = {id(p) for layer in self.layers for p in layer.parameters()}
+        return [each for each in self.model.parameters() if each.requires_grad and id(each) not in own]
 
     def of_layer(self, index: int) -> list[nn.Parameter]:
         """What is trained of a layer."""

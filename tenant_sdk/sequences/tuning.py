@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.model.checkpointing import forget_products, is_checkpointed, keep_products, keeps_products
 from tenant_sdk.model.recording import Memory, OnHost, Store
-from tenant_sdk.sequences.measuring import free_disk, memory_left, shapes_of
+from tenant_sdk.sequences.measuring import FRACTION, free_disk, memory_left, shapes_of
 from tenant_sdk.sequences.pieces import Loss, LossInPieces, items_of, shifted
 from tenant_sdk.sequences.planning import GIB, Place, Plan, plan_step
 from tenant_sdk.sequences.spill import Spill
@@ -104,7 +105,12 @@ class LongTuning:
         aims = given.get("shift_labels")
         if (labels is None and aims is None) or not plan.pieces:
             return self._inner(**given)
-        for name in ("output_attentions", "output_hidden_states"):
+        if getattr(self._model, "loss_function", None) is not ForCausalLMLoss:
+            raise ConfigurationError(
+                f"{type(self._model).__name__} has a loss_function of its own, which is not made by pieces: "
+                "tune without long_tuning, or with transformers' loss"
+            )
+        for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
             if given.get(name):
                 raise ConfigurationError(f"{name}=True: long sequences are tuned without; leave it out")
         if aims is None:
@@ -130,6 +136,10 @@ class LongTuning:
         return total.mean
 
     def _windowed(self, given: dict[str, Any], aims: torch.Tensor, items: Any, window: int) -> torch.Tensor:
+        if getattr(self._stack.model.get_input_embeddings(), "neftune_noise_alpha", None):
+            raise ConfigurationError(
+                "NEFTune's noise is by the length of the whole: leave it out, with windows"
+            )
         for name, each in given.items():
             if name not in (*_CUT, *_PER_TOKEN, *_IGNORED) and each is not None and each is not False:
                 raise ConfigurationError(f"{name} cannot be cut into windows; leave it out")
@@ -226,18 +236,18 @@ def long_tuning(
     if (before := vars(inner).get(_TUNING)) is not None:
         if before._model is not inner:
             raise NotInParts(
-                "this model is a copy of one that learns from long sequences: close() that before it is copied"
+                "this is a copy of a model that learns from long sequences: close() that before it is copied"
             )
         before.close()
     stack = Stack(inner)
     tuning = LongTuning(inner, stack, folder)
     try:
-        ids = torch.arange(TRIED, device=inner.device)[None] % inner.config.get_text_config().vocab_size
+        ids = _some_tokens(inner)
         with _in_parts(inner):
             stack.observe(input_ids=ids)
             shapes = shapes_of(stack, ids)
         left = memory_left(memory_gib, inner.device)
-        disk = free_disk(folder)
+        disk = int(FRACTION * free_disk(folder))
         # How much is free is a guess, as a step's memory is; what somebody said is not.
         strict = memory_gib is not None
         plan = plan_step(
@@ -254,6 +264,16 @@ def long_tuning(
             "%s, by estimate; %.1f GiB are free", plan.sentence(max_length, batch_size), max(0, left) / GIB
         )
     return tuning
+
+
+def _some_tokens(model: Any) -> torch.Tensor:
+    """Tokens [1, T] to try with: others each time, as rows that are known give away masks that serve again."""
+    config = model.config.get_text_config()
+    count = min(TRIED, getattr(config, "max_position_embeddings", None) or TRIED)
+    generator = torch.Generator()
+    generator.seed()
+    ids = torch.randint(config.vocab_size, (1, count), generator=generator)
+    return ids.to(model.device)
 
 
 @contextmanager
@@ -304,8 +324,8 @@ def _compare(tuning: LongTuning, plan: Plan, model: nn.Module, ids: torch.Tensor
         for module, was in training.items():
             module.training = was
     for mine, other in ((got[:1], expected[:1]), (got[1:], expected[1:])):
-        apart = sum(float((a.float() - b.float()).square().sum()) for a, b in zip(mine, other, strict=True))
-        if not apart <= APART**2 * sum(float(each.float().square().sum()) for each in other):
+        apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(mine, other, strict=True))
+        if not apart <= APART**2 * sum(float(each.double().square().sum()) for each in other):
             raise NotInParts(
                 f"{name} gives another loss, or other gradients, in parts than as a whole (bidirectional "
                 "attention, a recurrent state, or a loss of its own), so its sequences cannot be cut"

@@ -11,7 +11,7 @@ token-level backward). One layer's keys and values and one window's activations 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from shared.memory import FreedMemory
 from tenant_sdk.model.recording import Recording, Store
+from tenant_sdk.model.virtual import learning
 from tenant_sdk.sequences.pieces import Loss, add_up
 from tenant_sdk.sequences.stack import Call, Moment, NotInParts, Stack
 
@@ -231,12 +232,20 @@ class Run:
         # Below the first that is trained nothing needs a gradient.
         self._first = 0 if outside else next(trained, len(stack.layers))
 
+    def state(self) -> list[Any]:
+        """What must be the same when windows are computed again: versions of tensors, modes of modules."""
+        batch = self.batch
+        inputs = (batch.labels, batch.ids, batch.embeddings, batch.mask, batch.positions)
+        tensors = [each for each in (*inputs, *self.stack.model.parameters()) if each is not None]
+        modes = [module.training for module in self.stack.model.modules()]
+        return [*(each._version for each in tensors if not each.is_inference()), *modes]
+
     # -- forward -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def loss(self, loss: Loss) -> None:
         """Let the batch through and add its loss up."""
-        with self.stack.uncheckpointed():
+        with self.stack.uncheckpointed(), learning() if self.wanted else nullcontext():
             hidden = [self._embedded(at) for at in range(len(self.spans))]
             for index in range(len(self.stack.layers)):
                 self._layer_forward(index, hidden)
@@ -393,7 +402,7 @@ class WindowedLoss(torch.autograd.Function):
         outer = run.stack.outer()
         loss = Loss(run.stack, run.batch.items, outer, wanted=True)
         run.loss(loss)
-        ctx.run, ctx.parameters = run, parameters
+        ctx.run, ctx.parameters, ctx.state = run, parameters, run.state()
         ctx.behind = {id(p): each for p, each in zip(outer, loss.gradients, strict=True)}
         return loss.mean
 
@@ -404,6 +413,11 @@ class WindowedLoss(torch.autograd.Function):
         if ctx.run is None:
             raise RuntimeError("the windows of this loss are gone after one backward; compute it again")
         run, ctx.run = ctx.run, None
+        if ctx.state != run.state():
+            raise RuntimeError(
+                "parameters, inputs or training mode changed between the forward and the backward of a loss: "
+                "its windows would be computed again as something else; call backward before anything changes"
+            )
         scale = gradient / run.batch.items
         embeddings, found = run.gradients(scale, ctx.parameters)
         behind = [ctx.behind.get(id(p)) for p in ctx.parameters]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import tenant_sdk
+from shared.wire.header import RequestClass
+from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.sequences.planning import Place, Plan
 from tenant_sdk.sequences.spill import Spill
 
@@ -63,6 +66,28 @@ def test_requests_are_one_each_way_for_each_window(llama: Executor) -> None:
         before = session.stats.requests
         step(model, **batch())
         assert session.stats.requests - before == 4 * (8 + 7)  # nothing is wanted of the first layer's input
+
+
+def test_nobody_waits_for_its_tokens(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of few tokens, and without a graph, are not in the way of who decodes."""
+    asked = []
+    submit = RemoteExecutor.submit
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(args[5] if len(args) > 5 else kwargs["request_class"])
+        return submit(self, *args, **kwargs)
+
+    monkeypatch.setattr(RemoteExecutor, "submit", watched)
+    with llama.connect() as session:
+        model = add_lora(session.load_model(progress=False)).eval()
+        windows(model, 8)
+        asked.clear()
+        step(model, **batch())
+        assert set(asked) == {RequestClass.FINETUNING}
+        asked.clear()
+        with torch.no_grad():
+            model(**batch())
+        assert RequestClass.FINETUNING not in asked  # an evaluation is
 
 
 @pytest.mark.parametrize("experts", ["local", "padded", "routed"])

@@ -1,5 +1,6 @@
 """Tensors in an encrypted file."""
 
+import copy
 import errno
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from cryptography.exceptions import InvalidTag
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import StorageError
+from shared.errors import ConfigurationError, ConnectionLost, StorageError
 from tenant_sdk.sequences.spill import FEW, PIECE, Spill
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
@@ -129,6 +130,28 @@ def test_a_changed_file_is_noticed(size: int) -> None:
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="absent"):
         Spill(tmp_path / "absent")
+
+
+def test_it_is_not_copied() -> None:
+    for way in (copy.copy, copy.deepcopy, lambda each: each.__reduce_ex__(2)):
+        with pytest.raises(ConfigurationError, match="cannot be copied"):
+            way(Spill())
+
+
+def test_a_forked_child_has_neither_key_nor_file() -> None:
+    spill = Spill()
+    spilled = spill.write(torch.ones(3))
+    child = os.fork()
+    if not child:
+        spill.free(spilled)  # a finalizer of the child's does that
+        gone = not spill.close.alive and not hasattr(spill, "_cipher")
+        try:
+            spill.read(spilled)
+        except ConnectionLost:
+            os._exit(0 if gone else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert float(spill.read(spilled)[0]) == 1
 
 
 def test_wrong_room() -> None:

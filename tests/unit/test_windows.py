@@ -322,6 +322,38 @@ def test_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     check(add_lora(make_model("gemma2")).eval(), None, 16)
 
 
+@pytest.mark.parametrize("size", [None, 16])
+def test_a_head_that_is_trained_from_now_on(size: int | None) -> None:
+    def adapted_head(base: Any) -> nn.Module:
+        torch.manual_seed(7)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        return peft.get_peft_model(base, config).eval()
+
+    _, expected = step(adapted_head(make_model("llama")), **batch())
+    base = make_model("llama")
+    windows(base, size)
+    _, got = step(adapted_head(base), **batch())
+    assert got.keys() == expected.keys()
+    assert worst_error(got, expected) < CLOSE
+
+
+@pytest.mark.parametrize("what", ["parameter", "input", "mode"])
+def test_what_changed_before_the_backward_is_noticed(what: str) -> None:
+    model = add_lora(make_model("llama")).eval()
+    windows(model, 16)
+    inputs = batch()
+    loss = model(**inputs).loss
+    with torch.no_grad():
+        if what == "parameter":
+            next(p for p in model.parameters() if p.requires_grad).add_(1e-3)
+        elif what == "input":
+            inputs["input_ids"][0, 0] += 1
+        else:
+            model.train()
+    with pytest.raises(RuntimeError, match="changed between the forward and the backward"):
+        loss.backward()
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -423,12 +455,27 @@ def test_a_model_that_is_not_closed_goes_with_its_file() -> None:
     file, gone = tuning._spill.close, weakref.ref(model.base_model.model)
     del model, tuning
     assert worst_error(step(copied, **batch())[1], expected) < CLOSE
-    with pytest.raises(NotInParts, match="close.* before it is copied"):
+    with pytest.raises(NotInParts, match="before it is copied"):
         windows(copied, 16)
     del copied
     gc.collect()
     assert gone() is None
     assert not file.alive
+
+
+def test_losses_and_noise_of_its_own_are_refused() -> None:
+    model = add_lora(make_model("llama")).train()
+    tuning = windows(model, 16)
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    with pytest.raises(ConfigurationError, match="NEFTune"):
+        model(**batch())
+    tuning.use(Plan(pieces=True))
+    assert step(model, **batch())[1]
+    with pytest.raises(ConfigurationError, match="output_router_logits"):
+        model(**batch(output_router_logits=True))
+    model.base_model.model.loss_function = lambda **_: torch.zeros(())
+    with pytest.raises(ConfigurationError, match="loss_function of its own"):
+        model(**batch())
 
 
 def test_kept_places_go_with_it(tmp_path: Path) -> None:
