@@ -267,7 +267,7 @@ def long_tuning(
 
 
 def _some_tokens(model: Any) -> torch.Tensor:
-    """Tokens [1, T] to try with: others each time, as rows that are known give away masks that serve again."""
+    """Tokens [1, T] to try with, others each time: rows that are known give away masks that serve again."""
     config = model.config.get_text_config()
     count = min(TRIED, getattr(config, "max_position_embeddings", None) or TRIED)
     generator = torch.Generator()
