@@ -23,7 +23,7 @@ LABELS = {"transformers": "transformers' cache", "half": "disk, half of the laye
 WAYS = {
     "as is": "#b0b0b0",
     "checkpointing, asked again": "#d0a0a0",
-    "pieces, checkpointing": "#609060",
+    "pieces, checkpointing, disk": "#609060",
     "windows in memory": "#4878a8",
     "windows on disk": "#e0a030",
 }
@@ -50,7 +50,7 @@ def _generation(time: plt.Axes, memory: plt.Axes, found: dict[str, Any]) -> None
         peaks = [found["memory"][place][str(context)]["mib"] / 1024 for context in contexts]
         memory.plot(contexts, peaks, "o-", color=colour, label=label)
     time.set_title("a new token, ms", fontsize=10)
-    time.set_yscale("log")
+    time.set_yscale("log", base=2)
     time.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     time.legend(frameon=False, fontsize=8)
     memory.set_title("generating: memory of the tenant, GiB", fontsize=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -104,7 +105,7 @@ def plan_step(
     *,
     window: int | None = None,
     packed: bool = False,
-    strict: bool = True,
+    given: float | None = None,
 ) -> Plan:
     """The fastest way for a batch in so much memory.
 
@@ -115,30 +116,35 @@ def plan_step(
         disk: bytes that are free.
         window: tokens; not chosen here, but windows are.
         packed: there are no windows.
-        strict: where there is no way, say so; else the one that takes least, which may not fit.
+        given: GiB that somebody said the process may have in all. Without, memory is a guess, as a step's is:
+            where there is no way, the one that takes least is tried.
 
     Raises:
-        ConfigurationError: there is no way.
+        ConfigurationError: there is no way in what was given.
     """
     if packed and window:
         raise ConfigurationError(
             "packed rows cannot be cut into windows: put each sequence in a row of its own"
         )
-    plans = [plan for plan in _plans(shapes, length, batch, window) if plan.disk <= disk]
-    if packed:
-        plans = [plan for plan in plans if plan.window is None]
+    every = [plan for plan in _plans(shapes, length, batch, window) if not packed or plan.window is None]
+    plans = [plan for plan in every if plan.disk <= disk]  # without the disk there are some too
     for plan in plans:
         if plan.memory <= memory:
             return plan
-    least = min(plans, key=lambda plan: plan.memory)  # without the disk there are some too
-    if not strict:
+    least = min(plans, key=lambda plan: plan.memory)
+    if given is None:
         return least
-    raise ConfigurationError(
-        f"{batch} x {length:,} tokens take {least.memory / GIB:.1f} GiB of memory at least, on top of what "
-        f"is taken already, and {max(0, memory) / GIB:.1f} GiB are left: use shorter sequences, fewer at "
-        "once or more memory"
-        + ("; each sequence in a row of its own could be cut into windows" if packed else "")
+    enough = given + (least.memory - memory) / GIB
+    error = (
+        f"{batch} x {length:,} tokens take {least.memory / GIB:.2f} GiB of memory at least, on top of the "
+        f"{given - memory / GIB:.2f} GiB that this process has already: give memory_gib="
+        f"{math.ceil(100 * enough) / 100:g} or more, shorter sequences, or fewer at once"
     )
+    if (more := next((plan for plan in every if plan.memory <= memory), None)) is not None:
+        error += f"; or {more.disk / GIB:.1f} GiB of disk, where {disk / GIB:.1f} may be used"
+    if packed:
+        error += "; each sequence in a row of its own could be cut into windows"
+    raise ConfigurationError(error)
 
 
 def _plans(shapes: Shapes, length: int, batch: int, window: int | None) -> list[Plan]:

@@ -54,12 +54,13 @@ class Stack:
     Args:
         model: a causal language model of transformers, without PEFT's wrapper; its layers are changed in
             place, until ``close``, and do the same as before unless this class asks otherwise.
+        passed_by: called when gradients are wanted of the first layer, and nobody here asked for it.
 
     Raises:
         NotInParts: it has not one list of layers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, passed_by: Callable[[], None] = lambda: None) -> None:
         self.model: Any = model
         self.base: Any = getattr(model, getattr(model, "base_model_prefix", "") or " ", None)
         lists = [
@@ -79,7 +80,7 @@ class Stack:
         self._own = [(layer, vars(layer).get("forward")) for layer in self.layers]
         self._inner = [layer.forward for layer in self.layers]
         for index, layer in enumerate(self.layers):
-            layer.forward = instead(layer.forward, _dispatched(index))
+            layer.forward = instead(layer.forward, _dispatched(index, passed_by))
 
     def close(self) -> None:
         """Give the layers their own forward back."""
@@ -155,7 +156,8 @@ class Stack:
 
     def layer(self, index: int, hidden: torch.Tensor, call: Call) -> torch.Tensor:
         """A layer's output [B, T, D]."""
-        out = self.layers[index](hidden, *call.args, **call.kwargs)
+        with _handled(lambda at, args, kwargs: self._inner[at](*args, **kwargs)):
+            out = self.layers[index](hidden, *call.args, **call.kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     def through(self, **inputs: Any) -> torch.Tensor:
@@ -222,12 +224,16 @@ def instead(inner: Callable[..., Any], what: Callable[..., Any]) -> Callable[...
     return types.MethodType(forward, inner.__self__)
 
 
-def _dispatched(index: int) -> Callable[..., Any]:
+def _dispatched(index: int, passed_by: Callable[[], None]) -> Callable[..., Any]:
     """What a layer does instead of its forward: what it is told, if it is."""
 
     def what(_: nn.Module | None, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         handler = _handler.get()
-        return inner(*args, **kwargs) if handler is None else handler(index, args, kwargs)
+        if handler is not None:
+            return handler(index, args, kwargs)
+        if not index and torch.is_grad_enabled():
+            passed_by()
+        return inner(*args, **kwargs)
 
     return what
 

@@ -43,8 +43,10 @@ class LongTuning:
         plan: what is kept where.
     """
 
-    def __init__(self, model: nn.Module, stack: Stack, folder: Path | None) -> None:
-        self.plan, self._model, self._stack, self._folder = Plan(), model, stack, folder
+    def __init__(self, model: nn.Module, folder: Path | None, max_length: int) -> None:
+        self.plan, self._model, self._folder, self._max_length = Plan(), model, folder, max_length
+        self._stack = stack = Stack(model, self._passed_by)
+        self._said: set[str] = set()
         self._spill: Spill | None = None
         self._switched_on, self._attached = False, keeps_products(model)
         vars(model)[_TUNING] = self
@@ -99,12 +101,30 @@ class LongTuning:
             return inner(*args, **kwargs)
         return self._forward(dict(zip(self._names, args, strict=False)) | kwargs)
 
+    def _passed_by(self) -> None:
+        if self.plan.pieces:
+            self._warn(
+                "a step was not made as planned, and takes the memory of a whole one: the model was called "
+                "without labels, or by a trainer with a forward of its own (label smoothing, TRL's trainers)"
+            )
+
+    def _warn(self, what: str) -> None:
+        """Once."""
+        if what not in self._said:
+            self._said.add(what)
+            log.warning(what)
+
     def _forward(self, given: dict[str, Any]) -> Any:
         plan = self.plan
         labels: Any = given.get("labels")
         aims = given.get("shift_labels")
         if (labels is None and aims is None) or not plan.pieces:
             return self._inner(**given)
+        if given.get("fused_lm_head"):
+            raise ConfigurationError(
+                "TRL's trainers take log-probabilities of each token, long_tuning gives a loss alone: use "
+                "transformers' Trainer, or close() and gradient_checkpointing=True"
+            )
         if getattr(self._model, "loss_function", None) is not ForCausalLMLoss:
             raise ConfigurationError(
                 f"{type(self._model).__name__} has a loss_function of its own, which is not made by pieces: "
@@ -115,6 +135,8 @@ class LongTuning:
                 raise ConfigurationError(f"{name}=True: long sequences are tuned without; leave it out")
         if aims is None:
             aims = shifted(labels)
+        if aims.shape[-1] > self._max_length:
+            self._warn(f"a text is longer than the {self._max_length:,} tokens that were planned for")
         items = items_of(aims, given.get("num_items_in_batch"))
         if plan.window is None:
             loss = self._whole(given, aims, items)
@@ -239,8 +261,8 @@ def long_tuning(
                 "this is a copy of a model that learns from long sequences: close() that before it is copied"
             )
         before.close()
-    stack = Stack(inner)
-    tuning = LongTuning(inner, stack, folder)
+    tuning = LongTuning(inner, folder, max_length)
+    stack = tuning._stack
     try:
         ids = _some_tokens(inner)
         with _in_parts(inner):
@@ -248,10 +270,8 @@ def long_tuning(
             shapes = shapes_of(stack, ids)
         left = memory_left(memory_gib, inner.device)
         disk = int(FRACTION * free_disk(folder))
-        # How much is free is a guess, as a step's memory is; what somebody said is not.
-        strict = memory_gib is not None
         plan = plan_step(
-            shapes, max_length, batch_size, left, disk, window=window, packed=packed, strict=strict
+            shapes, max_length, batch_size, left, disk, window=window, packed=packed, given=memory_gib
         )
         _compare(tuning, plan, model, ids)
         tuning.use(plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,10 +19,11 @@ LARGE = Shapes(
     layers=32, saved=400_000, answers=172_000, hidden=16_384, attended=32_768, logits=128_000, piece=256 << 20
 )
 MUCH = 1 << 50
+HAS = 0.5  # GiB that the process has
 
 
 def plan(length: int, memory_gib: float, shapes: Shapes = SMALL, batch: int = 1, disk: int = MUCH) -> Plan:
-    return plan_step(shapes, length, batch, int(memory_gib * GIB), disk)
+    return plan_step(shapes, length, batch, int(memory_gib * GIB), disk, given=memory_gib + HAS)
 
 
 def test_nothing_is_done_where_all_fits() -> None:
@@ -55,16 +58,29 @@ def test_where_the_disk_is_too_small_answers_are_asked_for_again() -> None:
 
 
 def test_where_nothing_fits_it_says_what_would() -> None:
-    with pytest.raises(ConfigurationError, match=r"take \d+\.\d GiB of memory at least.* 1\.0 GiB are left"):
-        plan(1 << 20, 1)
-    with pytest.raises(ConfigurationError, match=r"0\.0 GiB are left"):
-        plan(1 << 20, -1)
-    with pytest.raises(ConfigurationError, match="GiB are left"):
-        plan_step(SMALL, 65536, 1, 0, 0, window=1024)
+    refused = (
+        r"take (.+) GiB of memory at least, on top of the 0\.50 GiB .* give memory_gib=(.+) or more, shorter"
+    )
+    for memory, disk in ((1.0, MUCH), (-0.2, MUCH), (1.0, 0)):
+        with pytest.raises(ConfigurationError, match=refused) as error:
+            plan(1 << 20, memory, disk=disk)
+        found = re.search(refused, str(error.value))
+        assert found is not None
+        assert float(found[2]) == pytest.approx(float(found[1]) + HAS, abs=0.02)
+        assert plan(1 << 20, float(found[2]) - HAS, disk=disk).memory > memory * GIB
+    with pytest.raises(ConfigurationError, match=refused):
+        plan_step(SMALL, 65536, 1, 0, 0, window=1024, given=HAS)
+
+
+def test_it_says_what_disk_would_do() -> None:
+    enough = plan(65536, 3).disk
+    with pytest.raises(ConfigurationError, match=r"; or \d+\.\d GiB of disk, where 0\.0 may be used$"):
+        plan(65536, 3, disk=0)
+    assert enough > 10 * GIB
 
 
 def test_where_nothing_fits_the_least_may_be_taken() -> None:
-    found = plan_step(SMALL, 65536, 1, 0, MUCH, strict=False)
+    found = plan_step(SMALL, 65536, 1, 0, MUCH)
     assert found.memory > 0
     assert (found.window, found.states) == (min(WINDOWS), Place.DISK)
 
@@ -72,7 +88,7 @@ def test_where_nothing_fits_the_least_may_be_taken() -> None:
 def test_packed_rows_are_not_cut() -> None:
     assert plan_step(SMALL, 4250, 1, 4 * GIB, MUCH, packed=True).checkpointed
     with pytest.raises(ConfigurationError, match=r"at least.*each sequence in a row of its own could"):
-        plan_step(SMALL, 1 << 20, 1, 4 * GIB, MUCH, packed=True)
+        plan_step(SMALL, 1 << 20, 1, 4 * GIB, MUCH, packed=True, given=4)
     with pytest.raises(ConfigurationError, match="packed rows cannot be cut"):
         plan_step(SMALL, 4096, 1, 4 * GIB, MUCH, packed=True, window=1024)
 
