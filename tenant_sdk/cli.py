@@ -86,7 +86,10 @@ def _load(
                 )
             except (OSError, ValueError) as error:
                 raise ConfigurationError(f"no tokenizer in {tokenizer}: {error}") from error
-    return (model.to("cuda") if torch.cuda.is_available() else model), words
+    if torch.cuda.is_available():
+        return model.to("cuda"), words
+    os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # no copies of keys and values for every head
+    return model, words
 
 
 @contextmanager
@@ -175,7 +178,8 @@ def finetune(
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks or records a step.")] = 8,
-    sequence_length: contexts.SequenceLength = 256,
+    sequence_length: contexts.SequenceLength = contexts.LENGTH,
+    max_length: contexts.MaxLength = None,
     memory_gib: contexts.Memory = None,
     train_on_prompt: Annotated[
         bool, typer.Option("--train-on-prompt", help="Learn whole records, not the answers alone.")
@@ -236,7 +240,7 @@ def finetune(
         steps=steps,
         epochs=epochs,
         batch_size=batch_size,
-        sequence_length=sequence_length,
+        sequence_length=contexts.text_length(sequence_length, max_length),
         memory_gib=memory_gib,
         seed=seed,
         save_steps=save_steps,
@@ -340,6 +344,7 @@ def generate(
     kv: contexts.Kv = None,
     kv_memory_gib: contexts.KvMemory = 0.0,
     kv_folder: contexts.KvFolder = None,
+    memory_gib: contexts.PromptMemory = 1.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="No figures at the end.")] = False,
     tokenizer: options.Tokenizer = None,
     model: options.Model = None,
@@ -371,7 +376,7 @@ def generate(
         from tenant_sdk.tuning.generation import stream
         from tenant_sdk.tuning.own import tokenizer_in
 
-    place = LongContext(kv or "host", kv_memory_gib, kv_folder)
+    place = LongContext(kv or "host", kv_memory_gib, kv_folder, memory_gib)
     _say_connecting(config)
     if tokenizer is None and adapter is not None and (tokenizer := tokenizer_in(adapter)):
         _status.print(f"tokenizer: the one in {escape(str(adapter))}")

@@ -29,7 +29,7 @@ NAMES = option_names(SessionConfig) | {
     "mask_source_token": "--mask-source-token-env VAR",
     "fingerprint_key": "--fingerprint-key-env VAR",
     "client_certificate": "--client-certificate FILE --client-key FILE",
-    **{name: "--" + name.replace("_", "-") for name in ("kv", "kv_memory_gib", "kv_folder")},
+    **{name: "--" + name.replace("_", "-") for name in ("kv", "kv_memory_gib", "kv_folder", "memory_gib")},
 }
 
 

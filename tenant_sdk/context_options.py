@@ -30,15 +30,21 @@ KvFolder = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(help="Folder for the file of --kv disk. Default: TMPDIR, else /var/tmp."),
 ]
+PromptMemory = Annotated[
+    float,
+    typer.Option(metavar="GIB", help="What reading a chunk of the prompt may take, besides keys and values."),
+]
 SequenceLength = Annotated[
     int,
     typer.Option(
-        "--sequence-length",
-        "--max-length",
         min=2,
         help="Tokens a block of text, and of a record at most: longer ones with `text` are split, others "
         "left out, and both said. Long ones are learned from in windows, if memory asks for it.",
     ),
+]
+MaxLength = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=2, help="Another name of --sequence-length."),
 ]
 Memory = Annotated[
     Optional[float],  # noqa: UP045
@@ -46,6 +52,20 @@ Memory = Annotated[
         metavar="GIB", help="What this process may have; default: 80 % of what is free on top of what it has."
     ),
 ]
+
+
+LENGTH = 256  # tokens, if nobody says
+
+
+def text_length(sequence_length: int, max_length: int | None) -> int:
+    """Tokens of a text at most, by either of their names.
+
+    Raises:
+        ConfigurationError: by both.
+    """
+    if max_length is not None and sequence_length not in (LENGTH, max_length):
+        raise ConfigurationError("--sequence-length and --max-length are the same: give one of them")
+    return max_length or sequence_length
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:

@@ -180,7 +180,7 @@ class Session:
         kv: str = "host",
         kv_memory_gib: float = 0.0,
         kv_folder: str | Path | None = None,
-        memory_gib: float = 1.0,
+        memory_gib: float | None = None,
         context: int | None = None,
         batch_size: int = 1,
     ) -> dict[str, Any]:
@@ -196,8 +196,9 @@ class Session:
                 name; in memory are those of as many layers as fit into ``kv_memory_gib``, and of two more.
                 Layers with a sliding window, or a state of fixed size, stay as they are.
             kv_folder: for the file, on a disk that is fast; default ``TMPDIR``, else ``/var/tmp``.
-            memory_gib: for a chunk of the prompt, which is read in chunks, besides keys and values. Models
-                with recurrent layers, and assisted decoding, read a prompt at once.
+            memory_gib: for a chunk of the prompt, which is read in chunks, besides keys and values; default
+                1, and what attention copies of them for every head. Models with recurrent layers, and
+                assisted decoding, read a prompt at once.
             context: tokens of prompt and answer at most; default: as many as the model takes.
             batch_size: prompts at once, times ``num_beams`` or ``num_return_sequences``.
 
@@ -227,12 +228,12 @@ class Session:
 
         Args:
             input_ids: int64 ``[B, T]``, at least two tokens; give ``generate`` the same, and the same mask.
-            attention_mask: ``[B, T]``, 0 for padding; default all 1.
+            attention_mask: ``[B, T]``, 0 for padding; default as ``generate`` infers it.
             copies: sequences of each prompt that ``generate`` will make with ``num_beams`` or
                 ``num_return_sequences``; it is read once.
             decode_on: device that the model and, but for ``host`` and ``disk``, keys and values move to.
             dtype: that they then have; default the same.
-            options: of ``generate_options``.
+            options: of ``generate_options``; ``batch_size`` is by default the number of prompts.
 
         Returns:
             Keyword arguments for one call of ``generate``.
@@ -240,6 +241,7 @@ class Session:
         Raises:
             ConfigurationError: as ``generate_options``.
         """
+        options.setdefault("batch_size", len(input_ids))  # whatever copies is: they are made afterwards
         made = self.generate_options(model, **options)
         return prefill(
             model, input_ids, attention_mask, made, copies=copies, decode_on=decode_on, dtype=dtype

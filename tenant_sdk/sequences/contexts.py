@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.integrations import sdpa_attention
 
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
 from tenant_sdk.sequences.kv_room import Room
-from tenant_sdk.sequences.prefill import Demand
+from tenant_sdk.sequences.prefill import MOST, Demand
 from tenant_sdk.sequences.spill import Spill
 
 PLACES = ("device", "host", "disk")
@@ -33,7 +35,8 @@ class LongContext:
             ``disk``: in an encrypted file without a name, besides what fits into ``kv_memory_gib``.
         kv_memory_gib: of keys and values that stay in memory with ``disk``.
         kv_folder: for the file; default ``TMPDIR``, else ``/var/tmp``.
-        memory_gib: for what a chunk of the prompt takes besides keys and values.
+        memory_gib: for what a chunk of the prompt takes besides keys and values; default 1, and what
+            attention copies of them.
         context: tokens of prompt and answer together at most; default: of the model.
         batch_size: sequences that are read at once; beams count.
     """
@@ -41,7 +44,7 @@ class LongContext:
     kv: str = "host"
     kv_memory_gib: float = 0.0
     kv_folder: str | Path | None = None
-    memory_gib: float = 1.0
+    memory_gib: float | None = None
     context: int | None = None
     batch_size: int = 1
 
@@ -49,8 +52,14 @@ class LongContext:
         """Refuse values that make no sense."""
         if self.kv not in PLACES:
             raise ConfigurationError(f"kv={self.kv!r}: one of {', '.join(PLACES)}")
-        if self.kv_memory_gib < 0 or self.memory_gib <= 0:
-            raise ConfigurationError("kv_memory_gib= is not negative, and memory_gib= above 0")
+        if self.kv_memory_gib < 0:
+            raise ConfigurationError(f"kv_memory_gib={self.kv_memory_gib} must not be negative")
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            raise ConfigurationError(f"memory_gib={self.memory_gib} must be above 0")
+        if self.batch_size < 1 or (self.context is not None and self.context < 1):
+            raise ConfigurationError(
+                f"context={self.context} and batch_size={self.batch_size}: there must be one at least"
+            )
         if self.kv != "disk" and (self.kv_memory_gib or self.kv_folder is not None):
             raise ConfigurationError("kv_memory_gib= and kv_folder= need kv='disk'")
 
@@ -69,7 +78,7 @@ class LongContext:
         options: dict[str, Any] = {}
         # Some models would lose the state of such layers at the end of a chunk.
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-            options |= self._chunk(base, groups)
+            options |= self._chunk(base, groups, cache)
         if self.kv != "device":
             self._place(cache, base.config)
             options["past_key_values"] = cache
@@ -79,19 +88,25 @@ class LongContext:
         """The same for a context of so many tokens, where none was given."""
         return replace(self, context=self.context or context).options(model, groups)
 
-    def _chunk(self, model: Any, groups: Sequence[GroupInfo]) -> dict[str, int]:
+    def _chunk(self, model: Any, groups: Sequence[GroupInfo], cache: DynamicCache) -> dict[str, int]:
         config = model.config.get_text_config(decoder=True)
         context = self.context or getattr(config, "max_position_embeddings", None) or _CONTEXT
         eager = getattr(config, "_attn_implementation", None) == "eager"
         heads = _most(config, "num_attention_heads") if eager else 0
-        demand = Demand(groups, _most(config, "hidden_size"), heads, self.batch_size)
-        chunk = demand.chunk(int(self.memory_gib * 2**30), context)
+        windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+        kept = [min(context, window + MOST) if window else context for window in windows]
+        copies = self.batch_size * max(kept, default=context) * _copied(model, config)
+        demand = Demand(groups, _most(config, "hidden_size"), heads, self.batch_size, copies)
+        memory = 2**30 + copies if self.memory_gib is None else int(self.memory_gib * 2**30)
+        chunk = demand.chunk(memory, context)
         return {"prefill_chunk_size": chunk} if chunk < context else {}
 
     def _place(self, cache: DynamicCache, config: Any) -> None:
         """Replace layers that keep everything; those of a window, or of a state, are bounded already."""
-        modes = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", None) or ()
-        if self.kv == "disk" and any(mode is not None for mode in modes):
+        config = config.get_text_config(decoder=True)
+        modes = getattr(config, "kv_sharing_modes", None) or ()
+        shared = any(mode is not None for mode in modes) or getattr(config, "num_kv_shared_layers", None)
+        if self.kv == "disk" and shared:
             raise ConfigurationError(
                 "layers of this model use keys and values of others, so they have to be in memory: "
                 "use kv='host'"
@@ -111,6 +126,25 @@ def _most(config: Any, name: str) -> int:
     """A size of a model; the largest where layers differ."""
     value = getattr(config, name, None) or 0
     return int(max(value) if isinstance(value, list | tuple) else value)
+
+
+def _copied(model: Any, config: Any) -> int:
+    """Bytes for each token that a layer's attention copies, so that every head has its own keys and values.
+
+    Where several heads share a pair, transformers does so for whatever is read under a mask, as all chunks
+    but the first are; unless TRANSFORMERS_SDPA_FORCE_GQA is 1, in versions that know of it.
+    """
+    attention, some = getattr(config, "_attn_implementation", None), torch.empty(1)
+    if attention == "sdpa":
+        copying = not sdpa_attention.use_gqa_in_sdpa(some, some, some)
+    else:
+        copying = attention == "eager"
+    shared = [each for each in model.modules() if getattr(each, "num_key_value_groups", 1) > 1]
+    if not copying or not shared:
+        return 0
+    heads = _most(config, "num_attention_heads")
+    width = max(getattr(each, "head_dim", _most(config, "hidden_size") // heads) for each in shared)
+    return int(2 * heads * width * model.dtype.itemsize)
 
 
 def _base(model: Any) -> Any:
@@ -148,11 +182,12 @@ def prefill(
     if _unsuited(model) is not None:
         raise ConfigurationError(f"this prompt cannot be read ahead: {_unsuited(model)}")
     cache = options.setdefault("past_key_values", DynamicCache(config=_base(model).config))
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    # Without a mask generate infers one, now and when it goes on.
+    mask = {} if attention_mask is None else {"attention_mask": attention_mask[:, :-1]}
     # Of one token nothing is kept: generate does not run the model on what it has chosen last.
     model.generate(
         input_ids=input_ids[:, :-1],
-        attention_mask=mask[:, :-1],
+        **mask,
         **options,
         max_new_tokens=1,
         do_sample=False,
@@ -163,10 +198,29 @@ def prefill(
         cache.batch_repeat_interleave(copies)
     if decode_on is not None or dtype is not None:
         before = model.dtype
-        model.to(device=decode_on, dtype=dtype)
+        _convert(model, decode_on, dtype)
         for layer in cache.layers:
             _move(layer, model.device, before, model.dtype)
     return options
+
+
+def _convert(model: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    """Move a model, and have in it what it would have, had it been loaded in this dtype.
+
+    So tables that are computed in float32 in any case, such as frequencies of positions, are not rounded.
+    """
+    base, kept = _base(model), dict[str, Tensor]()
+    if dtype is not None:
+        with torch.device("meta"):
+            loaded = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
+        own = {name: each.dtype for name, each in loaded.named_buffers()}
+        # Buffers of the checkpoint take the dtype, as parameters do.
+        tables = base.named_non_persistent_buffers()
+        kept = {name: each for name, each in tables if own.get(name, dtype) != dtype}
+    model.to(device=device, dtype=dtype)
+    for name, table in kept.items():
+        path, _, leaf = name.rpartition(".")
+        base.get_submodule(path)._buffers[leaf] = table.to(model.device)
 
 
 def _move(layer: Any, device: torch.device, before: torch.dtype, dtype: torch.dtype) -> None:

@@ -53,7 +53,8 @@ class Buffer:
     def append(self, new: Tensor) -> None:
         """Copy tokens ``[B, H, T, D]`` behind those that are there; all take their dtype."""
         if new.dtype != self._memory.dtype:  # the model was moved
-            self._memory = self._memory.to(new.dtype)
+            with torch.inference_mode(False):
+                self._memory = self._memory.to(new.dtype)
         more, old = new.shape[2], self.tokens
         if self.length + more > self._memory.shape[2]:
             shape = (*old.shape[:2], self._capacity(more), old.shape[3])
@@ -64,14 +65,19 @@ class Buffer:
 
     def take(self, rows: Tensor) -> None:
         """Have these rows of the batch, in this order."""
-        self._memory = self.tokens.index_select(0, rows)
+        with torch.inference_mode(False):
+            self._memory = self.tokens.index_select(0, rows)
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host, whatever is in it, from which a GPU copies directly."""
+    """Memory of the host, whatever is in it, from which a GPU copies directly.
+
+    In inference mode too it is a usual tensor, so that it can be written to later.
+    """
     memory = np.empty(int(np.prod(shape)) * dtype.itemsize, np.uint8)
     pin(memory, device)
-    return torch.from_numpy(memory).view(dtype).view(*shape)
+    with torch.inference_mode(False):
+        return torch.from_numpy(memory).view(dtype).view(*shape)
 
 
 def on_device(kept: Tensor, device: torch.device) -> Tensor:

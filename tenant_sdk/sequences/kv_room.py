@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
+from shared.errors import ConfigurationError
+from shared.forks import Home
 from tenant_sdk.sequences.kv_layers import BLOCK, Block, host_memory
 from tenant_sdk.sequences.spill import Spill, Spilled
 
@@ -38,7 +40,8 @@ class _Scratch:
             if self._memory[which].numel() < size:
                 self._memory[which] = torch.empty(0)  # given back first
                 self._memory[which] = host_memory([size + size // 8 // 64 * 64], torch.uint8, device)
-            out.append(self._memory[which][:size].view(dtype).view(*shape))
+            with torch.inference_mode(False):  # what is read ahead may be used in another mode
+                out.append(self._memory[which][:size].view(dtype).view(*shape))
         return out
 
     @property
@@ -73,7 +76,15 @@ class Room:
         self._layers: list[weakref.ref[DiskLayer]] = []  # weak: the file is closed with the last of them
         self._scratches, self._next = [_Scratch(), _Scratch()], 0
         self._ahead: _Ahead | None = None
-        self._readers = ThreadPoolExecutor(_READERS, "keys and values")
+        self._readers, self._home = ThreadPoolExecutor(_READERS, "keys and values"), Home()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies, which would need the file's key.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("a cache on the disk cannot be copied: use kv='host'")
 
     def enter(self, layer: DiskLayer) -> int:
         """The number of a new layer."""
@@ -101,11 +112,16 @@ class Room:
     # -- reading ---------------------------------------------------------------------------------
 
     def read(self, blocks: Sequence[Block], out: Sequence[Tensor]) -> None:
-        """Read blocks to the beginning of keys and values ``[B, H, T, D]``."""
+        """Read blocks to the beginning of keys and values ``[B, H, T, D]``.
+
+        Raises:
+            ConnectionLost: this is a forked child, which has no threads that read.
+        """
         for reading in self._begin(blocks, out):
             reading.result()
 
     def _begin(self, blocks: Sequence[Block], out: Sequence[Tensor]) -> list[Future[None]]:
+        self._home.check()
         numbered = list(enumerate(blocks))
         shares = [numbered[first::_READERS] for first in range(_READERS)]
         return [self._readers.submit(fill, self.spill, share, out) for share in shares if share]
@@ -115,6 +131,7 @@ class Room:
 
         They are overwritten by the second call after this one.
         """
+        self._home.check()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             wait(ahead.reading)
@@ -143,6 +160,7 @@ class Room:
 
     def forget(self) -> None:
         """Blocks change: what was read ahead is of no use."""
+        self._home.check()
         if self._ahead is not None:
             wait(self._ahead.reading)
             self._ahead = None

@@ -29,12 +29,15 @@ class Demand:
         hidden: the model's width; about eight tensors of it are there at once.
         heads: attention heads if attention is computed eagerly, so that scores are kept; else 0.
         batch: sequences that are read at once.
+        copies: bytes of a layer's keys and values that attention copies for every head; of the whole context,
+            so however few tokens are read.
     """
 
     groups: Sequence[GroupInfo]
     hidden: int
     heads: int = 0
     batch: int = 1
+    copies: int = 0
 
     def bytes_a_token(self, context: int) -> int:
         """With so many tokens to attend to."""
@@ -49,12 +52,17 @@ class Demand:
         Raises:
             ConfigurationError: they do not suffice for 16.
         """
-        fit = memory // self.bytes_a_token(context) // LEAST * LEAST
+        fit = (memory - self.copies) // self.bytes_a_token(context) // LEAST * LEAST
         if fit < LEAST:
-            needed = LEAST * self.bytes_a_token(context) / 2**30
+            needed = (LEAST * self.bytes_a_token(context) + self.copies) / 2**30 * 1.05  # two digits suffice
+            copied = (
+                f" (keys and values copied for every head take {self.copies / 2**30:.2g} GiB, see "
+                "docs/long-contexts.md)"
+            )
             raise ConfigurationError(
                 f"{memory / 2**30:.2g} GiB are not enough to read {LEAST} tokens of a prompt with a context "
-                f"of {context:,}: give memory_gib={needed:.2g} or more, or a smaller context"
+                f"of {context:,}{copied if self.copies else ''}: give memory_gib={needed:.2g} or more, or a "
+                "smaller context"
             )
         return min(fit, MOST)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import tenant_sdk
 from provider import inprocess
 from shared.errors import ConfigurationError
+from tenant_sdk import cli
 from tenant_sdk.sequences.contexts import default_place
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
 
@@ -190,6 +192,72 @@ def test_a_text_goes_on(place: str, opened: Opened) -> None:
     assert torch.equal(found, tokens(model, second))
 
 
+# -- what attention copies ----------------------------------------------------------------------------
+
+
+FORCED = "TRANSFORMERS_SDPA_FORCE_GQA"  # transformers' own, from 5.23 on: no copies
+COPIES = 2 * 4 * 16 * 4  # bytes for each token: keys and values of all heads
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_copies_for_every_head_are_counted(
+    attention: str, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pairs of keys and values serve four heads: both are copied twice, of the whole context."""
+    monkeypatch.delenv(FORCED, raising=False)
+    session, model = opened("llama")
+    monkeypatch.setattr(model.config, "_attn_implementation", attention)
+    for context, batch in ((2000, 1), (1000, 2)):
+        size = {"kv": "device", "context": context, "batch_size": batch}
+        with pytest.raises(ConfigurationError, match="copied for every head"):
+            session.generate_options(model, memory_gib=2000 * COPIES / 2**30, **size)
+        assert "prefill_chunk_size" in session.generate_options(model, memory_gib=SMALL, **size)
+
+
+def test_transformers_may_not_copy(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its variable is read, the same tokens come from fewer keys, and more of the prompt is read."""
+    session, model = opened("llama")
+    counted, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def counting(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        counted.append(key.shape[1])
+        return attend(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    found, chunks = [], []
+    for value in ("0", "1"):
+        monkeypatch.setenv(FORCED, value)
+        options = session.generate_options(model, memory_gib=SMALL)
+        chunks.append(options["prefill_chunk_size"])
+        counted.clear()
+        found.append(tokens(model, **options))
+        assert max(counted) == (4 if len(set(chunks)) == 1 else 2)  # as the estimate believes
+    assert torch.equal(*found)
+    assert chunks[0] <= chunks[1]
+
+
+def test_commands_on_a_cpu_do_without_copies(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, _ = opened("llama")
+    monkeypatch.setattr(session, "load_tokenizer", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for given, found in ((None, "1"), ("0", "0")):
+        monkeypatch.setenv(FORCED, given or "")
+        if given is None:
+            monkeypatch.delenv(FORCED)
+        cli._load(session, None, None)
+        assert os.environ[FORCED] == found
+
+
+def test_only_what_a_window_keeps_is_copied(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FORCED, raising=False)
+    session, model = opened("mistral")
+    size: dict[str, Any] = {"kv": "device", "memory_gib": 0.04, "context": 100_000}
+    assert session.generate_options(model, **size)["prefill_chunk_size"] > 0
+    assert size["context"] * COPIES > 0.04 * 2**30
+    with pytest.raises(ConfigurationError, match="copied for every head"):
+        session.generate_options(opened("llama")[1], **size)
+
+
 # -- a prompt that is read ahead -------------------------------------------------------------------
 
 
@@ -225,6 +293,37 @@ def test_read_in_one_dtype_continued_in_another(name: str, place: str, opened: O
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_another_dtype_is_as_if_loaded_in_it(
+    name: str, dtypes: tuple[torch.dtype, torch.dtype], opened: Opened
+) -> None:
+    """Tables of frequencies stay float32: rounded, they would say other positions."""
+    session, _ = opened(name)
+    loaded = session.load_model(dtype=dtypes[1], progress=False)
+    model = session.load_model(dtype=dtypes[0], progress=False)
+    tokens(model, **session.prefill(model, PROMPT, kv="host", dtype=dtypes[1]))
+    for kind in ("named_parameters", "named_buffers"):
+        expected = dict(getattr(loaded, kind)())
+        assert {key: each.dtype for key, each in getattr(model, kind)()} == {
+            key: each.dtype for key, each in expected.items()
+        }
+    for key, each in loaded.named_buffers():
+        assert "inv_freq" not in key or torch.equal(model.get_buffer(key), each)
+
+
+def test_several_prompts_read_ahead_share_the_memory(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, model = opened("llama")
+    chunks = []
+    monkeypatch.setattr(
+        "tenant_sdk.session.prefill", lambda *given, **_: chunks.append(given[3]["prefill_chunk_size"])
+    )
+    session.prefill(model, PADDED, MASK, memory_gib=SMALL)
+    session.prefill(model, PADDED, MASK, memory_gib=SMALL, batch_size=2)
+    session.prefill(model, PADDED, MASK, memory_gib=SMALL, batch_size=1)
+    assert chunks[0] == chunks[1] < chunks[2]
+
+
 def test_a_prompt_of_one_token_is_not_read_ahead(opened: Opened) -> None:
     session, model = opened("llama")
     with pytest.raises(ConfigurationError, match="two tokens"):
@@ -238,7 +337,7 @@ def test_a_prompt_of_one_token_is_not_read_ahead(opened: Opened) -> None:
     ("options", "sentence"),
     [
         ({"kv": "tape"}, "one of device, host, disk"),
-        ({"kv": "disk", "kv_memory_gib": -1.0}, "not negative"),
+        ({"kv": "disk", "kv_memory_gib": -1.0}, "must not be negative"),
         ({"kv": "host", "kv_memory_gib": 1.0}, "need kv='disk'"),
         ({"kv": "disk", "kv_folder": "/nowhere"}, "/nowhere"),
         ({"memory_gib": 1e-5}, "give memory_gib="),

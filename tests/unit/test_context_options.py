@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError
-from tenant_sdk.context_options import prompt_text
+from tenant_sdk.context_options import LENGTH, prompt_text, text_length
 
 
 def test_a_prompt_or_a_file(tmp_path: Path) -> None:
@@ -25,3 +25,10 @@ def test_what_is_no_prompt(tmp_path: Path) -> None:
         prompt_text(None, tmp_path / "bytes")
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
         prompt_text(None, tmp_path / "absent")
+
+
+def test_a_length_has_two_names() -> None:
+    assert text_length(LENGTH, None) == LENGTH
+    assert text_length(64, None) == text_length(LENGTH, 64) == text_length(64, 64) == 64
+    with pytest.raises(ConfigurationError, match="give one of them"):
+        text_length(64, 128)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forking import in_child, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
@@ -176,6 +179,56 @@ def test_another_dtype_from_now_on() -> None:
         assert torch.equal(got[0], expected[0])
         assert torch.equal(got[1], expected[1])
         assert torch.equal(layer.keys, expected[0])
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_turn_in_inference_mode_and_the_next_without(dtype: torch.dtype, rows: list[int]) -> None:
+    """Tokens of one dtype are read ahead, or copied; buffers have room for those that follow."""
+    for layer in (HostLayer(), *disk(1), *disk(1, 10**9)):
+        first, second = states(600, 2), states(5, 2, seed=1)
+        with torch.inference_mode():
+            layer.update(*(each.to(dtype) for each in first))
+            layer.update(*(each.to(dtype) for each in second))
+            layer.batch_select_indices(torch.tensor(rows))
+        with torch.no_grad():
+            layer.update(*second)
+            got = layer.update(*second)[0]
+        expected = torch.cat([first[0], second[0]], 2).to(dtype).float()[rows]
+        assert torch.equal(got, torch.cat([expected, second[0], second[0]], 2))
+        layer.crop(-300)
+        assert torch.equal(layer.keys, got[:, :, :-300])
+
+
+def test_a_child_is_refused_and_does_not_wait() -> None:
+    """The threads that read are not in it."""
+    layers = disk(2)
+    for layer in layers:
+        layer.update(*states(600))
+    one = layers[0].update(*states(1))  # so the other is being read
+
+    def child() -> None:
+        refused(
+            lambda: layers[1].update(*states(1)),
+            lambda: layers[0].keys,
+            layers[1].reset,
+            lambda: layers[1].crop(-400),
+        )
+
+    in_child(child)
+    assert torch.equal(layers[0].keys, one[0])
+
+
+def test_a_copy_is_refused() -> None:
+    layers = [*disk(1), *disk(1, 10**9)]
+    for layer in layers:
+        layer.update(*states(600))
+        for make in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ConfigurationError, match="use kv='host'"):
+                make(layer)
+    host = HostLayer()
+    host.update(*states(600))
+    assert torch.equal(copy.deepcopy(host).keys, host.keys)
 
 
 def test_gradients_are_refused() -> None:

@@ -1,5 +1,7 @@
 """How many tokens of a prompt are read at once."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +13,12 @@ from tenant_sdk.sequences.prefill import LEAST, MOST, Demand
 GIB = 2**30
 
 
-def demand(inputs: int = 4096, outputs: int = 22016, heads: int = 0, batch: int = 1) -> Demand:
+def demand(
+    inputs: int = 4096, outputs: int = 22016, heads: int = 0, batch: int = 1, copies: int = 0
+) -> Demand:
     group = GroupInfo(inputs, (Member("up", outputs, "up.weight"),))
     head = GroupInfo(inputs, (Member("head", 10**6, "head.weight"),), head=True)
-    return Demand([head, group], inputs, heads, batch)
+    return Demand([head, group], inputs, heads, batch, copies)
 
 
 def test_a_layer_of_llama_2_7b() -> None:
@@ -48,3 +52,19 @@ def test_scores_and_sequences_count() -> None:
 def test_too_little_memory_says_how_much() -> None:
     with pytest.raises(ConfigurationError, match="give memory_gib="):
         demand().chunk(1000, 4096)
+
+
+def test_copies_for_every_head_leave_less_for_rows() -> None:
+    """They are there once, however many tokens are read."""
+    assert demand(copies=GIB // 2).chunk(GIB, 8192) == demand().chunk(GIB // 2, 8192)
+    with pytest.raises(ConfigurationError, match=r"for every head take 2 GiB.*give memory_gib=2\.\d"):
+        demand(copies=2 * GIB).chunk(GIB, 8192)
+
+
+def test_the_memory_that_is_named_is_enough() -> None:
+    for needs in (demand(copies=12345678), demand(heads=7), demand(inputs=1000, outputs=3000)):
+        with pytest.raises(ConfigurationError) as refused:
+            needs.chunk(1000, 40_000)
+        named = re.search(r"memory_gib=([\d.e-]+) ", str(refused.value))
+        assert named is not None
+        assert needs.chunk(int(float(named[1]) * GIB), 40_000) == LEAST

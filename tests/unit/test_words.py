@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
         ("mask_source_ca=: give", "--mask-source-ca: give"),
         ("verify_rate=2.0 cannot be: it", "--verify-rate 2.0 cannot be: it"),
         ("timeout=nan cannot", "--timeout nan cannot"),
+        ("give memory_gib=2.3 or more", "give --memory-gib 2.3 or more"),
         # What is nobody's option, and what is part of something else, stays.
         ("give model_class=CLASS", "give model_class=CLASS"),
         ("/data/digest=ab/x and a?ca=1", "/data/digest=ab/x and a?ca=1"),
@@ -83,6 +84,7 @@ PYTHON = re.compile(
         ((*MASKED, "--verify", "often"), "--verify often is none of always, sampled, off"),
         ((*MASKED, "--verify-rate", "2"), "--verify-rate 2.0 cannot be"),
         ((*MASKED, "--timeout", "0"), "--timeout 0.0 cannot be"),
+        ((*WHERE, "--privacy", "plain", "--memory-gib", "0"), "--memory-gib 0.0 must be above 0"),
         ((*MASKED, "--pad-rows", "-1"), "--pad-rows -1 cannot be"),
         (
             (*WHERE, "--privacy", "plain", "--pad-rows", "8"),
