@@ -104,9 +104,9 @@ def test_memory_after_the_same_again_is_the_same(
     executor = serve_process(checkpoint("llama"), "--numerics", RING, "--total-mib", mib, "--tenant-mib", mib)
     after = [resident_mib(executor)]
     with ThreadPoolExecutor(PEERS) as threads:
-        for _ in range(3):
+        for _ in range(6):
             moved = sum(threads.map(lambda number: misuse(executor, number), range(PEERS)))
             after.append(resident_mib(executor))
     print(f"{misuse.__name__}: {moved} MiB a round; resident, MiB: {after}")
     assert moved > 4 * MARGIN_MIB
-    assert after[3] <= after[2] + MARGIN_MIB
+    assert after[-1] <= after[3] + MARGIN_MIB  # what is kept and not given back settles in a few rounds
