@@ -22,7 +22,7 @@ import numpy as np
 from common import executor, forget_peak_memory, spread, write_model
 from load import bursty
 from rich.table import Table
-from serving import OBJECTIVE_MS, _errors, _tuned, console, replay
+from serving import OBJECTIVE_MS, chatting, console, error_counts, replay, tuned_rows
 
 LENGTH = 8192
 WINDOWS = {"whole": LENGTH, "windows of 4,096": 4096, "windows of 1,024": 1024, "windows of 256": 256}
@@ -37,17 +37,7 @@ def measure(work: Path, rounds: int, seconds: float) -> dict[str, list[dict[str,
     found: dict[str, list[dict[str, Any]]] = {}
     with executor(work / "model", work / "at", "--decode-objective-ms", str(OBJECTIVE_MS)) as running:
         for number in range(rounds):
-            draw = random.Random(number)
-            chats = [
-                {
-                    "name": f"chat-{i}",
-                    "prompt": 32,
-                    "tokens": 12,
-                    "think": 0.001,
-                    "arrivals": bursty(0.05, seconds, draw),
-                }
-                for i in range(4)
-            ]
+            chats = chatting(bursty, seconds, random.Random(number))
             cases = {"chats alone": chats} | {name: chats + plan for name, plan in tune.items()}
             for name, plans in cases.items():
                 console.print(f"{number + 1}/{rounds}: {name}", highlight=False)
@@ -64,15 +54,15 @@ def show(found: dict[str, list[dict[str, Any]]]) -> Table:
     for column in ("", "tokens", "met", "ms: median", "95th", "99th", "tuning rows/s", "kept", "peak MiB"):
         table.add_column(column)
     table.add_column("errors")
-    whole = statistics.median(_tuned(run) for run in found["whole"])
+    whole = statistics.median(tuned_rows(run) for run in found["whole"])
     for name, runs in found.items():
         waits = [1e3 * waited for run in runs for waited in run["tokens"]]
         met, late = (sum(run[key] for run in runs) for key in ("met", "late"))
         row = [name, str(len(waits)), f"{met / (met + late):.1%}"]
         row += [f"{np.quantile(waits, share):.0f}" for share in (0.5, 0.95, 0.99)]
-        rates = [_tuned(run) for run in runs]
+        rates = [tuned_rows(run) for run in runs]
         row += [spread(rates, 1, 0), f"{statistics.median(rates) / whole:.2f}"] if any(rates) else ["", ""]
-        table.add_row(*row, f"{max(run['peak_mib'] for run in runs):.0f}", _errors(runs))
+        table.add_row(*row, f"{max(run['peak_mib'] for run in runs):.0f}", error_counts(runs))
     return table
 
 

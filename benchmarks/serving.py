@@ -181,7 +181,7 @@ def show_batching(found: dict[str, Any]) -> list[Table]:
             f"{_median(runs, _rate) / base:.2f}",
             spread([statistics.median(run["tokens"]) for run in runs], 1e3, 0),
             spread([run["rows_per_product"] for run in runs], 1, 1),
-            _errors(runs),
+            error_counts(runs),
         )
     other = Table(title="Three fast tenants, alone and beside a slow one: tokens a second of the fast")
     for column in ("policy", "alone", "beside", "kept"):
@@ -202,6 +202,12 @@ OBJECTIVE_MS = 200.0
 TRACES: dict[str, Callable[..., list[float]]] = {"bursty": bursty, "poisson": poisson}
 
 
+def chatting(trace: Callable[..., list[float]], seconds: float, draw: random.Random) -> list[Plan]:
+    """Four tenants with conversations of 32 rows and 12 tokens, which arrive as in a trace."""
+    chat = {"prompt": 32, "tokens": 12, "think": 0.001}
+    return [{"name": f"chat-{i}", **chat, "arrivals": trace(0.05, seconds, draw)} for i in range(4)]
+
+
 def coserving(
     folder: Path, work: Path, rounds: int, seconds: float, trace: Callable[..., list[float]] = bursty
 ) -> dict[str, Any]:
@@ -214,17 +220,7 @@ def coserving(
         executor(folder, work / "turns", "--batching", "none") as turns,
     ):
         for number in range(rounds):
-            draw = random.Random(number)
-            chats = [
-                {
-                    "name": f"chat-{i}",
-                    "prompt": 32,
-                    "tokens": 12,
-                    "think": 0.001,
-                    "arrivals": trace(0.05, 2 * seconds, draw),
-                }
-                for i in range(4)
-            ]
+            chats = chatting(trace, 2 * seconds, random.Random(number))
             for where, plans, name in (
                 (running, tune, "fine-tuning alone"),
                 (running, chats, "chats alone"),
@@ -255,7 +251,7 @@ def show_coserving(found: dict[str, Any]) -> list[Table]:
         table.add_column(column)
     for column in ("kept", "errors", "peak MiB"):
         table.add_column(column)
-    alone = _median(found["fine-tuning alone"], _tuned)
+    alone = _median(found["fine-tuning alone"], tuned_rows)
     for name, runs in found.items():
         waits = sorted(1e3 * waited for run in runs for waited in run["tokens"])
         cells = [name, str(len(waits)), "", "", "", "", ""]
@@ -269,13 +265,13 @@ def show_coserving(found: dict[str, Any]) -> list[Table]:
                 f"{np.quantile(waits, 0.95):.0f}",
                 f"{np.quantile(waits, 0.99):.0f}",
             ]
-        rate = _median(runs, _tuned)
-        cells += [spread([_tuned(run) for run in runs], 1, 0), f"{rate / alone:.0%}" if rate else ""]
-        table.add_row(*cells, _errors(runs), f"{max(run['peak_mib'] for run in runs):.0f}")
+        rate = _median(runs, tuned_rows)
+        cells += [spread([tuned_rows(run) for run in runs], 1, 0), f"{rate / alone:.0%}" if rate else ""]
+        table.add_row(*cells, error_counts(runs), f"{max(run['peak_mib'] for run in runs):.0f}")
     return [table]
 
 
-def _tuned(run: dict[str, Any]) -> float:
+def tuned_rows(run: dict[str, Any]) -> float:
     """Rows through one group, a second, of all fine-tuning tenants."""
     return sum(rows for name, rows in run["rows"].items() if name.startswith("tune")) / run["seconds"]
 
@@ -292,7 +288,7 @@ def _median(runs: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -
     return statistics.median(map(of, runs))
 
 
-def _errors(runs: list[dict[str, Any]]) -> str:
+def error_counts(runs: list[dict[str, Any]]) -> str:
     total: Counter[str] = Counter()
     for run in runs:
         total.update(run["errors"])
@@ -429,7 +425,7 @@ def show_efficiency(found: dict[str, Any]) -> list[Table]:
         table.add_row(
             carrier,
             spread([100 * run["in_products"] for run in runs], 1, 0) + " %",
-            spread([_tuned(run) for run in runs], 1, 0),
+            spread([tuned_rows(run) for run in runs], 1, 0),
             spread([run["rows_per_product"] for run in runs], 1, 0),
         )
     return [table]

@@ -174,7 +174,7 @@ def serve_process(
         yield start
 
 
-_LLAMA_LIKE: dict[str, Any] = {
+LLAMA_LIKE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -197,27 +197,27 @@ _GPT_LIKE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _BERT_LIKE: dict[str, Any] = {
-    key: value for key, value in _LLAMA_LIKE.items() if key not in ("num_key_value_heads",)
+    key: value for key, value in LLAMA_LIKE.items() if key not in ("num_key_value_heads",)
 }
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA_LIKE),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA_LIKE),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA_LIKE, "head_dim": 16}),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_LLAMA_LIKE, "head_dim": 16}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_LLAMA_LIKE, "head_dim": 16}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA_LIKE),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", LLAMA_LIKE),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA_LIKE, "head_dim": 16}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**LLAMA_LIKE, "head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**LLAMA_LIKE, "head_dim": 16}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT_LIKE),
     "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT_LIKE),
     "opt": (
         "OPTForCausalLM",
         "OPTConfig",
         {
-            **{k: v for k, v in _LLAMA_LIKE.items() if k not in ("num_key_value_heads", "intermediate_size")},
+            **{k: v for k, v in LLAMA_LIKE.items() if k not in ("num_key_value_heads", "intermediate_size")},
             "ffn_dim": 96,
             "word_embed_proj_dim": 64,
         },
     ),
     "bert": ("BertModel", "BertConfig", _BERT_LIKE),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_LLAMA_LIKE, "num_local_experts": 4}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**LLAMA_LIKE, "num_local_experts": 4}),
 }
 
 

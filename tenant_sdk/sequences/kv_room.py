@@ -7,12 +7,11 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigurationError
 from shared.forks import Home
 from tenant_sdk.sequences.kv_layers import BLOCK, Block, host_memory
 from tenant_sdk.sequences.spill import Spill, Spilled
@@ -77,14 +76,6 @@ class Room:
         self._scratches, self._next = [_Scratch(), _Scratch()], 0
         self._ahead: _Ahead | None = None
         self._readers, self._home = ThreadPoolExecutor(_READERS, "keys and values"), Home()
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse copies, which would need the file's key.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError("a cache on the disk cannot be copied: use kv='host'")
 
     def enter(self, layer: DiskLayer) -> int:
         """The number of a new layer."""

@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import _LLAMA_LIKE, RING, Executor, relative_error
+from conftest import LLAMA_LIKE, RING, Executor, relative_error
 from parity import fixed_result, gradients, load_local, token_ids, total_error
 from ring_sessions import one_time, taken_down
 from torch import nn
@@ -30,7 +30,7 @@ from tenant_sdk.model.mixtures import own_projections
 FLOAT = 1e-5
 LOGITS, GRADIENTS = 1e-3, 3e-3
 SETTINGS = ("local", "padded", "routed")
-_SMALL: dict[str, Any] = {**_LLAMA_LIKE, "num_experts_per_tok": 2, "head_dim": 16}
+_SMALL: dict[str, Any] = {**LLAMA_LIKE, "num_experts_per_tok": 2, "head_dim": 16}
 TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     # Two tensors for each expert become one parameter.
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_SMALL, "num_local_experts": 4}),

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import make_model
+from conftest import LLAMA_LIKE, make_model
 from parity import add_lora, token_ids, worst_error
-from test_windows import _SMALL, CLOSE, LENGTH, batch, step, windows
+from test_windows import CLOSE, LENGTH, batch, step, windows
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -35,7 +35,7 @@ def refused(model: nn.Module, why: str) -> None:
 def causal(name: str, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**_SMALL | options)
+        getattr(transformers, f"{name}Config")(**LLAMA_LIKE | options)
     )
     return model
 

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import make_model
+from conftest import LLAMA_LIKE, make_model
 from parity import add_lora, token_ids, worst_error
 from test_experts import adapted
 from torch import nn
@@ -26,15 +26,6 @@ from tenant_sdk.sequences.windows import Kept
 CLOSE = 1e-5  # float32: the order of additions
 LENGTH = 50
 CAUSAL = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gpt2", "gpt_bigcode", "opt", "mixtral"]
-_SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-}
 
 
 def batch(**more: Any) -> dict[str, Any]:
@@ -105,7 +96,7 @@ def test_architectures(architecture: str) -> None:
 )
 def test_more_architectures(name: str, options: dict[str, Any]) -> None:
     config_class = getattr(transformers, f"{name}Config")
-    config = config_class(**{k: v for k, v in (_SMALL | options).items() if v is not None})
+    config = config_class(**{k: v for k, v in (LLAMA_LIKE | options).items() if v is not None})
     torch.manual_seed(0)
     causal = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     check((adapted if "Moe" in name else add_lora)(causal(config)).eval(), None, 16, 7)
