@@ -58,7 +58,7 @@ def show(found: dict[str, list[dict[str, Any]]]) -> Table:
     for name, runs in found.items():
         waits = [1e3 * waited for run in runs for waited in run["tokens"]]
         met, late = (sum(run[key] for run in runs) for key in ("met", "late"))
-        row = [name, str(len(waits)), f"{met / (met + late):.1%}"]
+        row = [name, str(len(waits)), f"{met / (met + late):.1%}" if met + late else ""]
         row += [f"{np.quantile(waits, share):.0f}" for share in (0.5, 0.95, 0.99)]
         rates = [tuned_rows(run) for run in runs]
         row += [spread(rates, 1, 0), f"{statistics.median(rates) / whole:.2f}"] if any(rates) else ["", ""]

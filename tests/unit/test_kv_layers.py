@@ -224,7 +224,7 @@ def test_a_copy_is_refused() -> None:
     for layer in layers:
         layer.update(*states(600))
         for make in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(ConfigurationError, match="cannot be copied.*kv='host'"):
+            with pytest.raises(ConfigurationError, match=r"cannot be copied.*kv='host'"):
                 make(layer)
     host = HostLayer()
     host.update(*states(600))
