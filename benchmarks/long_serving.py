@@ -59,7 +59,7 @@ def show(found: dict[str, list[dict[str, Any]]]) -> Table:
         waits = [1e3 * waited for run in runs for waited in run["tokens"]]
         met, late = (sum(run[key] for run in runs) for key in ("met", "late"))
         row = [name, str(len(waits)), f"{met / (met + late):.1%}" if met + late else ""]
-        row += [f"{np.quantile(waits, share):.0f}" for share in (0.5, 0.95, 0.99)]
+        row += [f"{np.quantile(waits, share):.0f}" if waits else "" for share in (0.5, 0.95, 0.99)]
         rates = [tuned_rows(run) for run in runs]
         row += [spread(rates, 1, 0), f"{statistics.median(rates) / whole:.2f}"] if any(rates) else ["", ""]
         table.add_row(*row, f"{max(run['peak_mib'] for run in runs):.0f}", error_counts(runs))
