@@ -314,7 +314,7 @@ def _fit(training: TrainingOptions, model: Any, longest: int, say: Callable[[str
     """Have a batch of the longest examples fit into memory; say how, if that takes anything.
 
     Raises:
-        ConfigurationError: it cannot, as far as is known.
+        ConfigurationError: it cannot, in the memory that was given.
     """
     batch = 1 if training.packing else training.batch_size
     length = longest * (training.batch_size if training.packing else 1)
