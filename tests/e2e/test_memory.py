@@ -109,4 +109,4 @@ def test_memory_after_the_same_again_is_the_same(
             after.append(resident_mib(executor))
     print(f"{misuse.__name__}: {moved} MiB a round; resident, MiB: {after}")
     assert moved > 4 * MARGIN_MIB
-    assert after[-1] <= after[3] + MARGIN_MIB  # what is kept and not given back settles in a few rounds
+    assert after[-1] <= after[3] + 2 * MARGIN_MIB  # three rounds, of which each moves four margins
