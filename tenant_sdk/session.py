@@ -33,6 +33,7 @@ class Session:
     Attributes:
         products: of the executor's groups, hidden as the privacy mode says; what the models' layers ask.
         executor: the connection: what is asked of it directly, it sees as it is.
+        groups: the manifest's, as layers ask for their products.
         privacy: the privacy mode.
         experts: where experts are multiplied: ``local``, ``padded`` or ``routed``, see ``connect``.
     """
@@ -40,7 +41,7 @@ class Session:
     def __init__(self, executor: RemoteExecutor, products: Products, privacy: str, experts: str) -> None:
         self.executor, self.products, self.privacy, self._home = executor, products, privacy, Home()
         self.experts, self._padding = experts, Padding() if experts == "padded" else None
-        self._groups = [
+        self.groups = [
             Group(identity, info, products) for identity, info in enumerate(executor.manifest.groups)
         ]
 
@@ -98,7 +99,7 @@ class Session:
         found = None if base is None else find_base(base, self.manifest)
         model = model_loading.load_model(
             self.executor,
-            self._groups,
+            self.groups,
             dtype=dtype,
             offload_head=offload_head,
             exclude=exclude,
@@ -150,7 +151,7 @@ class Session:
         self._check_head(offload_head)
         attach_layers(
             model,
-            self._groups,
+            self.groups,
             offload_head=offload_head,
             exclude=exclude,
             probe=probe,

@@ -69,6 +69,7 @@ ROOMS = {
         "checks",
         "doctor",
         "tuning",
+        "gateway",
         "cli",
     ],
 }

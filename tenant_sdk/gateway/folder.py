@@ -1,0 +1,51 @@
+"""The folder of a model whose frozen layers the executor has: what vLLM loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tenant_sdk.session import Session
+
+METHOD = "symbiosis"  # of ``quantization_config``
+
+
+def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dtype: str) -> Path:
+    """Write what the tenant holds of the executor's model: embeddings, norms, biases, head; the tokenizer.
+
+    Args:
+        session: with the executor.
+        options: of ``tenant_sdk.cli_options.SessionOptions``, with which the gateway will open its own; no
+            secrets, but the names of what holds them.
+        folder: to write to; it exists.
+        dtype: of the parameters and activations, such as ``float32``.
+
+    Raises:
+        ModelMismatch: see ``session.load_model``.
+        ConfigurationError: the executor serves no tokenizer.
+    """
+    from safetensors.torch import save_file
+
+    from tenant_sdk.model.loading import check_causal
+    from tenant_sdk.model.remote_weight import RemoteWeight
+
+    check_causal(session.executor)
+    model = session.load_model(dtype=dtype, progress=False)
+    kept = {
+        name: each.contiguous()
+        for name, each in model.state_dict(keep_vars=True).items()
+        if not isinstance(each.data, RemoteWeight) and name not in model.all_tied_weights_keys
+    }
+    save_file(
+        {name: each.detach() for name, each in kept.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    config = model.config.to_dict()
+    config["quantization_config"] = {"quant_method": METHOD, "session": dict(options)}
+    config["architectures"] = [type(model).__name__]
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    model.generation_config.save_pretrained(folder)
+    session.load_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,197 @@
+"""vLLM's linear layers, computed by the executor (Symbiosis §3.2): a "quantization" that keeps no weight.
+
+vLLM asks a quantization for the method of each of its linear layers; ours answers with one that sends the
+rows away. Its layers are fused as the executor's groups are (query, key and value; gate and up), and its LoRA
+layers add their segmented product (Punica §4) to whatever the method returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from shared.errors import ModelMismatch
+from shared.wire.header import Direction, RequestClass
+from tenant_sdk.gateway.connection import session_of
+from tenant_sdk.gateway.folder import METHOD
+from tenant_sdk.model.virtual import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.model_executor.models.utils import WeightsMapper
+
+_request_class: ContextVar[RequestClass] = ContextVar("request_class", default=RequestClass.PREFILL)
+
+
+@contextmanager
+def asking_as(request_class: RequestClass) -> Iterator[None]:
+    """Ask for products of this class in this block."""
+    before = _request_class.set(request_class)
+    try:
+        yield
+    finally:
+        _request_class.reset(before)
+
+
+class Part(NamedTuple):
+    """Members of one group, whose outputs lie one behind the other in a layer's output."""
+
+    group: Group
+    members: int
+
+
+class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """``y = x W^T + b`` with W at the executor.
+
+    Args:
+        parts: the groups that have the layer's outputs, in their order.
+        name: of the layer.
+    """
+
+    def __init__(self, parts: list[Part], name: str) -> None:
+        self._parts, self._name = parts, name
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """A weight without numbers, of the right type and on the right device.
+
+        Raises:
+            ModelMismatch: the executor's layer has another shape.
+        """
+        widths = [width for part in self._parts for width in part.group.widths(part.members)]
+        inputs = self._parts[0].group.info.inputs
+        if (sum(widths), inputs) != (sum(output_partition_sizes), input_size_per_partition):
+            raise ModelMismatch(
+                f"{self._name} has shape {[sum(output_partition_sizes), input_size_per_partition]} here and "
+                f"{[sum(widths), inputs]} at the executor"
+            )
+        layer.register_parameter("weight", nn.Parameter(torch.empty(0, dtype=params_dtype), False))
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows [..., D] to [..., O].
+
+        Raises:
+            SymbiosisError: the executor, the connection, a mask source, or a wrong answer.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        if is_forward_context_available() and get_forward_context().attn_metadata is None:
+            # A run that measures memory or warms up: nobody's rows, so nothing is sent.
+            width = sum(sum(part.group.widths(part.members)) for part in self._parts)
+            return x.new_zeros((*x.shape[:-1], width))
+        asked = _request_class.get()
+        pending = [part.group.submit(Direction.FORWARD, part.members, [rows], asked) for part in self._parts]
+        answers = [answer for each in pending for answer in each.result()]
+        out = answers[0] if len(answers) == 1 else torch.cat(answers, dim=-1)
+        if bias is not None:
+            out = out + bias
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+@register_quantization_config(METHOD)
+class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
+    """What ``quantization_config`` of a tenant's folder is read as.
+
+    Args:
+        session: the options of the session, as ``tenant_sdk.gateway.folder`` wrote them.
+    """
+
+    def __init__(self, session: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._options = session
+        self._mapper: WeightsMapper | None = None
+        self._members: dict[str, tuple[Group, int]] | None = None
+
+    def get_name(self) -> str:
+        """See QuantizationConfig."""
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """All that a session takes; the wire has its own."""
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Any device."""
+        return -1
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None besides the model's own."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> RemoteConfig:
+        """See QuantizationConfig."""
+        return cls(config["session"])
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Learn what vLLM calls the checkpoint's modules."""
+        self._mapper = hf_to_vllm_mapper
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """The executor's product for layers that it serves; others are computed here.
+
+        Raises:
+            ConfigurationError, ConnectError: no session.
+            ModelMismatch: it serves a part of a fused layer.
+        """
+        if not isinstance(layer, LinearBase):
+            return None
+        members = self._served()
+        leaf = prefix.rpartition(".")[2]
+        names = [prefix]
+        if prefix not in members and leaf in self.packed_modules_mapping:
+            parent = prefix.removesuffix(leaf)
+            names = [parent + each for each in self.packed_modules_mapping[leaf]]
+        found = [members.get(name) for name in names]
+        if not any(found):
+            return UnquantizedLinearMethod()
+        if not all(found):
+            raise ModelMismatch(f"the executor serves a part of {prefix}, which is one layer here")
+        return RemoteLinearMethod(_parts([each for each in found if each]), prefix)
+
+    def _served(self) -> dict[str, tuple[Group, int]]:
+        """Group and member of every layer that the executor serves, by the names that vLLM gives them."""
+        if self._members is None:
+            self._members = {}
+            session = session_of(self._options)
+            prefix = session.manifest.base_prefix
+            for group in session.groups:
+                for index, member in enumerate(group.info.members):
+                    names = [".".join(filter(None, (prefix, member.name, "weight")))]
+                    if self._mapper is not None:
+                        names = self._mapper.apply_list(names)
+                    for name in names:
+                        self._members[name.removesuffix(".weight")] = (group, index)
+        return self._members
+
+
+def _parts(members: list[tuple[Group, int]]) -> list[Part]:
+    """Neighbours of one group, in its order, are asked for together."""
+    parts: list[Part] = []
+    last = -1
+    for group, index in members:
+        if parts and parts[-1].group is group and index > last:
+            parts[-1] = Part(group, parts[-1].members | 1 << index)
+        else:
+            parts.append(Part(group, 1 << index))
+        last = index
+    return parts
