@@ -27,6 +27,7 @@ from tenant_sdk import cli_options as options
 from tenant_sdk import context_options as contexts
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import party_name
+from tenant_sdk.gateway.command import serve
 
 if TYPE_CHECKING:
     from tenant_sdk.session import Session
@@ -42,10 +43,7 @@ def _root(
     _version: Annotated[
         bool,
         typer.Option(
-            "--version",
-            help="Show the version.",
-            is_eager=True,
-            callback=prints_version("symbiosis-tenant"),
+            "--version", help="Show it.", is_eager=True, callback=prints_version("symbiosis-tenant")
         ),
     ] = False,
 ) -> None:
@@ -143,8 +141,8 @@ def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
     to.print(f"masked: {masked}")
     to.print(f"checked: {checked}")
     if stats.moves:
-        now = escape(", ".join(stats.replicas.values()))
-        to.print(f"replicas: moved {stats.moves} time{'s'[: stats.moves != 1]}, at the end with {now}")
+        now, often = escape(", ".join(stats.replicas.values())), "s"[: stats.moves != 1]
+        to.print(f"replicas: moved {stats.moves} time{often}, at the end with {now}")
 
 
 @app.command()
@@ -420,9 +418,7 @@ def fingerprint(
     with imports.at_once():
         from tenant_sdk.products.fingerprints import write_fingerprints
 
-    def progress(layers: Any, what: str) -> Any:
-        return track(layers, what, console=_status, transient=True)
-
+    progress = partial(track, console=_status, transient=True)
     given = os.environ.get(key_env or "") or None
     key = write_fingerprints(checkpoint, output, key=given, numerics=numerics, progress=progress)
     if given is None:
@@ -462,6 +458,9 @@ def doctor(
             failed |= result.ok is False
     if failed:
         raise typer.Exit(1)
+
+
+app.command()(serve)
 
 
 def _escaped(message: str, names: Mapping[str, str] = options.NAMES) -> str:

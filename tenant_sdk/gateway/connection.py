@@ -1,9 +1,11 @@
-"""The session of a gateway's worker."""
+"""The one session of a gateway's worker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tenant_sdk.session import Session
@@ -11,8 +13,8 @@ if TYPE_CHECKING:
 _session: Session | None = None
 
 
-def session_of(options: Mapping[str, Any]) -> Session:
-    """This process's one session, opened with options as ``tenant_sdk.cli_options.SessionOptions`` has them.
+def open_here(options: Mapping[str, Any]) -> Session:
+    """This process's session, opened with the fields of ``tenant_sdk.cli_options.SessionOptions``.
 
     Secrets are read now, from the variables, files or commands that the options name.
 
@@ -28,6 +30,12 @@ def session_of(options: Mapping[str, Any]) -> Session:
     return _session
 
 
-def open_sessions() -> Session | None:
-    """The session, if there is one."""
+def session_here() -> Session:
+    """This process's session.
+
+    Raises:
+        ConfigurationError: none was opened.
+    """
+    if _session is None:
+        raise ConfigurationError("there is no session with an executor: the model is not loaded")
     return _session

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from shared.errors import ModelMismatch
 from shared.wire.header import Direction, RequestClass
-from tenant_sdk.gateway.connection import session_of
+from tenant_sdk.gateway.connection import open_here, session_here
 from tenant_sdk.gateway.folder import METHOD
 from tenant_sdk.model.virtual import Group
 
@@ -30,17 +30,41 @@ if TYPE_CHECKING:
 
     from vllm.model_executor.models.utils import WeightsMapper
 
-_request_class: ContextVar[RequestClass] = ContextVar("request_class", default=RequestClass.PREFILL)
+
+class Asking(NamedTuple):
+    """How the products of a step are asked for.
+
+    Attributes:
+        request_class: how urgent they are.
+        rows: that each has at least; zeros, under masks of their own, make up for what is missing.
+    """
+
+    request_class: RequestClass
+    rows: int
+
+
+_USUAL = Asking(RequestClass.PREFILL, 0)
+_asking: ContextVar[Asking] = ContextVar("asking", default=_USUAL)
 
 
 @contextmanager
-def asking_as(request_class: RequestClass) -> Iterator[None]:
-    """Ask for products of this class in this block."""
-    before = _request_class.set(request_class)
+def asking(how: Asking) -> Iterator[None]:
+    """Ask for products like this in this block."""
+    before = _asking.set(how)
     try:
         yield
     finally:
-        _request_class.reset(before)
+        _asking.reset(before)
+
+
+def probe() -> None:
+    """Ask for a product of one row of chance, as any row, to see whether the executor is there.
+
+    Raises:
+        SymbiosisError: it is not.
+    """
+    group = session_here().groups[0]
+    group.product(Direction.FORWARD, 1, [torch.randn(1, group.info.inputs)], RequestClass.PREFILL)
 
 
 class Part(NamedTuple):
@@ -96,9 +120,14 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
             # A run that measures memory or warms up: nobody's rows, so nothing is sent.
             width = sum(sum(part.group.widths(part.members)) for part in self._parts)
             return x.new_zeros((*x.shape[:-1], width))
-        asked = _request_class.get()
-        pending = [part.group.submit(Direction.FORWARD, part.members, [rows], asked) for part in self._parts]
-        answers = [answer for each in pending for answer in each.result()]
+        how, count = _asking.get(), len(rows)
+        if count < how.rows:
+            rows = nn.functional.pad(rows, (0, 0, 0, how.rows - count))
+        pending = [
+            part.group.submit(Direction.FORWARD, part.members, [rows], how.request_class)
+            for part in self._parts
+        ]
+        answers = [answer[:count] for each in pending for answer in each.result()]
         out = answers[0] if len(answers) == 1 else torch.cat(answers, dim=-1)
         if bias is not None:
             out = out + bias
@@ -118,6 +147,7 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
         self._options = session
         self._mapper: WeightsMapper | None = None
         self._members: dict[str, tuple[Group, int]] | None = None
+        self._missing: set[str] = set()
 
     def get_name(self) -> str:
         """See QuantizationConfig."""
@@ -166,21 +196,37 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
             return UnquantizedLinearMethod()
         if not all(found):
             raise ModelMismatch(f"the executor serves a part of {prefix}, which is one layer here")
+        self._missing -= set(names)
         return RemoteLinearMethod(_parts([each for each in found if each]), prefix)
+
+    def check_complete(self) -> None:
+        """Whether every layer that the executor serves has its place in the model.
+
+        Raises:
+            ModelMismatch: some have none; the model here would compute with weights that nobody gave it.
+        """
+        if self._missing:
+            raise ModelMismatch(
+                f"vLLM's model has no place for {len(self._missing)} of the layers that the executor serves, "
+                f"such as {min(self._missing)}; the gateway cannot serve this architecture. `generate` can"
+            )
 
     def _served(self) -> dict[str, tuple[Group, int]]:
         """Group and member of every layer that the executor serves, by the names that vLLM gives them."""
         if self._members is None:
             self._members = {}
-            session = session_of(self._options)
+            session = open_here(self._options)
             prefix = session.manifest.base_prefix
             for group in session.groups:
+                if group.info.head:
+                    continue  # it stays here
                 for index, member in enumerate(group.info.members):
                     names = [".".join(filter(None, (prefix, member.name, "weight")))]
                     if self._mapper is not None:
                         names = self._mapper.apply_list(names)
                     for name in names:
                         self._members[name.removesuffix(".weight")] = (group, index)
+            self._missing = set(self._members)
         return self._members
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -11,7 +13,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from shared.errors import SymbiosisError
 from shared.wire.header import RequestClass
-from tenant_sdk.gateway.linear import asking_as
+from tenant_sdk.gateway.connection import session_here
+from tenant_sdk.gateway.doorkeeper import Failure
+from tenant_sdk.gateway.linear import Asking, asking, probe
+from tenant_sdk.gateway.status import Status
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Base
@@ -23,38 +28,89 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TELL_SECONDS = 0.5  # between two states of ``Status``
+PROBE_SECONDS = 2.0  # between two looks at a provider that was away
+
 
 @dataclass
 class FailedStep(ModelRunnerOutput):  # type: ignore[misc]
-    """The output of a step that came to nothing.
-
-    Attributes:
-        error: class and message of what the session raised.
-    """
-
-    error: str = ""
+    """The output of a step that came to nothing."""
 
 
 class Worker(Base):  # type: ignore[misc]
-    """Runs the tenant's part of the model."""
+    """Runs the tenant's part of the model, and says how it goes."""
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """See vLLM.
+
+        Raises:
+            ModelMismatch: the executor serves layers that the model here does not have.
+        """
+        super().load_model(*arguments, **options)
+        config = self.vllm_config
+        config.quant_config.check_complete()
+        self._folder, self._status = Path(config.model_config.model), Status()
+        speculation = config.speculative_config
+        self._draft = speculation.num_speculative_tokens if speculation else 0
+        threading.Thread(target=self._tell, name="symbiosis-status", daemon=True).start()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """See vLLM; a step whose products fail gives a ``FailedStep``."""
+        scheduled, status = scheduler_output.num_scheduled_tokens, self._status
+        status.steps += 1
+        status.sequences += len(scheduled)
         try:
-            with asking_as(self._urgency(scheduler_output)):
-                return super().execute_model(scheduler_output)
+            with asking(self._asking(scheduler_output)):
+                output = super().execute_model(scheduler_output)
+            status.failing = False
+            return output
         except SymbiosisError as error:
             log.warning("a step failed: %s", error)
-            requests = list(scheduler_output.num_scheduled_tokens)
+            status.failed_steps += 1
+            status.failure, status.error, status.failing = Failure.of(error), str(error), True
+            self._write()  # before the clients are told
+            requests = list(scheduled)
             return FailedStep(
                 req_ids=requests,
                 req_id_to_index={request: at for at, request in enumerate(requests)},
                 sampled_token_ids=[[] for _ in requests],
-                error=f"{type(error).__name__}: {error}",
             )
 
-    @staticmethod
-    def _urgency(scheduled: SchedulerOutput) -> RequestClass:
-        """Of a step: somebody waits for a next token, or for first tokens alone."""
+    def _asking(self, scheduled: SchedulerOutput) -> Asking:
+        """How a step's products are asked for: as somebody waits, with drafts of constant length."""
         new = {request.req_id for request in scheduled.scheduled_new_reqs}
-        return RequestClass.DECODE if scheduled.num_scheduled_tokens.keys() - new else RequestClass.PREFILL
+        going_on = scheduled.num_scheduled_tokens.keys() - new
+        urgency = RequestClass.DECODE if going_on else RequestClass.PREFILL
+        if not self._draft:
+            return Asking(urgency, 0)
+        # What is found to draft depends on the text; how many rows there are does not.
+        rows = sum(max(count, 1 + self._draft) for count in scheduled.num_scheduled_tokens.values())
+        return Asking(urgency, rows)
+
+    # -- what the server in front is told ----------------------------------------------------------
+
+    def _tell(self) -> None:
+        waited = 0.0
+        pause = threading.Event()
+        while True:
+            self._write()
+            pause.wait(TELL_SECONDS)
+            waited += TELL_SECONDS
+            if self._status.failing and self._status.failure == Failure.AWAY and waited >= PROBE_SECONDS:
+                waited = 0.0
+                try:
+                    probe()
+                    self._status.failing = False
+                except SymbiosisError:
+                    continue  # as before
+
+    def _write(self) -> None:
+        stats = session_here().stats
+        status = self._status
+        status.products, status.rows = stats.requests, stats.rows
+        status.bytes_sent, status.bytes_received = stats.bytes_sent, stats.bytes_received
+        status.seconds_waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
+        try:
+            status.write(self._folder)
+        except OSError as error:
+            log.warning("cannot write to %s: %s", self._folder, error.strerror)

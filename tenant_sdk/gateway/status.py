@@ -1,0 +1,51 @@
+"""What the worker of a gateway tells the server in front of it, in a file of a private folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+FILE = "status.json"
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """Counts since the start, and how the last step ended.
+
+    Attributes:
+        steps, failed_steps: of the model; each is a request to the executor for every group.
+        sequences: that the steps were for, so that ``sequences / steps`` is the mean batch.
+        products, rows: requests to the executor, and rows in them.
+        bytes_sent, bytes_received: their payloads, and those of masks' effects.
+        seconds_waiting: for answers and effects.
+        failure: ``Failure`` of the last step that failed; empty: none did.
+        error: its message.
+        failing: neither a step nor a probe was done since.
+    """
+
+    steps: int = 0
+    failed_steps: int = 0
+    sequences: int = 0
+    products: int = 0
+    rows: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_waiting: float = 0.0
+    failure: str = ""
+    error: str = ""
+    failing: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Put it where ``read`` finds it, whole or not at all."""
+        temporary = folder / f".{FILE}"
+        temporary.write_bytes(msgspec.json.encode(self))
+        os.replace(temporary, folder / FILE)
+
+    @classmethod
+    def read(cls, folder: Path) -> Status:
+        """The last one written; one of zeros before that."""
+        try:
+            return msgspec.json.decode((folder / FILE).read_bytes(), type=cls)
+        except FileNotFoundError:
+            return cls()
