@@ -4,6 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+GATEWAY := .venv-gateway
 # Threads that spin while they wait slow down whatever shares the machine (docs/performance.md).
 export GOMP_SPINCOUNT ?= 1000
 # In the order of the folders: files with few and long tests, which are in tests/e2e, come first, not last.
@@ -13,7 +14,7 @@ test quick coverage architectures: export OMP_NUM_THREADS ?= 1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick coverage architectures check bench clean
+.PHONY: help install gateway demo test quick coverage architectures check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -28,6 +29,19 @@ $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/pr
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' | \
 	  awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s ", $$2; fflush() } \
 	       /^Installing collected/ { printf "\nunpacking\n"; fflush() }'
+	@touch $@
+
+gateway: $(GATEWAY)/.installed ## make .venv-gateway, with vLLM, for symbiosis-tenant serve and its tests
+
+# A copy of the project: an editable one would build into this folder while tests run from it.
+$(GATEWAY)/.installed: requirements-gateway.txt pyproject.toml
+	@echo 'Installing into $(GATEWAY); this takes a minute or two, and 3 GB.'
+	@$(PYTHON) -m venv $(GATEWAY)
+	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-gateway.txt
+	@rm -rf out/gateway-source && mkdir -p out/gateway-source
+	@cp -r pyproject.toml setup.py README.md LICENSE MANIFEST.in shared tenant_sdk provider security out/gateway-source
+	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-deps ./out/gateway-source
+	@rm -rf out/gateway-source
 	@touch $@
 
 demo: install ## fine-tune on private notes through an executor, compare with local training
@@ -61,6 +75,6 @@ bench: install ## measure split execution, the ring, transports, and many tenant
 	$(BIN)/python benchmarks/request_rate.py $(ARGS)
 	$(BIN)/python benchmarks/serving.py $(ARGS)
 
-clean: ## remove results and caches, but not .venv
+clean: ## remove results and caches, but no environment
 	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +

@@ -52,6 +52,10 @@ def serve(
         bool,
         _option(_MODEL, "Serve adapters that were made for another model.", "--allow-other-base"),
     ] = False,
+    chat_template: Annotated[
+        Optional[Path],  # noqa: UP045
+        _option(_MODEL, "Jinja file for chats. Default: the template of the tokenizer, if it has one."),
+    ] = None,
     context: Annotated[
         Optional[int],  # noqa: UP045
         _option(_MODEL, "Tokens of prompt and answer at most. Default: as many as the model takes.", min=2),
@@ -83,6 +87,10 @@ def serve(
         ),
     ] = None,
     draft_tokens: Annotated[int, _option(_MODEL, "Guessed at once.", min=1, max=16)] = 4,
+    ready_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        _option(_SERVER, "File that gets the URL when requests are answered."),
+    ] = None,
 ) -> None:
     """Serve the model and adapters to OpenAI's clients; text, adapters and keys and values stay here."""
     from tenant_sdk.gateway.serving import PATIENCE, GatewayOptions, check_installed
@@ -108,6 +116,8 @@ def serve(
         max_rank=max_rank,
         speculate=speculate or "",
         draft_tokens=draft_tokens,
+        chat_template=chat_template,
+        ready_file=ready_file,
     )
     _say("loading torch, transformers and vLLM, which takes a while")
     with imports.at_once():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from argparse import Namespace
 from collections import deque
@@ -27,15 +26,13 @@ from tenant_sdk.gateway.front import Front
 from tenant_sdk.gateway.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.core import Metric
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
 
     from shared.wire.messages import Manifest
-
-log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).with_name("page.html")
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
@@ -75,6 +72,9 @@ class Gateway:
         door, queue: see ``Front``.
         retry_after: seconds in which a provider that is away may be back.
         about: what the page says at the top.
+        address: host and port on which it listens.
+        say: shows a line to who started it.
+        ready_file: where the URL is written when it answers.
     """
 
     folder: Path
@@ -86,6 +86,9 @@ class Gateway:
     queue: Queue
     retry_after: int
     about: str
+    address: tuple[str, int]
+    say: Callable[[str], None]
+    ready_file: Path | None = None
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
     samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -134,7 +137,24 @@ class Endpoints:
         if self._gateway.adapters is not None:
             await self._look(self._gateway.adapters)
             self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))
-        self._tasks.append(asyncio.create_task(self._sample()))
+        self._tasks += [asyncio.create_task(self._sample()), asyncio.create_task(self._announce())]
+
+    async def _announce(self) -> None:
+        """Say so when requests are answered."""
+        gateway = self._gateway
+        host, port = gateway.address
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+                break
+            except OSError:
+                await asyncio.sleep(0.05)
+        writer.close()
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        names = ", ".join([self._models.model_name(), *gateway.served])
+        gateway.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
+        if gateway.ready_file is not None:
+            gateway.ready_file.write_text(url)
 
     # -- adapters ----------------------------------------------------------------------------------
 
@@ -170,9 +190,9 @@ class Endpoints:
             await self._forget(adapter.name)
             self._models.lora_requests[adapter.name] = request
             gateway.served[adapter.name] = adapter
-            log.warning("serving adapter %s, rank %d, of %s", adapter.name, adapter.rank, folder)
+            gateway.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
             if adapter.notes:
-                log.warning("%s", adapter.notes)
+                gateway.say(adapter.notes)
             return adapter
 
     async def remove(self, name: str) -> bool:
@@ -186,7 +206,7 @@ class Endpoints:
         gone = self._gateway.served.pop(name, None)
         if request is not None:
             await self._engine.remove_lora(request.lora_int_id)
-            log.warning("adapter %s is served no more", name)
+            self._gateway.say(f"adapter {name} is served no more")
         return gone is not None
 
     async def _look(self, folder: Path) -> None:
@@ -203,7 +223,7 @@ class Endpoints:
                 gateway.refused.pop(name, None)
             except SymbiosisError as error:
                 if gateway.refused.get(name) != str(error):
-                    log.warning("%s", error)
+                    gateway.say(str(error))
                 gateway.refused[name] = str(error)
 
     async def _watch(self, folder: Path) -> None:
@@ -211,7 +231,7 @@ class Endpoints:
             try:
                 await self._look(folder)
             except OSError as error:
-                log.warning("cannot look into %s: %s", folder, error.strerror)
+                self._gateway.say(f"cannot look into {folder}: {error.strerror}")
 
     # -- paths -------------------------------------------------------------------------------------
 

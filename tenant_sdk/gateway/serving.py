@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigurationError
+from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import RANKS, largest_rank
 from tenant_sdk.gateway.doorkeeper import LOOPBACK, Door, Queue
 from tenant_sdk.gateway.folder import METHOD, write_folder
@@ -40,6 +41,7 @@ class GatewayOptions:
         kv_memory_gib: for keys and values of all sequences.
         max_adapters: different ones in one step.
         max_rank: None: of the adapters that are there at the start.
+        chat_template: Jinja file; None: the tokenizer's.
         speculate: ``prompt-lookup``, the folder of a draft model, or empty.
         ready_file: where its URL is written once it answers.
     """
@@ -59,6 +61,7 @@ class GatewayOptions:
     max_rank: int | None = None
     speculate: str = ""
     draft_tokens: int = 4
+    chat_template: Path | None = None
     ready_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +171,10 @@ def _prepare(
         door=Door(options.keys),
         queue=Queue(options.max_sequences + options.max_waiting),
         retry_after=max(1, math.ceil(config.patience)),
-        about=f"{manifest.model}, {config.privacy} masks" if config.privacy != "plain" else manifest.model,
+        about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
+        address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104
+        say=say,
+        ready_file=options.ready_file,
     )
 
 
@@ -195,6 +201,8 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "load-format": "safetensors",
         "model-loader-extra-config": json.dumps({"enable_weights_track": True}),
     }
+    if options.chat_template is not None:
+        arguments["chat-template"] = options.chat_template
     if options.context is not None:
         arguments["max-model-len"] = options.context
     if options.adapters is not None:

@@ -1,0 +1,171 @@
+"""Which adapters a gateway takes, and what it keeps of them; without vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import Executor
+from safetensors.torch import load_file, save_file
+
+import tenant_sdk
+from shared.errors import ConfigurationError, ModelMismatch
+from shared.wire.messages import Manifest
+from tenant_sdk.gateway.adapters import CONFIG, WEIGHTS, folders_in, largest_rank, take
+from tenant_sdk.gateway.folder import METHOD, write_folder
+
+
+@pytest.fixture(scope="module")
+def session(llama: Executor) -> Iterator[tenant_sdk.Session]:
+    with llama.connect() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def manifest(session: tenant_sdk.Session) -> Manifest:
+    return session.manifest
+
+
+@pytest.fixture(scope="module")
+def saved(session: tenant_sdk.Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter of this base, as the SDK saves it."""
+    folder = tmp_path_factory.mktemp("saved") / "notes"
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        session.load_model(progress=False), peft.LoraConfig(r=4, target_modules="all-linear")
+    )
+    tenant_sdk.save_adapter(model, folder, session)
+    return folder
+
+
+@pytest.fixture
+def own(saved: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(saved, tmp_path / "watched" / "notes"))
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Path:
+    (tmp_path / "copies").mkdir()
+    return tmp_path / "copies"
+
+
+def change(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | fields))
+
+
+def test_an_adapter_is_copied(own: Path, copies: Path, manifest: Manifest) -> None:
+    adapter = take(own, copies, manifest)
+    assert (adapter.name, adapter.rank, adapter.notes) == ("notes", 4, "")
+    assert (adapter.folder / WEIGHTS).read_bytes() == (own / WEIGHTS).read_bytes()
+    assert take(own, copies, manifest).folder == adapter.folder  # the same content
+
+
+def test_other_content_is_another_copy(own: Path, copies: Path, manifest: Manifest) -> None:
+    """Or prefixes that were computed with the one would be used with the other."""
+    before = take(own, copies, manifest)
+    change(own, lora_alpha=64)
+    after = take(own, copies, manifest)
+    assert before.folder != after.folder
+    assert before.folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "LoRA alone"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 0}, "rank"),
+        ({"r": "8"}, "rank"),
+        ({"r": 32}, "--max-rank 32"),
+        ({"rank_pattern": {"q_proj": 300}}, "--max-rank 320"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    own: Path, copies: Path, manifest: Manifest, fields: dict[str, Any], message: str
+) -> None:
+    change(own, **fields)
+    with pytest.raises(ConfigurationError, match=message):
+        take(own, copies, manifest, most_rank=16)
+    assert not list(copies.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.lora_A", "embed_tokens.lora_embedding_A", "layers.0.q_proj.lora_magnitude"]
+)
+def test_tensors_that_would_be_left_out_are_refused(
+    own: Path, copies: Path, manifest: Manifest, name: str
+) -> None:
+    tensors = load_file(own / WEIGHTS) | {f"base_model.model.{name}.weight": torch.zeros(2)}
+    save_file(tensors, own / WEIGHTS)
+    with pytest.raises(ConfigurationError, match="would have to leave it out"):
+        take(own, copies, manifest)
+
+
+def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
+    record = json.loads((own / "symbiosis.json").read_text())
+    (own / "symbiosis.json").write_text(json.dumps(record | {"weights": "0" * 64}))
+    with pytest.raises(ModelMismatch, match="--allow-other-base"):
+        take(own, copies, manifest)
+    assert take(own, copies, manifest, allow_other_base=True).rank == 4
+
+
+@pytest.mark.parametrize("damage", ["config", "weights", "missing"])
+def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) -> None:
+    if damage == "missing":
+        (own / WEIGHTS).unlink()
+    else:
+        (own / (CONFIG if damage == "config" else WEIGHTS)).write_bytes(b"\x80\x02}q")
+    with pytest.raises(ConfigurationError):
+        take(own, copies, manifest)
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a b", "-x", "a/b", "x" * 300])
+def test_names(own: Path, copies: Path, manifest: Manifest, name: str) -> None:
+    if not name:
+        assert take(own, copies, manifest, name=name).name == "notes"
+        return
+    with pytest.raises(ConfigurationError, match="no name"):
+        take(own, copies, manifest, name=name)
+
+
+def test_a_folder_of_them(own: Path) -> None:
+    watched = own.parent
+    (watched / ".notes.partial-1").mkdir()
+    (watched / ".notes.partial-1" / CONFIG).write_text("{}")
+    (watched / "text.txt").write_text("no adapter")
+    (watched / "broken").mkdir()
+    (watched / "broken" / CONFIG).write_text("{")
+    assert [path.name for path in folders_in(watched)] == ["broken", "notes"]
+    assert largest_rank(watched) == 8  # the smallest that there is room for
+    change(own, r=40)
+    assert largest_rank(watched) == 64
+
+
+def test_the_folder_of_the_model(llama: Executor, tmp_path: Path) -> None:
+    """What the executor has is not in it, nor is any secret; what the tenant has is."""
+    with llama.connect() as session:
+        session.load_tokenizer = lambda: _NoTokenizer()  # type: ignore[method-assign]
+        write_folder(session, {"token_env": "TOKEN"}, tmp_path, "float32")
+        held = {info.name for info in session.manifest.parameters}
+        served = {member.name for group in session.groups for member in group.info.members}
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert names <= held
+    assert not any(name.removeprefix("model.").removesuffix(".weight") in served for name in names)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": METHOD, "session": {"token_env": "TOKEN"}}
+    assert "auto_map" not in config
+
+
+class _NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        """The tiny model has none."""

@@ -1,0 +1,212 @@
+"""Who a gateway lets in, how many at once, and what it says when the provider fails; without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import (
+    ConfigurationError,
+    ConnectionLost,
+    NonFiniteError,
+    RequestTimeout,
+    SymbiosisError,
+    VerificationError,
+)
+from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, told
+from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.serving import GatewayOptions
+from tenant_sdk.gateway.status import Status
+
+KEY = "a-key-of-enough-letters"
+
+
+def host(name: str) -> list[tuple[bytes, bytes]]:
+    return [(b"Host", name.encode())]
+
+
+@pytest.mark.parametrize("name", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]"])
+def test_without_keys_this_machine_comes_in(name: str) -> None:
+    assert Door().refusal(host(name)) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "localhost.evil"]
+)
+def test_without_keys_other_names_do_not(name: str) -> None:
+    """A page whose name points at this machine is read with that name."""
+    refusal = Door().refusal(host(name))
+    assert refusal is not None
+    assert refusal.status == 403
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        (f"Bearer {KEY}", None),
+        (f"bearer {KEY}", None),
+        ("Bearer another-key-of-enough", None),
+        (f"Bearer {KEY}x", 401),
+        (f"Basic {KEY}", 401),
+        (KEY, 401),
+        ("", 401),
+        ("Bearer \xe9", 401),
+    ],
+)
+def test_keys(given: str, status: int | None) -> None:
+    door = Door((KEY, "another-key-of-enough"))
+    refusal = door.refusal([(b"authorization", given.encode("latin-1")), *host("anywhere.example")])
+    assert (refusal and refusal.status) == status
+    assert KEY not in repr(door)
+
+
+def test_a_queue_has_an_end() -> None:
+    queue = Queue(2)
+    assert queue.enter() is None
+    assert queue.enter() is None
+    refusal = queue.enter()
+    assert refusal is not None
+    assert (refusal.status, refusal.retry_after, queue.refused) == (429, 1, 1)
+    queue.leave(9.0)
+    assert queue.enter() is None
+    refusal = queue.enter()
+    assert refusal is not None
+    assert refusal.retry_after == 5  # two of them, of nine seconds each
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConnectionLost("gone"), 503),
+        (RequestTimeout("late"), 503),
+        (VerificationError("wrong"), 502),
+        (NonFiniteError("nan"), 500),
+    ],
+)
+def test_failures(error: SymbiosisError, status: int) -> None:
+    refusal = told(Failure.of(error), str(error), 7)
+    assert refusal.status == status
+    assert str(error) in refusal.message
+    assert refusal.retry_after == (7 if status == 503 else 0)
+
+
+Sent = list[dict[str, Any]]
+
+
+def run(
+    front: Callable[..., Awaitable[None]], path: str = "/v1/completions", name: str = "localhost"
+) -> Sent:
+    """What a client of one request is sent."""
+    sent: Sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "path": path, "headers": host(name)}
+    asyncio.run(front(scope, receive, send))
+    return sent
+
+
+def front(application: Any, folder: Path, most: int = 1, **options: Any) -> Front:
+    return Front(application, door=Door(), queue=Queue(most), folder=folder, retry_after=3, **options)
+
+
+def answering(status: int, *bodies: bytes) -> Any:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        for body in bodies:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    return application
+
+
+def test_a_step_that_failed_is_told_as_it_is(tmp_path: Path) -> None:
+    Status(failure=Failure.AWAY, error="wss://provider went away", failing=True).write(tmp_path)
+    start, body = run(front(answering(500, b'{"error": "Internal server error"}'), tmp_path))
+    assert start["status"] == 503
+    assert (b"retry-after", b"3") in start["headers"]
+    assert json.loads(body["body"])["error"]["message"] == "wss://provider went away"
+
+
+def test_so_is_one_in_a_stream(tmp_path: Path) -> None:
+    Status(failure=Failure.AWAY, error="wss://provider went away", failing=True).write(tmp_path)
+    events = [b'data: {"choices": []}\n\n', b'data: {"error": {"message": "x"}}\n\n', b"data: [DONE]\n\n"]
+    start, *bodies = run(front(answering(200, *events), tmp_path))
+    assert start["status"] == 200
+    assert bodies[0]["body"] == events[0]
+    assert b"provider went away" in bodies[1]["body"]
+    assert bodies[2]["body"] == events[2]
+
+
+def test_other_answers_pass(tmp_path: Path) -> None:
+    sent = run(front(answering(400, b"what"), tmp_path))
+    assert [sent[0]["status"], sent[1]["body"]] == [400, b"what"]
+
+
+def test_who_fails_leaves_the_queue(tmp_path: Path) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("no")
+
+    there = front(application, tmp_path)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="no"):
+            run(there)
+
+
+def test_a_full_queue_is_429_but_not_for_other_paths(tmp_path: Path) -> None:
+    there = front(answering(200, b"yes"), tmp_path, most=0)
+    assert run(there)[0]["status"] == 429
+    assert run(there, "/v1/models")[0]["status"] == 200
+
+
+def test_who_is_not_let_in_reaches_nothing(tmp_path: Path) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("reached")
+
+    for path in ("/v1/completions", "/v1/models", "/metrics", "/status.json", "/v1/adapters"):
+        assert run(front(application, tmp_path), path, "evil.example")[0]["status"] == 403
+    assert run(front(answering(200), tmp_path), "/healthz", "evil.example")[0]["status"] == 200
+
+
+def test_websockets_are_closed(tmp_path: Path) -> None:
+    sent: Sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(front(answering(200), tmp_path)({"type": "websocket", "path": "/v1/realtime"}, None, send))  # type: ignore[arg-type]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_no_status_yet(tmp_path: Path) -> None:
+    assert Status.read(tmp_path) == Status()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "0.0.0.0"}, "--api-key-env"),
+        ({"host": "::"}, "--api-key-env"),
+        ({"keys": ("short",)}, "at least 16"),
+        ({"max_rank": 7}, "8, 16"),
+        ({"adapters": Path("/nowhere")}, "no such folder"),
+        ({"speculate": "magic"}, "prompt-lookup"),
+        ({"kv_memory_gib": 0.0}, "more than 0"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        GatewayOptions(**options)
+
+
+def test_keys_are_not_shown() -> None:
+    assert KEY not in repr(GatewayOptions(keys=(KEY,), host="0.0.0.0"))
