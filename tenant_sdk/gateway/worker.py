@@ -46,6 +46,9 @@ class Worker(Base):  # type: ignore[misc]
         Raises:
             ModelMismatch: the executor serves layers that the model here does not have.
         """
+        if current_platform.is_cpu():
+            name = "tenant_sdk.gateway.segmented.SegmentedLora"
+            type(current_platform).get_punica_wrapper = classmethod(lambda _: name)
         super().load_model(*arguments, **options)
         config = self.vllm_config
         config.quant_config.check_complete()

@@ -1,0 +1,472 @@
+"""A gateway, its provider and its mask source as processes, with the clients that people have."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import peft
+import pytest
+import torch
+from commands import ENVIRONMENT
+from conftest import Executor, executor_processes
+from gateways import PYTHON, RunningGateway, chat_model, free_port, gateway, needed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = needed
+
+KEY = "a-key-that-is-nobody-s"
+PROMPTS = (
+    "Mon 3 March. Biscuit, beagle, 6 y, owner Mrs",
+    "And in the beginning",
+    "The king said unto",
+    "Seen: Boaz, ram, owner Mr Rivers.",
+)
+CLIENTS = Path(__file__).parents[1] / "clients"
+COUNTED = ("symbiosis_rows_total", "symbiosis_product_seconds_count")  # by the provider
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("models") / "base")
+
+
+def local(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def write_adapter(model: Path, folder: Path, seed: int, rank: int = 4) -> None:
+    """A LoRA adapter that changes what the model says."""
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(local(model), peft.LoraConfig(r=rank, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.03)
+    adapted.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``one`` and ``two`` in the folder that is watched, ``three`` beside it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, place in enumerate(("watched/one", "watched/two", "three")):
+        write_adapter(model, folder / place, seed)
+    return folder
+
+
+Start = Callable[..., Executor]
+
+
+@pytest.fixture(scope="module")
+def start(
+    tls_dir: Path, token_file: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Start]:
+    with executor_processes(tls_dir, token_file, tmp_path_factory.mktemp("executors")) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def masks(start: Start, model: Path) -> Executor:
+    return start(model, "--numerics", "ring")
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def provider(start: Start, model: Path, port: int) -> Executor:
+    return start(model, "--numerics", "ring", "--port", str(port))
+
+
+@pytest.fixture(scope="module")
+def running(
+    provider: Executor, masks: Executor, adapters: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    options = ("--adapters", adapters / "watched", "--max-sequences", 8, "--max-waiting", 8, "--patience", 1)
+    folder = tmp_path_factory.mktemp("gateway")
+    with gateway(provider, masks, folder, *options, "--api-key-env", "KEYS", KEYS=f"other-{KEY} {KEY}") as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def client(running: RunningGateway) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def get(running: RunningGateway, path: str) -> Any:
+    request = urllib.request.Request(running.url + path, headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = answer.read().decode()
+    return text if path == "/metrics" else json.loads(text)
+
+
+def metric(executor: Executor, name: str) -> float:
+    with urllib.request.urlopen(f"{executor.admin_url}/metrics", timeout=30) as answer:
+        found = re.findall(rf"(?m)^{name}(?:{{.*}})? (\S+)$", answer.read().decode())
+    return sum(map(float, found))
+
+
+def until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def complete(client: openai.OpenAI, name: str, prompt: str, tokens: int = 16, **options: Any) -> str:
+    answer = client.completions.create(model=name, prompt=prompt, max_tokens=tokens, temperature=0, **options)
+    return answer.choices[0].text
+
+
+def likelihoods(client: openai.OpenAI, name: str) -> list[float | None]:
+    """Of the tokens of a prompt."""
+    answer = client.completions.create(model=name, prompt=PROMPTS[0], max_tokens=1, logprobs=1, echo=True)
+    assert answer.choices[0].logprobs is not None
+    found = answer.choices[0].logprobs.token_logprobs
+    assert found is not None
+    return found[1:-1]
+
+
+def test_nothing_was_sent_at_the_start(running: RunningGateway, provider: Executor) -> None:
+    assert metric(provider, "symbiosis_rows_total") == 0
+
+
+def test_greedy_tokens_are_those_of_transformers(client: openai.OpenAI, model: Path, adapters: Path) -> None:
+    """Of the base and of two adapters, together in one batch."""
+    models = {"base": local(model)}
+    for name in ("one", "two"):
+        models[name] = peft.PeftModel.from_pretrained(local(model), str(adapters / "watched" / name))
+    words = AutoTokenizer.from_pretrained(model)
+    asked = [(name, prompt) for name in models for prompt in PROMPTS[:2]]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda each: complete(client, *each), asked))
+    for (name, prompt), answer in zip(asked, answers, strict=True):
+        ids = words(prompt, return_tensors="pt")
+        whole = models[name].generate(**ids, max_new_tokens=16, do_sample=False)[0]
+        expected = words.decode(whole[ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer == expected, name
+    assert len({answers[0], answers[2], answers[4]}) == 3
+
+
+def test_rows_of_many_sequences_are_one_request(
+    client: openai.OpenAI, running: RunningGateway, provider: Executor
+) -> None:
+    before = Status(running)
+    with ThreadPoolExecutor(4) as pool:
+        list(
+            pool.map(
+                lambda prompt: complete(client, "one", prompt, 24, extra_body={"ignore_eos": True}), PROMPTS
+            )
+        )
+    until(lambda: Status(running).sequences >= before.sequences + 90, "the counters are told")
+    now = Status(running)
+    assert (now.sequences - before.sequences) / (now.steps - before.steps) > 2
+    assert metric(provider, "symbiosis_rows_total") > 0
+
+
+class Status:
+    """The worker's counters."""
+
+    def __init__(self, running: RunningGateway) -> None:
+        text = get(running, "/metrics")
+        self.sequences, self.steps = (
+            float(re.search(rf"(?m)^symbiosis_gateway_{name}_total (\S+)$", text)[1])  # type: ignore[index]
+            for name in ("sequences", "steps")
+        )
+
+
+def test_what_the_interface_has(client: openai.OpenAI) -> None:
+    assert [each.id for each in client.models.list()][:3] == ["base", "one", "two"]
+    answer = client.completions.create(
+        model="base", prompt=PROMPTS[1], max_tokens=8, n=2, seed=5, temperature=1.0, logprobs=2, echo=True
+    )
+    first, second = answer.choices
+    assert first.text.startswith(PROMPTS[1])
+    assert first.text != second.text
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 16
+    assert first.logprobs is not None
+    assert first.logprobs.token_logprobs is not None
+    assert first.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in first.logprobs.token_logprobs[1:] if value is not None)
+    again = client.completions.create(
+        model="base", prompt=PROMPTS[1], max_tokens=8, n=2, seed=5, temperature=1.0, echo=True
+    )
+    assert [each.text for each in again.choices] == [first.text, second.text]
+    plain = complete(client, "base", PROMPTS[1])
+    word = plain.split()[1]
+    assert complete(client, "base", PROMPTS[1], stop=[word]) == plain[: plain.index(word)]
+    token = client.completions.create(
+        model="base", prompt=PROMPTS[1], max_tokens=3, temperature=0, logit_bias={"40": 100}
+    )
+    assert len(set(token.choices[0].text.strip().split()) | {""}) <= 4
+
+
+def test_a_streaming_chat(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Biscuit, beagle, 6 y"}]
+    options: Any = {"model": "two", "messages": messages, "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    parts = list(
+        client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert text == whole.choices[0].message.content
+    assert len(parts) > 5
+    assert parts[-1].usage is not None
+    assert parts[-1].usage.completion_tokens == 12
+
+
+def ran(script: str, *arguments: object) -> dict[str, Any]:
+    command = [str(PYTHON), str(CLIENTS / script), *map(str, arguments)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_lm_eval(running: RunningGateway, model: Path, tmp_path: Path) -> None:
+    told = ran("lm_eval_client.py", running.url, KEY, model, tmp_path)
+    assert len(told["gateway"]) == 8
+    # Fixed point on the ring is exact to four digits of an activation.
+    assert told["gateway"] == pytest.approx(told["transformers"], abs=1e-3)
+
+
+def test_langchain(running: RunningGateway, client: openai.OpenAI) -> None:
+    told = ran("langchain_client.py", running.url, KEY, "one")
+    assert told["chat"] == told["stream"] != ""
+    assert told["completion"] == complete(client, "one", "And in the beginning", 12)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/completions", "/v1/adapters", "/status.json", "/metrics"]
+)
+def test_without_a_key(running: RunningGateway, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(running.url + path, timeout=30)
+
+
+def test_other_paths_are_not_there(client: openai.OpenAI, running: RunningGateway) -> None:
+    for path in (
+        "/docs",
+        "/v1/responses",
+        "/inference/v1/abort_requests",
+        "/v1/load_lora_adapter",
+        "/invocations",
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(running, path)
+
+
+def test_no_page_of_elsewhere_can_read(running: RunningGateway) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Origin": "https://elsewhere.example"}
+    request = urllib.request.Request(f"{running.url}/v1/models", headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.headers["access-control-allow-origin"] is None
+
+
+def test_who_hangs_up_frees_the_sequence(client: openai.OpenAI, running: RunningGateway) -> None:
+    stream = client.completions.create(
+        model="base", prompt="And", max_tokens=480, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+
+    def free() -> bool:
+        found = re.search(r"(?m)^vllm:num_requests_running{.*} (\S+)$", get(running, "/metrics"))
+        return found is not None and float(found[1]) == 0
+
+    until(free, "the sequence is computed although nobody reads it", 10.0)
+    assert get(running, "/status.json")["samples"]
+
+
+def test_a_full_queue(client: openai.OpenAI) -> None:
+    """As many as are computed and wait; the others are told when to come back."""
+
+    def ask(_: int) -> str:
+        try:
+            return complete(client, "base", "And in the beginning", 40)
+        except openai.RateLimitError as error:
+            return f"429 {error.response.headers['retry-after']}"
+
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(ask, range(24)))
+    refused = [answer for answer in answers if answer.startswith("429")]
+    assert 1 <= len(refused) <= 8
+    assert all(int(answer.split()[1]) >= 1 for answer in refused)
+    assert len({answer for answer in answers if not answer.startswith("429")}) == 1
+
+
+def test_adapters_come_and_go_under_load(
+    client: openai.OpenAI, running: RunningGateway, model: Path, adapters: Path, tmp_path: Path
+) -> None:
+    watched, stop, errors, answers = adapters / "watched", threading.Event(), list[str](), list[str]()
+
+    def load(name: str) -> None:
+        while not stop.is_set():
+            try:
+                answers.append(complete(client, name, "And in the beginning", 8))
+            except openai.APIError as error:
+                errors.append(str(error))
+
+    def names() -> list[str]:
+        return [each["id"] for each in get(running, "/v1/adapters")["data"]]
+
+    with ThreadPoolExecutor(3) as pool:
+        for name in ("base", "one", "two"):
+            pool.submit(load, name)
+        try:
+            shutil.copytree(adapters / "three", tmp_path / "three")
+            (tmp_path / "three").rename(watched / "three")
+            until(lambda: "three" in names(), "a new folder is served")
+            said = likelihoods(client, "three")
+            write_adapter(model, tmp_path / "other", seed=7)
+            shutil.rmtree(watched / "three")
+            (tmp_path / "other").rename(watched / "three")
+            until(lambda: likelihoods(client, "three") != pytest.approx(said, abs=1e-2), "the new content is")
+            shutil.rmtree(watched / "three")
+            until(lambda: "three" not in names(), "it is gone")
+            with pytest.raises(openai.NotFoundError):
+                complete(client, "three", "And")
+        finally:
+            stop.set()
+    assert not errors
+    assert len(answers) > 5
+
+
+def test_adapters_by_request(client: openai.OpenAI, running: RunningGateway, adapters: Path) -> None:
+    def ask(method: str, where: str, **body: str) -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
+        connection.request(method, where, json.dumps(body), {"Authorization": f"Bearer {KEY}"})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    said = complete(client, "one", "And", 8)
+    assert ask("POST", "/v1/adapters", path="one", name="also")[0] == 201
+    assert complete(client, "also", "And", 8) == said
+    assert ask("DELETE", "/v1/adapters/also") == (200, {"id": "also", "deleted": True})
+    assert ask("DELETE", "/v1/adapters/also")[0] == 404
+    status, told = ask("POST", "/v1/adapters", path="../three")
+    assert status == 400
+    assert "from below" in told["error"]["message"]
+    assert ask("POST", "/v1/adapters", nonsense="x")[0] == 400
+    assert ask("POST", "/v1/adapters", path="one", name="base")[0] == 400
+
+
+def test_the_log_has_no_texts(client: openai.OpenAI, running: RunningGateway) -> None:
+    complete(client, "base", "Quite a secret sentence of mine", 4)
+    assert "secret sentence" not in running.said
+    assert KEY not in running.said
+
+
+def test_the_provider_dies_and_comes_back(
+    client: openai.OpenAI, running: RunningGateway, provider: Executor, start: Start, model: Path, port: int
+) -> None:
+    """The last test with this provider: clients see 503, in streams an error, and then answers."""
+    said = complete(client, "one", "And in the beginning")
+    found, waits, streamed, stop = list[int](), list[int](), list[str](), threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            try:
+                found.append(200 if complete(client, "one", "And in the beginning") == said else 0)
+            except openai.APIStatusError as error:
+                found.append(error.status_code)
+                waits.append(int(error.response.headers["retry-after"]))
+
+    def stream() -> None:
+        try:
+            options: Any = {"stream": True, "extra_body": {"ignore_eos": True}}
+            for _ in client.completions.create(model="two", prompt="And", max_tokens=480, **options):
+                continue
+            streamed.append("ended")
+        except openai.APIError as error:
+            streamed.append(str(error))
+
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            for task in (load, load, stream):
+                pool.submit(task)
+            until(lambda: 200 in found, "the load runs")
+            assert provider.process is not None
+            provider.process.kill()
+            until(lambda: 503 in found, "clients are told")
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                urllib.request.urlopen(f"{running.url}/healthz", timeout=30)
+            assert get(running, "/status.json")["failing"]
+            start(model, "--numerics", "ring", "--port", str(port))
+            failed = len(found)
+            until(lambda: 200 in found[failed:], "answers again", 60.0)
+        finally:
+            stop.set()
+    assert set(found) == {200, 503}
+    assert min(waits) >= 1
+    assert streamed
+    assert "Internal server error" not in streamed[0]
+    assert complete(client, "one", "And in the beginning") == said
+    until(lambda: get(running, "/healthz") == {"status": "ok"}, "healthy again")
+
+
+def test_guessed_tokens_are_the_same_and_rows_constant(
+    start: Start, masks: Executor, model: Path, tmp_path: Path
+) -> None:
+    """Prompt lookup finds much in a text that repeats itself, and nothing elsewhere."""
+    provider = start(model, "--numerics", "ring")
+    words = AutoTokenizer.from_pretrained(model)
+    with gateway(
+        provider, masks, tmp_path / "guessing", "--speculate", "prompt-lookup", "--draft-tokens", 3
+    ) as it:
+        client = openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=60)
+        whole, taken = local(model), list[int]()
+        for prompt in ("one two three four one two three four one two three four one two", PROMPTS[0]):
+            ids = words(prompt, return_tensors="pt")
+            complete(client, "base", prompt, 1)  # what checking needs
+            groups = 4 * whole.config.num_hidden_layers
+            before = counted(provider, groups)
+            answer = complete(client, "base", prompt, 20)
+            rows, steps = (
+                after - first for after, first in zip(counted(provider, groups), before, strict=True)
+            )
+            expected = whole.generate(**ids, max_new_tokens=20, do_sample=False)[
+                0, ids["input_ids"].shape[1] :
+            ]
+            assert answer == words.decode(expected, skip_special_tokens=True)
+            # One step read what was not read before; each other had one row and three guesses.
+            assert 0 < rows - 4 * (steps - 1) <= ids["input_ids"].shape[1]
+            taken.append(steps)
+    assert taken[0] < taken[1]  # how many there are depends on the text
+
+
+def counted(provider: Executor, groups: int) -> tuple[int, int]:
+    """Rows and requests of a provider for each group, once they are counted."""
+    found = [0.0, 0.0]
+
+    def whole() -> bool:
+        found[:] = [metric(provider, name) / groups for name in COUNTED]
+        return all(each == int(each) for each in found)
+
+    until(whole, "all groups are asked alike")
+    return int(found[0]), int(found[1])
+
+
+def test_it_ends_when_asked(start: Start, masks: Executor, model: Path, tmp_path: Path) -> None:
+    provider = start(model, "--numerics", "ring")
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    with gateway(provider, masks, tmp_path / "ending", TMPDIR=str(folder)) as it:
+        assert list(folder.glob("symbiosis-gateway-*"))
+        it.process.terminate()
+        assert it.process.wait(30) == 0
+    assert not list(folder.glob("symbiosis-gateway-*"))

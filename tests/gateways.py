@@ -1,0 +1,85 @@
+"""Gateways as processes, in the environment that `make gateway` makes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import BASE_MODEL, ENVIRONMENT, ROOT
+from conftest import Executor
+
+PYTHON = Path(os.environ.get("SYMBIOSIS_GATEWAY_PYTHON", ROOT / ".venv-gateway" / "bin" / "python"))
+needed = pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: `make gateway` makes it")
+SECONDS = 240
+# Says what was said before and ends, as templates of chat models do.
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class RunningGateway:
+    """A gateway and how to reach it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def gateway(
+    provider: Executor, masks: Executor, folder: Path, *options: object, **environment: str
+) -> Iterator[RunningGateway]:
+    """Serve with one-time masks until the block ends; its log is in the folder."""
+    folder.mkdir(exist_ok=True)
+    ready, log = folder / "ready", folder / "log"
+    command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--port", free_port(), "--ready-file", ready]
+    command += ["--provider", provider.url, "--ca", provider.ca, "--token-env", "TENANT_TOKEN"]
+    command += ["--mask-source", masks.url, "--allow-same-operator", *options]
+    variables = {**ENVIRONMENT, "TENANT_TOKEN": provider.token, "OMP_NUM_THREADS": "1", **environment}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=output, env=variables, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"the gateway did not start:\n{log.read_text()}")
+            time.sleep(0.1)
+        yield RunningGateway(ready.read_text(), process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def chat_model(folder: Path) -> Path:
+    """``examples/base_model`` with a chat template."""
+    shutil.copytree(BASE_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
