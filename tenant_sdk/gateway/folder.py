@@ -42,7 +42,9 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
     save_file(
         {name: each.detach() for name, each in kept.items()}, folder / "model.safetensors", {"format": "pt"}
     )
-    config = model.config.to_dict()
+    # What transformers does not know of might mean something to vLLM, and it is a peer's.
+    known = type(model.config)().to_dict()
+    config = {name: value for name, value in model.config.to_dict().items() if name in known}
     config["quantization_config"] = {"quant_method": METHOD, "session": dict(options)}
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config, indent=2))

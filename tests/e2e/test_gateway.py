@@ -96,6 +96,7 @@ def running(
     provider: Executor, masks: Executor, adapters: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
     options = ("--adapters", adapters / "watched", "--max-sequences", 8, "--max-waiting", 8, "--patience", 1)
+    options += ("--max-adapters", 2)  # so that no memory for one is left over for rows without
     folder = tmp_path_factory.mktemp("gateway")
     with gateway(provider, masks, folder, *options, "--api-key-env", "KEYS", KEYS=f"other-{KEY} {KEY}") as it:
         yield it

@@ -86,6 +86,7 @@ NO_IO = [
     "provider/planning/capacity.py",
     "provider/session/quota.py",
     "tenant_sdk/connection/backoff.py",
+    "tenant_sdk/gateway/doorkeeper.py",
     "tenant_sdk/connection/replicas.py",
     "tenant_sdk/products/forecast.py",
     "tenant_sdk/sequences/planning.py",
