@@ -28,9 +28,8 @@ from shared.memory import keep_freed_memory
 def load(plan: dict[str, Any]) -> Any:
     """The model of a plan, with an adapter."""
     if plan.get("url"):
-        session = tenant_sdk.connect(
-            plan["url"], token=plan["token"], ca=plan.get("ca"), privacy="plain", timeout=300
-        )
+        options = {"privacy": "plain", "timeout": 300, **plan.get("session", {})}
+        session = tenant_sdk.connect(plan["url"], token=plan["token"], ca=plan.get("ca"), **options)
         model = session.load_model(progress=False)
     else:
         model = AutoModelForCausalLM.from_pretrained(plan["folder"], dtype=torch.float32)
