@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ PROMPTS = (
     "And in the beginning",
     "The king said unto",
     "Seen: Boaz, ram, owner Mr Rivers.",
+)
+NUMERICS = (
+    "ring-fine"  # log-likelihoods of several tokens to 1e-3; with ``ring`` they are off by up to 1.4e-3
 )
 CLIENTS = Path(__file__).parents[1] / "clients"
 COUNTED = ("symbiosis_rows_total", "symbiosis_product_seconds_count")  # by the provider
@@ -78,7 +82,7 @@ def start(
 
 @pytest.fixture(scope="module")
 def masks(start: Start, model: Path) -> Executor:
-    return start(model, "--numerics", "ring")
+    return start(model, "--numerics", NUMERICS)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +92,7 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def provider(start: Start, model: Path, port: int) -> Executor:
-    return start(model, "--numerics", "ring", "--port", str(port))
+    return start(model, "--numerics", NUMERICS, "--port", str(port))
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +245,6 @@ def ran(script: str, *arguments: object) -> dict[str, Any]:
 def test_lm_eval(running: RunningGateway, model: Path, tmp_path: Path) -> None:
     told = ran("lm_eval_client.py", running.url, KEY, model, tmp_path)
     assert len(told["gateway"]) == 8
-    # Fixed point on the ring is exact to four digits of an activation.
     assert told["gateway"] == pytest.approx(told["transformers"], abs=1e-3)
 
 
@@ -349,10 +352,12 @@ def test_adapters_come_and_go_under_load(
 
 def test_adapters_by_request(client: openai.OpenAI, running: RunningGateway, adapters: Path) -> None:
     def ask(method: str, where: str, **body: str) -> tuple[int, dict[str, Any]]:
-        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
-        connection.request(method, where, json.dumps(body), {"Authorization": f"Bearer {KEY}"})
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        with closing(
+            http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
+        ) as connection:
+            connection.request(method, where, json.dumps(body), {"Authorization": f"Bearer {KEY}"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
 
     said = complete(client, "one", "And", 8)
     assert ask("POST", "/v1/adapters", path="one", name="also")[0] == 201
@@ -407,7 +412,7 @@ def test_the_provider_dies_and_comes_back(
             with pytest.raises(urllib.error.HTTPError, match="503"):
                 urllib.request.urlopen(f"{running.url}/healthz", timeout=30)
             assert get(running, "/status.json")["failing"]
-            start(model, "--numerics", "ring", "--port", str(port))
+            start(model, "--numerics", NUMERICS, "--port", str(port))
             failed = len(found)
             until(lambda: 200 in found[failed:], "answers again", 60.0)
         finally:
@@ -424,7 +429,7 @@ def test_guessed_tokens_are_the_same_and_rows_constant(
     start: Start, masks: Executor, model: Path, tmp_path: Path
 ) -> None:
     """Prompt lookup finds much in a text that repeats itself, and nothing elsewhere."""
-    provider = start(model, "--numerics", "ring")
+    provider = start(model, "--numerics", NUMERICS)
     words = AutoTokenizer.from_pretrained(model)
     with gateway(
         provider, masks, tmp_path / "guessing", "--speculate", "prompt-lookup", "--draft-tokens", 3
@@ -463,7 +468,7 @@ def counted(provider: Executor, groups: int) -> tuple[int, int]:
 
 
 def test_it_ends_when_asked(start: Start, masks: Executor, model: Path, tmp_path: Path) -> None:
-    provider = start(model, "--numerics", "ring")
+    provider = start(model, "--numerics", NUMERICS)
     folder = tmp_path / "temporary"
     folder.mkdir()
     with gateway(provider, masks, tmp_path / "ending", TMPDIR=str(folder)) as it:
