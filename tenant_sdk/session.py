@@ -187,8 +187,9 @@ class Session:
     ) -> dict[str, Any]:
         """Keyword arguments with which a long context fits: ``model.generate(ids, **options)``.
 
-        They are for one text: keys and values of it are in them, so that a later call can go on from there.
-        They take no space any more once nobody refers to them. Tokens are those of ``generate`` without them.
+        They are for one text: keys and values of it are in them, so that a later call can go on from there;
+        ``generate`` raises ConfigurationError for another text. They take no space any more once nobody
+        refers to them. Tokens are those of ``generate`` without them.
 
         Args:
             model: of this session, or a PEFT model around it.
@@ -237,7 +238,7 @@ class Session:
             options: of ``generate_options``; ``batch_size`` is by default the number of prompts.
 
         Returns:
-            Keyword arguments for one call of ``generate``.
+            Keyword arguments for ``generate`` of this prompt, and of what follows it.
 
         Raises:
             ConfigurationError: as ``generate_options``.

@@ -31,7 +31,7 @@ def in_child(session: tenant_sdk.Session, told: int) -> None:
     for what, action in {
         "take": lambda: masks.take(Kind(0, Direction.FORWARD, 1), 1),
         "ping": lambda: session.executor.channel.ping(),
-        "product": lambda: session._groups[0].forward_product(1, torch.ones(1, 64)),
+        "product": lambda: session.groups[0].forward_product(1, torch.ones(1, 64)),
     }.items():
         try:
             action()
@@ -50,7 +50,7 @@ def main() -> None:
     session = tenant_sdk.connect(
         url, token=os.environ["TOKEN"], ca=ca, mask_sources=[f"local:{folder}"], mask_budget_mib=0
     )
-    layer, rows = session._groups[0], torch.ones(1, 64)
+    layer, rows = session.groups[0], torch.ones(1, 64)
     before = layer.forward_product(1, rows)[0]
     read, write = os.pipe()
     libc = ctypes.CDLL(None, use_errno=True)

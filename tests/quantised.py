@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.quantizers.base import HfQuantizer
 
@@ -25,7 +26,8 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 # Earlier ones read these checkpoints by rules of another form, and are told to be replaced.
 needs_rules = pytest.mark.skipif(
-    not hasattr(HfQuantizer, "serialized_names"), reason="the newest transformers is needed"
+    not hasattr(HfQuantizer, "serialized_names"),
+    reason=f"transformers {transformers.__version__} does not list the tensors of quantised checkpoints",
 )
 
 

@@ -21,6 +21,7 @@ from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
 from tenant_sdk.sequences.kv_room import Room
 from tenant_sdk.sequences.prefill import MOST, Demand
 from tenant_sdk.sequences.spill import Spill
+from tenant_sdk.sequences.text_cache import TextCache, guard
 
 PLACES = ("device", "host", "disk")
 _CONTEXT = 32_768  # of models that do not say how long their context is
@@ -74,13 +75,14 @@ class LongContext:
             if self.kv == "device":
                 return {}
             raise ConfigurationError(f"{reason}; kv='device' leaves keys and values to transformers")
-        cache = DynamicCache(config=base.config)
+        cache = TextCache(config=base.config)
         options: dict[str, Any] = {}
         # Some models would lose the state of such layers at the end of a chunk.
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
             options |= self._chunk(base, groups, cache)
         if self.kv != "device":
             self._place(cache, base.config)
+            guard(base)
             options["past_key_values"] = cache
         return options
 
@@ -181,7 +183,8 @@ def prefill(
         raise ConfigurationError("a prompt that is read ahead has at least two tokens")
     if _unsuited(model) is not None:
         raise ConfigurationError(f"this prompt cannot be read ahead: {_unsuited(model)}")
-    cache = options.setdefault("past_key_values", DynamicCache(config=_base(model).config))
+    cache = options.setdefault("past_key_values", TextCache(config=_base(model).config))
+    guard(_base(model))
     # Without a mask generate infers one, now and when it goes on.
     mask = {} if attention_mask is None else {"attention_mask": attention_mask[:, :-1]}
     # Of one token nothing is kept: generate does not run the model on what it has chosen last.

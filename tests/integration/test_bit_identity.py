@@ -46,7 +46,7 @@ def requests(session: tenant_sdk.Session) -> Kinds:
 
 def answers(session: tenant_sdk.Session) -> list[torch.Tensor]:
     return [
-        torch.cat(session._groups[number].product(direction, members, blocks), 1)
+        torch.cat(session.groups[number].product(direction, members, blocks), 1)
         for number, direction, members, blocks in requests(session)
     ]
 
@@ -83,7 +83,7 @@ def test_split_over_several_requests(
 def test_row_by_row(trio: Callable[[str], Trio], expected: list[torch.Tensor]) -> None:
     with one_time(*trio("llama")) as session:
         for (number, direction, members, blocks), whole in zip(requests(session), expected, strict=True):
-            group = session._groups[number]
+            group = session.groups[number]
             for row in (0, 1, ROWS - 1):
                 part = [block[row : row + 1] for block in blocks]
                 assert torch.equal(torch.cat(group.product(direction, members, part), 1)[0], whole[row])

@@ -93,7 +93,7 @@ def test_any_members_of_a_group(
     members: int, direction: Direction, trio: Callable[[str], Trio], trusted: Callable[[str], Trusted]
 ) -> None:
     with trio("llama")[0].connect(**trusted("llama").options) as session:
-        group = session._groups[0]
+        group = session.groups[0]
         widths = [m.outputs for i, m in enumerate(group.info.members) if members >> i & 1]
         widths = [group.info.inputs] if direction == Direction.FORWARD else widths
         generator = torch.Generator().manual_seed(members)
@@ -372,7 +372,7 @@ def test_it_is_used_unless_told_otherwise(
 ) -> None:
     for verify, rows in ((None, 2), ("always", 2), ("off", 0)):
         with trio("llama")[0].connect(verify=verify, **trusted("llama").options) as session:
-            session._groups[0].forward_product(1, torch.ones((2, 64)))
+            session.groups[0].forward_product(1, torch.ones((2, 64)))
             assert session.stats.verified_rows == rows
 
 

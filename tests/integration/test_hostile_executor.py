@@ -166,7 +166,7 @@ def test_the_head_stays_with_the_tenant_whatever_the_manifest_says(
     serve: Callable[..., Executor], checkpoint: Callable[[str], Path]
 ) -> None:
     with serve(checkpoint("llama"), serve_head=True).connect() as session:
-        for group in session._groups:
+        for group in session.groups:
             group.info = msgspec.structs.replace(group.info, head=False)
         with pytest.raises(
             tenant_sdk.ModelMismatch, match="lm_head is no output head, and here it is the output head"
@@ -195,7 +195,7 @@ def test_a_configuration_that_makes_rows_of_another_width(
 ) -> None:
     """As with architectures whose attention is not as wide as its output projection says."""
     with serve(checkpoint("llama")).connect() as session:
-        group = session._groups[0]
+        group = session.groups[0]
         for width in (1, group.info.inputs - 1, group.info.inputs + 1, 10 * group.info.inputs):
             with pytest.raises(tenant_sdk.ModelMismatch, match="does not fit the weights"):
                 group.product(Direction.FORWARD, 1, [torch.ones(3, width)])
@@ -209,7 +209,7 @@ def test_a_layer_cannot_be_passed_off_as_its_transpose(
 ) -> None:
     """Of a square weight neither shape nor digest would show it."""
     with serve(checkpoint("llama")).connect() as session:
-        for group in session._groups:
+        for group in session.groups:
             members = tuple(msgspec.structs.replace(m, transposed=True) for m in group.info.members)
             group.info = msgspec.structs.replace(group.info, members=members)
         with pytest.raises(tenant_sdk.ModelMismatch, match="another kind of layer"):

@@ -61,7 +61,7 @@ def test_every_byte_is_uniform(kind: str, direction: Direction, trio: Callable[[
     provider, source, _ = trio("llama")
     rows = activations(kind)
     with taken_down() as sent, one_time(provider, source, verify="off", mask_budget_mib=0) as session:
-        layer = session._groups[1]  # attention's output: 64 to 64
+        layer = session.groups[1]  # attention's output: 64 to 64
         (got,) = layer.product(direction, 1, [rows])
     assert len(got) == ROWS
     body = b"".join(products(sent))
@@ -72,7 +72,7 @@ def test_every_byte_is_uniform(kind: str, direction: Direction, trio: Callable[[
     # The test is worth something: the same rows in the clear are far from it.
     if kind != "zero" and direction == Direction.FORWARD:
         with taken_down() as sent, provider.connect() as session:
-            session._groups[1].product(direction, 1, [rows[:1000]])
+            session.groups[1].product(direction, 1, [rows[:1000]])
         clear = np.frombuffer(products(sent)[0], np.uint8)
         assert chi_squares(clear.reshape(-1, 4)).min() > 2 * chi_square_limit(255)
 
@@ -90,7 +90,7 @@ def test_the_same_rows_twice_have_nothing_in_common(trio: Callable[[str], Trio])
     rows, other = activations("like a model's"), activations("equal")
     with taken_down() as sent, one_time(provider, source, verify="off") as session:
         for each in (rows, rows, other):
-            session._groups[1].product(Direction.FORWARD, 1, [each])
+            session.groups[1].product(Direction.FORWARD, 1, [each])
     pieces = products(sent)
     third = len(pieces) // 3
     bodies = [b"".join(pieces[at : at + third]) for at in range(0, len(pieces), third)]
@@ -133,7 +133,7 @@ def test_who_gets_what(trio: Callable[[str], Trio]) -> None:
 def test_nothing_that_is_not_finite_is_sent(trio: Callable[[str], Trio]) -> None:
     provider, source, _ = trio("llama")
     with one_time(provider, source) as session:
-        group = session._groups[1]
+        group = session.groups[1]
         group.forward_product(1, torch.ones((2, WIDTH)))  # what is fetched once has been fetched
         group.product(Direction.BACKWARD, 1, [torch.ones((2, WIDTH))])
         for value in (float("nan"), float("inf"), -float("inf")):
@@ -158,7 +158,7 @@ def test_nothing_that_overflows_once_it_is_scaled_is_sent(
         middle.scales = lambda _, body: (np.frombuffer(body, np.float32) * np.float32(1e12)).tobytes()
         parties.append(middle.executor)
     with one_time(*parties) as session:
-        group = session._groups[1]
+        group = session.groups[1]
         group.product(Direction.BACKWARD, 1, [torch.ones((2, WIDTH))])
         with taken_down() as sent, pytest.raises(NonFiniteError, match=r"too large.*nothing was sent"):
             group.product(Direction.BACKWARD, 1, [torch.full((2, WIDTH), 3e38)])

@@ -57,7 +57,7 @@ def test_one_layer_of_minilm(minilm: tuple[Executor, Executor], direction: Direc
     generator = torch.Generator().manual_seed(0)
     folder = Checkpoint(MINILM)
     with one_time(*minilm) as session:
-        for group in session._groups[:4]:
+        for group in session.groups[:4]:
             weights = [folder.member_weight(member) for member in group.info.members]
             members = (1 << len(weights)) - 1
             if direction == Direction.FORWARD:

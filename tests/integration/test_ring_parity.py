@@ -137,11 +137,11 @@ def test_rows_that_are_zero_huge_or_tiny(trio: Trios, checkpoint: Folder) -> Non
     rows = torch.randn((6, 64), generator=torch.Generator().manual_seed(0))
     sizes = torch.tensor([1.0, 0.0, 1e30, 1e-30, 1e4, 3e-38])
     with one_time(provider, source) as session:
-        group = session._groups[0]
+        group = session.groups[0]
         got = torch.cat(group.forward_product(0b111, rows * sizes[:, None]), 1)
         alone = torch.cat(group.forward_product(0b111, rows[4:5] * sizes[4]), 1)
     with provider.connect() as session:
-        expected = torch.cat(session._groups[0].forward_product(0b111, rows), 1)
+        expected = torch.cat(session.groups[0].forward_product(0b111, rows), 1)
     assert not got[1].any()
     assert torch.equal(got[4], alone[0])  # a row does not depend on those beside it
     for i in (0, 2, 3, 4):

@@ -82,7 +82,10 @@ def test_the_same_as_dynamic_layers(steps: list[tuple[str, Any]], budget: int | 
                     assert torch.equal(got, expected)
             else:
                 do(layer, step, batch, number)
-                do(plain, step, batch, number)
+                if step[0] == "reset":  # what earlier versions of transformers leave is zeros
+                    theirs[at] = plain = DynamicLayer()
+                elif plain.is_initialized:  # else they crop what is not there
+                    do(plain, step, batch, number)
             assert layer.get_seq_length() == plain.get_seq_length()
             assert layer.get_mask_sizes(3) == plain.get_mask_sizes(3)
             if plain.get_seq_length():
@@ -93,7 +96,8 @@ def test_the_same_as_dynamic_layers(steps: list[tuple[str, Any]], budget: int | 
         elif theirs[0].keys.numel():
             batch = theirs[0].keys.shape[0]
         else:  # cropped to nothing: a new text, of as many rows
-            for layer in [*ours, *theirs]:
+            theirs = [DynamicLayer() for _ in range(3)]
+            for layer in ours:
                 layer.reset()
 
 
