@@ -66,6 +66,18 @@ def folders_in(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def mark_of(folder: Path) -> object:
+    """What changes when an adapter's files do, without reading them."""
+    found = []
+    for name in (CONFIG, WEIGHTS, RECORD):
+        try:
+            state = (folder / name).stat()
+            found.append((state.st_mtime_ns, state.st_size, state.st_ino))
+        except OSError:
+            found.append((0, 0, 0))
+    return found
+
+
 def largest_rank(folder: Path) -> int:
     """The smallest of ``RANKS`` that every adapter below a folder fits into; unreadable ones do not count."""
     ranks = [RANKS[0]]

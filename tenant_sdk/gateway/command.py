@@ -105,7 +105,7 @@ def serve(
         port=port,
         keys=_keys(api_key_env),
         name=name or "",
-        adapters=adapters,
+        adapters=adapters and adapters.resolve(),
         allow_other_base=allow_other_base,
         context=context,
         dtype=dtype,

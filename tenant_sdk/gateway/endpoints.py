@@ -20,9 +20,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from vllm.lora.request import LoRARequest
 
 from shared.errors import ConfigurationError, SymbiosisError
-from tenant_sdk.gateway.adapters import Adapter, folders_in, take
+from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
 from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.status import Status
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from shared.wire.messages import Manifest
 
-PAGE = Path(__file__).with_name("page.html")
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = {
@@ -109,6 +109,7 @@ class Endpoints:
         self._gateway = serving
         self._changing = asyncio.Lock()
         self._last_id = 0
+        self._seen: dict[str, object] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: FastAPI) -> None:
@@ -187,9 +188,11 @@ class Endpoints:
                 await self._engine.add_lora(request)
             except Exception as error:
                 raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {error}") from error
-            await self._forget(adapter.name)
-            self._models.lora_requests[adapter.name] = request
-            gateway.served[adapter.name] = adapter
+            # Without a moment in which nobody has the name.
+            old = self._models.lora_requests.get(adapter.name)
+            self._models.lora_requests[adapter.name], gateway.served[adapter.name] = request, adapter
+            if old is not None:
+                await self._engine.remove_lora(old.lora_int_id)
             gateway.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
             if adapter.notes:
                 gateway.say(adapter.notes)
@@ -217,8 +220,13 @@ class Endpoints:
         for name, adapter in list(gateway.served.items()):
             if adapter.source.parent == folder and adapter.source.name not in found:
                 await self.remove(name)
+        self._seen = {name: mark for name, mark in self._seen.items() if name in found}
         for name, path in found.items():
             try:
+                mark = await asyncio.to_thread(mark_of, path)
+                if self._seen.get(name) == mark:
+                    continue  # as it was; nor is one that was deleted by request served again
+                self._seen[name] = mark
                 await self.add(path)
                 gateway.refused.pop(name, None)
             except SymbiosisError as error:
@@ -264,7 +272,7 @@ class Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def _page(self) -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+        return HTMLResponse(PAGE, headers=HEADERS)
 
     async def _status(self) -> JSONResponse:
         gateway, status = self._gateway, Status.read(self._gateway.folder)
@@ -275,6 +283,7 @@ class Endpoints:
                 "adapters": self._shown(),
                 "refused": gateway.refused,
                 "failing": status.failing,
+                "failure": status.failure if status.failing else "",
                 "error": status.error if status.failing else "",
                 "samples": list(gateway.samples),
             }

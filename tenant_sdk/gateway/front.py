@@ -28,7 +28,7 @@ class Front:
         door, queue: who comes in, and how many.
         folder: where the worker writes its ``Status``.
         retry_after: seconds in which a provider that is away may be back.
-        clock: seconds.
+        clock: seconds, as ``Status.failed_at``.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Front:
             return await _refuse(send, refusal)
         entered = self._clock()
         try:
-            await self._application(scope, receive, self._explained(send))
+            await self._application(scope, receive, self._explained(send, entered))
         finally:
             self._queue.leave(self._clock() - entered)
 
-    def _explained(self, send: Send) -> Send:
+    def _explained(self, send: Send, since: float) -> Send:
         """``send``, for which a failure of a step is what ``told`` makes of it."""
         failed = False
 
@@ -71,17 +71,19 @@ class Front:
             nonlocal failed
             if message["type"] == "http.response.start" and message["status"] == 500:
                 failed = True
-                return await _refuse(send, self._told())
+                return await _refuse(send, self._told(since))
             if failed:  # the body of what was replaced
                 return None
             if message.get("body", b"").startswith(_ERROR):
-                message = {**message, "body": b"data: " + self._told().encoded() + b"\n\n"}
+                message = {**message, "body": b"data: " + self._told(since).encoded() + b"\n\n"}
             return await send(message)
 
         return explain
 
-    def _told(self) -> Refusal:
+    def _told(self, since: float) -> Refusal:
         status = Status.read(self._folder)
+        if status.failed_at < since:  # whatever it was, no step failed
+            return told("", "", 0)
         return told(status.failure, status.error, self._retry_after)
 
 

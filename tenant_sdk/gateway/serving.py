@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -123,6 +124,7 @@ def serve(
             f"--speculate pads requests with rows of zeros, which privacy={config.privacy!r} would show; use "
             "it with one-time masks"
         )
+    _check_port(options)
     _set_environment()
     with tempfile.TemporaryDirectory(prefix="symbiosis-gateway-") as name:  # for its owner alone
         folder = Path(name)
@@ -130,6 +132,23 @@ def serve(
         _prepare(options, config, given, folder, say)
         say(f"starting {installed}")
         _run(_arguments(options, folder), options)
+
+
+def _check_port(options: GatewayOptions) -> None:
+    """Whether it can be listened on, before anything is loaded.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, options.port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot listen on {options.host}, port {options.port}: {error.strerror}; give another --port"
+            ) from error
 
 
 def _set_environment() -> None:

@@ -21,6 +21,7 @@ class Status(msgspec.Struct, kw_only=True):
         seconds_waiting: for answers and effects.
         failure: ``Failure`` of the last step that failed; empty: none did.
         error: its message.
+        failed_at: when, on this machine's monotonic clock.
         failing: neither a step nor a probe was done since.
     """
 
@@ -34,6 +35,7 @@ class Status(msgspec.Struct, kw_only=True):
     seconds_waiting: float = 0.0
     failure: str = ""
     error: str = ""
+    failed_at: float = 0.0
     failing: bool = False
 
     def write(self, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
 from shared.errors import SymbiosisError
+from shared.options import in_options
 from shared.wire.header import RequestClass
+from tenant_sdk.cli_options import NAMES
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.doorkeeper import Failure
 from tenant_sdk.gateway.linear import Asking, asking, probe
@@ -60,6 +63,8 @@ class Worker(Base):  # type: ignore[misc]
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """See vLLM; a step whose products fail gives a ``FailedStep``."""
         scheduled, status = scheduler_output.num_scheduled_tokens, self._status
+        if not scheduled:  # it says who has ended; nothing is asked for, so it does not show who is back
+            return super().execute_model(scheduler_output)
         status.steps += 1
         status.sequences += len(scheduled)
         try:
@@ -70,7 +75,8 @@ class Worker(Base):  # type: ignore[misc]
         except SymbiosisError as error:
             log.warning("a step failed: %s", error)
             status.failed_steps += 1
-            status.failure, status.error, status.failing = Failure.of(error), str(error), True
+            status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)
+            status.failed_at, status.failing = time.monotonic(), True
             self._write()  # before the clients are told
             requests = list(scheduled)
             return FailedStep(

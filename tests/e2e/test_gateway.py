@@ -412,7 +412,7 @@ def test_the_provider_dies_and_comes_back(
             with pytest.raises(urllib.error.HTTPError, match="503"):
                 urllib.request.urlopen(f"{running.url}/healthz", timeout=30)
             assert get(running, "/status.json")["failing"]
-            start(model, "--numerics", NUMERICS, "--port", str(port))
+            again = start(model, "--numerics", NUMERICS, "--port", str(port))
             failed = len(found)
             until(lambda: 200 in found[failed:], "answers again", 60.0)
         finally:
@@ -423,6 +423,14 @@ def test_the_provider_dies_and_comes_back(
     assert "Internal server error" not in streamed[0]
     assert complete(client, "one", "And in the beginning") == said
     until(lambda: get(running, "/healthz") == {"status": "ok"}, "healthy again")
+    assert again.process is not None
+    again.process.kill()
+    with pytest.raises(openai.APIStatusError):
+        complete(client, "one", "And in the beginning")
+    for _ in range(20):  # steps of vLLM's that compute nothing say nothing of the provider
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{running.url}/healthz", timeout=30)
+        time.sleep(0.1)
 
 
 def test_guessed_tokens_are_the_same_and_rows_constant(

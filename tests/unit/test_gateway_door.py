@@ -116,6 +116,7 @@ def run(
 
 
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> Front:
+    options.setdefault("clock", lambda: 1.0)
     return Front(application, door=Door(), queue=Queue(most), folder=folder, retry_after=3, **options)
 
 
@@ -129,8 +130,19 @@ def answering(status: int, *bodies: bytes) -> Any:
     return application
 
 
+def away(at: float) -> Status:
+    return Status(failure=Failure.AWAY, error="wss://provider went away", failing=True, failed_at=at)
+
+
+def test_what_failed_before_is_not_told(tmp_path: Path) -> None:
+    away(at=0.5).write(tmp_path)
+    start, body = run(front(answering(500, b"{}"), tmp_path))
+    assert start["status"] == 500
+    assert b"went away" not in body["body"]
+
+
 def test_a_step_that_failed_is_told_as_it_is(tmp_path: Path) -> None:
-    Status(failure=Failure.AWAY, error="wss://provider went away", failing=True).write(tmp_path)
+    away(at=2.0).write(tmp_path)
     start, body = run(front(answering(500, b'{"error": "Internal server error"}'), tmp_path))
     assert start["status"] == 503
     assert (b"retry-after", b"3") in start["headers"]
@@ -138,7 +150,7 @@ def test_a_step_that_failed_is_told_as_it_is(tmp_path: Path) -> None:
 
 
 def test_so_is_one_in_a_stream(tmp_path: Path) -> None:
-    Status(failure=Failure.AWAY, error="wss://provider went away", failing=True).write(tmp_path)
+    away(at=2.0).write(tmp_path)
     events = [b'data: {"choices": []}\n\n', b'data: {"error": {"message": "x"}}\n\n', b"data: [DONE]\n\n"]
     start, *bodies = run(front(answering(200, *events), tmp_path))
     assert start["status"] == 200
