@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Mask = Callable[[bytes | bytearray | memoryview, bytes], bytes]
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Products = tuple[Multiply, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
@@ -139,6 +140,46 @@ def onednn_products() -> Products | None:
         return True
 
     return _tried("torch.ops.mkldnn._linear_pointwise", lambda: (_linear, _linear_add), right)
+
+
+GROUPED_BYTES = 16  # rows of what ``grouped_product`` takes are a multiple of as many bytes
+
+
+def plain_grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows [T, K] in groups, times weights [G, K, N] of the groups: [T, N].
+
+    ``ends`` [G], int32: where each group's rows end; the last is T.
+    """
+    parts: tuple[torch.Tensor, ...] = torch.tensor_split(rows, ends[:-1].tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+
+@cache
+def grouped_product(device: torch.device, dtype: torch.dtype) -> Grouped:
+    """torch's, which is public but young, with its gradients; or ``plain_grouped_product``.
+
+    K and N times the dtype's size must be multiples of ``GROUPED_BYTES``.
+    """
+
+    def find() -> Grouped:
+        found: Any = torch.nn.functional.grouped_mm
+        return lambda rows, weights, ends: found(rows, weights, offs=ends)
+
+    def right(multiply: Grouped) -> bool:
+        # Integers, small enough for any dtype and order; a group without rows; weights as they are used.
+        rows = (torch.arange(7 * 16, device=device) % 5 - 2).to(dtype).view(7, 16)
+        weights = (torch.arange(3 * 8 * 16, device=device) % 3 - 1).to(dtype).view(3, 8, 16).transpose(1, 2)
+        ends = torch.tensor([3, 3, 7], dtype=torch.int32, device=device)
+        results = []
+        for each in (plain_grouped_product, multiply):
+            given = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = each(*given, ends)
+            results.append((out, *torch.autograd.grad(out, given, out.detach().sign())))
+        return all(map(torch.equal, *results))
+
+    # Whatever the caller does just now.
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        return _tried("torch.nn.functional.grouped_mm", find, right) or plain_grouped_product
 
 
 @cache

@@ -168,9 +168,18 @@ class VerificationError(SymbiosisError):
 
 
 class NonFiniteError(SymbiosisError):
-    """A tensor that would have been sent holds NaN or infinity."""
+    """A tensor that would have been sent holds NaN or infinity.
+
+    ``adapters``: whose rows they are, of several that are trained together; or nothing.
+    """
 
     code = "non_finite"
+
+    def __init__(
+        self, message: str, *, adapters: tuple[str, ...] = (), retry_after: float | None = None
+    ) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.adapters = adapters
 
 
 class RemoteWeightUnavailable(SymbiosisError):

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import grouped_mm
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+from shared.compat import GROUPED_BYTES, grouped_product, plain_grouped_product
 
 
 class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
@@ -47,10 +48,13 @@ class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
         if not len(self._rows):
             return
         rows, start = x.view(-1, x.shape[-1])[self._rows], 0
-        out = y.view(-1, y.shape[-1])
+        out, unit = y.view(-1, y.shape[-1]), GROUPED_BYTES // x.element_size()
+        multiply = grouped_product(x.device, x.dtype)
+        if any(width % unit for width in (*output_slices, x.shape[-1], lora_a_stacked[0].shape[-2])):
+            multiply = plain_grouped_product
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            low = grouped_mm(rows, a.squeeze(1).transpose(1, 2), offs=self._ends)
-            added = grouped_mm(low, b.squeeze(1).transpose(1, 2), offs=self._ends)
+            low = multiply(rows, a.squeeze(1).transpose(1, 2), self._ends)
+            added = multiply(low, b.squeeze(1).transpose(1, 2), self._ends)
             out[:, start : start + width].index_add_(0, self._rows, added, alpha=scale)
             start += width
 

@@ -118,7 +118,14 @@ class Group:
         self._threads.last = None
 
     def _request(self, members: int, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        return self.differentiable(Direction.FORWARD, members, (x.to(dtype),), waited_for(x))
+        there, rows = _tokens.get(), x.to(dtype)
+        if there is None or there.shape != x.shape[:-1]:
+            return self.differentiable(Direction.FORWARD, members, (rows,), waited_for(x))
+        answers = self.differentiable(Direction.FORWARD, members, (rows[there],), waited_for(x))
+        return tuple(
+            answer.new_zeros((*there.shape, answer.shape[-1])).index_put((there,), answer)
+            for answer in answers
+        )
 
     def differentiable(
         self,
@@ -376,6 +383,23 @@ def learning() -> Iterator[None]:
         yield
     finally:
         _learning.reset(token)
+
+
+_tokens: ContextVar[torch.Tensor | None] = ContextVar("tokens", default=None)
+
+
+@contextmanager
+def without_padding(there: torch.Tensor) -> Iterator[None]:
+    """Of inputs [B, T, D] only the rows of these tokens are sent; a product with another row is 0.
+
+    Args:
+        there: bool [B, T].
+    """
+    token = _tokens.set(there)
+    try:
+        yield
+    finally:
+        _tokens.reset(token)
 
 
 def waited_for(x: torch.Tensor) -> RequestClass:

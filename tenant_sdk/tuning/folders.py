@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def save_adapter(
     folder: str | Path,
     session: Session,
     *,
+    adapter: str | None = None,
     base: str | Path | None = None,
     training: Any = None,
     tokenizer: Any = None,
@@ -36,6 +38,8 @@ def save_adapter(
     Args:
         model: whose frozen layers are the session's.
         folder: made if needed.
+        adapter: of a model with several, the name of the one to save; default: all, each but ``default`` in a
+            folder of its name, as PEFT does.
         base: where the base model is found, as for ``session.load_model``; default: what the model says, or
             else what the provider calls it.
         training: a ``transformers.Trainer`` that has trained it, or figures by name; see ``training_of``.
@@ -43,12 +47,15 @@ def save_adapter(
         options: others of PEFT's ``save_pretrained``.
 
     Raises:
-        ConfigurationError: it is no PEFT model; ``base`` is neither a folder nor a name.
+        ConfigurationError: it is no PEFT model, or has no such adapter; ``base`` is neither a folder nor a
+            name.
         ModelMismatch: ``base`` is another model.
     """
     configs = getattr(model, "peft_config", None)
     if not configs or not hasattr(model, "save_pretrained"):
         raise ConfigurationError(f"{type(model).__name__} has no adapter; make one with peft.get_peft_model")
+    if adapter not in (None, *configs):
+        raise ConfigurationError(f"adapter={adapter!r}: the model has {', '.join(configs)}")
     found = base_of(model) if base is None else find_base(base, session.manifest)
     called = found if found.name or base is not None else folder_of_peer(session.manifest)
     for config in configs.values():
@@ -57,13 +64,26 @@ def save_adapter(
     embeddings = model.get_input_embeddings()
     supplied = {info.shape for info in session.manifest.parameters}
     resized = embeddings is not None and tuple(embeddings.weight.shape) not in supplied
-    model.save_pretrained(str(folder), **({"save_embedding_layers": resized} | options))
+    options = {"save_embedding_layers": resized} | options
+    if adapter is None:
+        model.save_pretrained(str(folder), **options)
+    else:
+        _save_one(model, Path(folder), adapter, options)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     figures = training_of(training) if hasattr(training, "state") else training or {}
     record = Provenance.of(session, figures)
     record.write(Path(folder))
-    write_card(Path(folder), record, found, model.active_peft_config)
+    write_card(Path(folder), record, found, configs[adapter] if adapter else model.active_peft_config)
+
+
+def _save_one(model: Any, folder: Path, adapter: str, options: dict[str, Any]) -> None:
+    """PEFT's files of one adapter, not in a folder of its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        model.save_pretrained(made, selected_adapters=[adapter], **options)
+        for file in (Path(made) / ("" if adapter == "default" else adapter)).iterdir():
+            file.replace(folder / file.name)
 
 
 def _first(error: str) -> str:

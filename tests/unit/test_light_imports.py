@@ -76,7 +76,9 @@ def main(package: str) -> str:
 
 
 def test_the_sdk_itself() -> None:
-    assert run("import tenant_sdk, tenant_sdk.config, tenant_sdk.cli, provider.cli, security.cli") == ([], "")
+    assert run(
+        "import tenant_sdk, tenant_sdk.config, tenant_sdk.tuning, tenant_sdk.cli, provider.cli, security.cli"
+    ) == ([], "")
 
 
 def test_the_report_tells_what_was_imported() -> None:
