@@ -35,6 +35,7 @@ from security.attacks.active import (
 from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, CapturedSession, Parties
 from security.executors import AuditError, ExecutorProcess
 from security.findings import Finding
+from security.gateway import Gateways
 from security.hostile import HostileProvider
 from security.judges import STATISTICAL
 from security.passive import Evidence, PassiveAttacks
@@ -64,13 +65,21 @@ class Audit:
         stage: shows progress, ``with stage("what"):``.
         seed: of everything random but masks, which are the operating system's.
         workers: processes that share the layers of each executor; 0: none.
+        gateway: runs ``symbiosis-tenant`` where vLLM is; None: there is none.
     """
 
     def __init__(
-        self, model: Path, text: list[str], plan: AuditPlan, stage: Stage, seed: int = 0, workers: int = 0
+        self,
+        model: Path,
+        text: list[str],
+        plan: AuditPlan,
+        stage: Stage,
+        seed: int = 0,
+        workers: int = 0,
+        gateway: list[str] | None = None,
     ) -> None:
         self.model, self.text, self.plan, self.stage, self.seed = model, text, plan, stage, seed
-        self.workers = workers
+        self.workers, self.gateway = workers, gateway
         self.rng = np.random.default_rng(seed)
         self.confidence = 1 - plan.family_error / STATISTICAL
         self.planted = self.rng.bytes(16).hex()
@@ -97,6 +106,7 @@ class Audit:
                 hostile.run(self.result, self.stage)
                 Supplies(hostile).run(self.result, self.stage)
                 Routes(hostile).run(self.result, self.stage)
+                Gateways(hostile, self.gateway).run(self.result, self.stage)
             texts = self.texts(parties)
         evidence = self.collect(parties)
         passive = PassiveAttacks(evidence, self.plan, self.result, self.rng, self.confidence, self.stage)
@@ -114,6 +124,7 @@ class Audit:
             "text_lines": len(self.text),
             "seed": self.seed,
             "workers": self.workers,
+            "gateway": self.gateway is not None,
             "plan": asdict(self.plan.size) | {"game_rows": self.plan.game_rows, "lies": self.plan.lies},
             "confidence_of_one_interval": self.confidence,
             "family_error": self.plan.family_error,

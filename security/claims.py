@@ -5,10 +5,9 @@ Controls are claims too: an audit whose attacks fail where they must succeed is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
+from security import gateway_claims
 from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
+from security.claim import Claim, Verdict
 from security.judges import (
     IMPRINTS,
     LEARNING_ATTACKS,
@@ -32,48 +31,10 @@ from security.judges import (
     stolen,
     succeeds,
     uniform,
-    weak,
 )
 from security.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, AuditResult
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a claim holds, with the figure that says so.
-
-    ``weak``: a control that holds, but in so few trials that it could by chance.
-    """
-
-    identity: str
-    holds: bool
-    figure: str
-    weak: bool = False
-
-    @property
-    def word(self) -> str:
-        """For readers."""
-        return "REFUTED" if not self.holds else "weak" if self.weak else "holds"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One line of ``CLAIMS.md``; ``judge`` gives whether it holds and the figure."""
-
-    identity: str
-    text: str
-    mode: str
-    attack: str
-    bound: str
-    judge: Callable[[AuditResult], tuple[bool, str]]
-
-    def verdict(self, result: AuditResult) -> Verdict:
-        """Of one audit. What was not measured does not hold."""
-        holds, figure = self.judge(result)
-        control = self.identity.startswith("control")
-        return Verdict(
-            self.identity, holds, figure, holds and control and weak(result, self.attack.split(", "))
-        )
-
+__all__ = ["CLAIMS", "Claim", "Verdict", "judge"]
 
 CLAIMS = (
     Claim(
@@ -188,6 +149,7 @@ CLAIMS = (
         "the same numbers of rows for every prompt of a length; the interval holds chance",
         same_for_all("routing, padded experts"),
     ),
+    *gateway_claims.CLAIMS,
     Claim(
         "hostile-tokenizer",
         "A tokenizer of the provider reads no file of the tenant",
@@ -388,6 +350,7 @@ CLAIMS = (
         "the control of routing, padded experts: at least 95 %",
         controlled({"routing, padded experts": 0.95}),
     ),
+    *gateway_claims.CONTROLS,
     Claim(
         "control-hostile-tokenizer",
         "What transformers makes of the same files holds a file of the tenant",

@@ -124,9 +124,14 @@ class ExecutorProcess:
         """
         return [read_transcript(file, cut=file.name in self._crashed) for file in self._recordings()]
 
+    @property
+    def newest(self) -> Path:
+        """The file that it records into."""
+        return self._recordings()[-1]
+
     def so_far(self) -> Transcript:
         """What it recorded since it was started last, while it goes on."""
-        return read_transcript(self._recordings()[-1], cut=True)
+        return read_transcript(self.newest, cut=True)
 
     def _recordings(self) -> list[Path]:
         found = (self.folder / "transcripts").glob("*.transcript")

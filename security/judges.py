@@ -26,6 +26,8 @@ WITH_MASKS = (
 LEARNING_ATTACKS = ("label recovery", "gradient span check")
 SINGLE_ATTACKS = ("adapter extraction", "distinguishing game")
 IMPRINTS = ("imprinted embeddings", "imprinted head")
+GATEWAY_TOKENS = ("vocabulary matching", "subspace projection", "noise-aware retrieval")
+GATEWAY_ADAPTERS = ("adapter of a row", "adapters in a step")
 # Judgements about one-time that chance alone could upset: these attacks, and the smallest p-values of
 # bytes and of seeds.
 STATISTICAL = len(TOKEN_ATTACKS) + len(LEARNING_ATTACKS) + len(SINGLE_ATTACKS) + len(IMPRINTS) + 2
@@ -38,6 +40,13 @@ ON_RING = {
     "label recovery": 0.5,
     "gradient span check": 0.9,
     "adapter extraction": 0.99,
+}
+
+GATEWAY_READ = {
+    "vocabulary matching": 0.95,
+    "adapter of a row": 0.95,
+    "adapters in a step": 0.95,
+    "boundary of sequences": 0.95,
 }
 
 
@@ -195,9 +204,9 @@ def _figure(finding: Finding) -> str:
     return f"{finding.attack}: {finding.measured}{where}"
 
 
-def uniform(result: AuditResult) -> tuple[bool, str]:
+def uniform(result: AuditResult, mode: str = ONE_TIME) -> tuple[bool, str]:
     """Bytes are uniform and nothing repeats."""
-    found = result.randomness.get(ONE_TIME)
+    found = result.randomness.get(mode)
     if found is None:
         return False, "not measured"
     level = 1 - result.about["confidence_of_one_interval"]
@@ -303,6 +312,29 @@ def reuse_counted(result: AuditResult) -> tuple[bool, str]:
     on_floats_too = RING_BANK in broken and len(broken) > 1
     return on_floats_too and None not in broken.values(), (
         "messages until 95 % of tokens are right: " + ("; ".join(told) or "not measured")
+    )
+
+
+def sent_nothing_plain(result: AuditResult) -> tuple[bool, str]:
+    """Nothing of a gateway's tenant was found in what executors recorded, where its name was."""
+    found, planted = (result.figures.get(f"gateway, {what} found") for what in ("secrets", "planted"))
+    if found is None:
+        return False, "not measured"
+    told = f"{len(found)} found in {result.figures['gateway, bytes searched']:,} bytes of two transcripts"
+    told += f": {found[0]}" if found else ""
+    return not found and bool(planted), told + ("" if planted else "; nor was what is there")
+
+
+def steps_vary(result: AuditResult) -> tuple[bool, str]:
+    """A gateway that speculates takes more steps for some texts than for others, all of one length."""
+    found = result.figures.get("gateway, steps by text")
+    if found is None:
+        return False, "not measured"
+    steps = sorted(count for counts in found.values() for count in counts)
+    rows = result.figures["gateway, rows of a step that checks guesses"]
+    return len(set(steps)) > 1, (
+        f"{len(set(steps))} different numbers, from {min(steps)} to {max(steps)} steps, in {len(steps)} "
+        f"prompts; rows of each later step: {', '.join(map(str, rows))}"
     )
 
 

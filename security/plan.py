@@ -14,6 +14,8 @@ from security.workload import FULL, QUICK, WorkloadSize
 
 PROVIDER, SOURCE, BOTH = "provider", "mask source", "provider and mask source"
 NETWORK, MALICIOUS = "network observer", "malicious provider"
+GATEWAY = f"{ONE_TIME}, gateway"
+GATEWAY_PADDED, GATEWAY_LOOKUP = f"{GATEWAY}, rows padded", f"{GATEWAY}, prompt lookup"
 BLIND_RUNS = 4  # of each attack without the tenant's rows, from which its chance is known
 
 
@@ -45,11 +47,14 @@ class AuditPlan:
     filler_prompts: int = 16  # of each kind
     served_prompts: int = 16  # of each kind
     routed_prompts: int = 32  # of each length
+    gateway_trials: int = 8  # of each kind
     modes: tuple[str, ...] = MODES
 
 
 STOLEN = {(PLAIN, PROVIDER): 6, (ONE_TIME, PROVIDER): 3}
-FULL_PLAN = AuditPlan(FULL, 600_000, 24, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01)
+FULL_PLAN = AuditPlan(
+    FULL, 600_000, 24, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01, gateway_trials=24
+)
 QUICK_PLAN = AuditPlan(
     QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024), 8, 2, 8, 8, 8, 4, 16
 )
@@ -57,7 +62,10 @@ QUICK_PLAN = AuditPlan(
 
 @dataclass
 class AuditResult:
-    """Everything that the report shows."""
+    """Everything that the report shows.
+
+    ``skipped`` says of modes that this audit did not run why, and what it takes.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     hostile: list[HostileFinding] = field(default_factory=list)
@@ -65,6 +73,7 @@ class AuditResult:
     randomness: dict[str, Randomness] = field(default_factory=dict)
     seeds: SeedStatistics | None = None
     about: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
 
 Stage = Callable[[str], Any]  # a context manager that shows what is being done

@@ -80,6 +80,21 @@ COUNTED = (
         "prompts, of a few tokens and of many, each one of as many that the provider knows",
         "one of as many as there are prompts",
     ),
+    (
+        "adapter of a row",
+        "rows of a layer behind the adapters, under one of two",
+        "half of the guesses",
+    ),
+    (
+        "adapters in a step, cached prefix, speculation of a gateway",
+        "requests or prompts to guess, as many of each kind",
+        "half of the guesses",
+    ),
+    (
+        "boundary of sequences",
+        "requests with two prompts of one length together, each divided once",
+        "one of the places where they may be divided",
+    ),
     ("distinguishing game", "rows to guess, each drawn by a coin", "advantage 0: half of the guesses right"),
 )
 
@@ -121,7 +136,8 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
     environment.filters["percent"] = percent
     environment.filters["fit"] = lambda text: text.replace(" %", "\u00a0%")
     rows = list(zip(CLAIMS, verdicts, strict=True))
-    failed = [verdict.identity for verdict in verdicts if not verdict.holds]
+    failed = [verdict.identity for verdict in verdicts if verdict.refuted]
+    judged = [verdict.identity for verdict in verdicts if not verdict.skipped]
     page = environment.get_template("report.html.jinja").render(
         about=result.about,
         findings=result.findings,
@@ -132,7 +148,10 @@ def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
             points[0][1] for label, points in result.figures["mask reuse"].items() if label != RING_BANK
         ],
         agreement=result.figures.get("agreement with the tenant's model"),
-        claims=len(verdicts),
+        claims=len(judged),
+        judged_controls=sum(name.startswith("control") for name in judged),
+        skipped=[verdict.identity for verdict in verdicts if verdict.skipped],
+        reasons=result.skipped.values(),
         protections=[row for row in rows if not row[0].identity.startswith("control")],
         controls=[row for row in rows if row[0].identity.startswith("control")],
         failed_claims=[name for name in failed if not name.startswith("control")],

@@ -1,6 +1,14 @@
 """The attacks, one class each."""
 
 from security.attacks.active import CanaryRows, CoTenantTiming, Poison, WeightExtraction
+from security.attacks.batches import (
+    AdapterOfRows,
+    AdaptersInStep,
+    ByteSearch,
+    CachedPrefix,
+    SequenceBoundary,
+    StepCounts,
+)
 from security.attacks.extraction import AdapterExtraction
 from security.attacks.gradients import LabelRecovery, SpanCheck
 from security.attacks.hostile_files import Filler, MemoryBomb, ServedSpeculation, VocabularyPath
@@ -40,6 +48,12 @@ ATTACKS = (
     TrafficAnalysisOutside,
     TopicFromTraffic,
     Routing,
+    AdapterOfRows,
+    AdaptersInStep,
+    SequenceBoundary,
+    StepCounts,
+    CachedPrefix,
+    ByteSearch,
     Poison,
     AbortOracle,
     ImprintedEmbeddings,

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import security
 from security.claims import CLAIMS
 from security.cli import app, console
+from security.gateway_process import gateway_command
 from security.transcript import TranscriptError
 
 
@@ -88,13 +89,19 @@ def test_every_claim_is_in_the_document() -> None:
 
 
 def test_the_quick_audit(tmp_path: Path) -> None:
-    """As users run it: processes, all modes, all claims; both kinds of control."""
+    """As users run it: processes, all modes, all claims; both kinds of control.
+
+    Those about gateways are skipped, and said to be, where no environment with vLLM is found.
+    """
     command = [sys.executable, "-m", "security.cli", "run", "--quick", "--report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert {claim["identity"] for claim in report["claims"]} == {claim.identity for claim in CLAIMS}
-    assert all(claim["holds"] for claim in report["claims"])
+    skipped = {claim["identity"] for claim in report["claims"] if claim["skipped"]}
+    gateways = {claim.identity for claim in CLAIMS if "gateway" in claim.identity}
+    assert skipped == (set() if gateway_command() else gateways)
+    assert all(claim["holds"] for claim in report["claims"] if claim["identity"] not in skipped)
     cells = {(f["attack"], f["mode"], f["sees"]): f for f in report["findings"]}
     assert cells["vocabulary matching", "plain", "provider"]["success"]["value"] >= 0.95
     assert (
@@ -102,7 +109,8 @@ def test_the_quick_audit(tmp_path: Path) -> None:
     )
     assert not cells["vocabulary matching", "one-time", "provider"]["beats_chance"]
     page = (tmp_path / "report.html").read_text()
-    assert f"All {len(CLAIMS)} claims hold" in page
+    assert f"All {len(CLAIMS) - len(skipped)} claims hold" in page
+    assert ("Not judged: gateway-tokens" in page) == bool(skipped)
     for told in ("mask source collude", "Not protected", "run --quick", report["about"]["digest"]):
         assert told in page
     assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//|url\(\s*["']?http|@import""", page)
