@@ -8,10 +8,10 @@ import json
 import logging
 import math
 import os
+import queue
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -329,12 +329,13 @@ def _serve(
     config: ServeConfig, listener: socket.socket, development: Development | None, world: World | None
 ) -> None:
     """Until a signal, or until a mask source that this started has ended."""
-    stop, renewed = threading.Event(), threading.Event()
+    # Something may be put into it in the middle of getting; an event cannot be set in the middle of waiting.
+    signals: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether to stop, or to read certificates again
     terminal = os.isatty(0)
 
     def hung_up(*_: object) -> None:
         # A terminal that has been closed says the same as who has renewed the certificate.
-        (stop if terminal and not os.isatty(0) else renewed).set()
+        signals.put(terminal and not os.isatty(0))
 
     signal.signal(signal.SIGHUP, hung_up)
     log.info("loading torch")
@@ -353,21 +354,24 @@ def _serve(
     gc.freeze()
     _introduce(provider)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: signals.put(True))
     if development is not None:
         print(development.instructions(provider.url), flush=True)
     provider.announce()
     notify("READY=1")
     # With a timeout: a signal that another thread takes runs its handler only when this one wakes.
     freed = FreedMemory()
-    while not stop.wait(0.5) and (development is None or development.alive):
-        freed.give_back()
-        if renewed.is_set():
-            renewed.clear()
+    lost = False
+    while not lost:
+        try:
+            if signals.get(timeout=0.5):
+                break
             provider.reload_certificate()
             if development is not None:
                 development.reload()
-    lost = not stop.is_set()
+        except queue.Empty:
+            freed.give_back()
+            lost = development is not None and not development.alive
     notify("STOPPING=1")
     log.info("draining")
     if development is not None:

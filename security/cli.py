@@ -86,6 +86,7 @@ def run(
             show_default=".venv-gateway, or this one if it has vLLM; else that is skipped",
         ),
     ] = None,
+    no_gateway: Annotated[bool, typer.Option("--no-gateway", help="Skip the traffic of gateways.")] = False,
 ) -> None:
     """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
 
@@ -113,7 +114,7 @@ def run(
         from security.report import write_html, write_json
 
     lines = [line.strip() for line in text.read_text().splitlines() if len(line.split()) > 8]
-    command = gateway_command(gateway)
+    command = None if no_gateway else gateway_command(gateway)
     audit = Audit(model, lines, QUICK_PLAN if quick else FULL_PLAN, stage, seed, workers, command)
     with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
         result = audit.run(Path(folder))

@@ -188,7 +188,7 @@ class Gateways:
         """A gateway as it is by default; the streams of prompts that may repeat themselves."""
         executors = {PROVIDER: self.parties.ring, SOURCE: self.parties.source}
         before = {party: executor.newest.stat().st_size for party, executor in executors.items()}
-        with self._serving("gateway") as there:
+        with self._serving("gateway", "--prefix-cache") as there:
             bursts, pairs, waves = self._bursts(there), self._pairs(there), self._waves(there)
             repeating, again = self._repeating(there), self._again(there)
         recorded = {party: executor.so_far() for party, executor in executors.items()}

@@ -89,7 +89,7 @@ CONTROLS = (
     ),
     Claim(
         "control-gateway-cache",
-        "Numbers of rows say whether a prompt begins as one before, under the same adapter",
+        "With --prefix-cache numbers of rows say whether a prompt begins as one before, under the same adapter",
         GATEWAY,
         "cached prefix",
         "at least 95 %",

@@ -77,6 +77,15 @@ def serve(
         Optional[int],  # noqa: UP045
         _option(_MODEL, "Of adapters that come later. Default: of those that are there.", metavar="RANK"),
     ] = None,
+    prefix_cache: Annotated[
+        bool,
+        _option(
+            _MODEL,
+            "Keep keys and values of how prompts begin, for others that begin alike. Fewer rows then show "
+            "the provider that one does, and shorter waits show it to other clients.",
+            "--prefix-cache",
+        ),
+    ] = False,
     speculate: Annotated[
         Optional[str],  # noqa: UP045
         _option(
@@ -114,6 +123,7 @@ def serve(
         kv_memory_gib=kv_memory_gib,
         max_adapters=max_adapters,
         max_rank=max_rank,
+        prefix_cache=prefix_cache,
         speculate=speculate or "",
         draft_tokens=draft_tokens,
         chat_template=chat_template,

@@ -43,6 +43,7 @@ class GatewayOptions:
         max_adapters: different ones in one step.
         max_rank: None: of the adapters that are there at the start.
         chat_template: Jinja file; None: the tokenizer's.
+        prefix_cache: keep what was computed of prompts' beginnings; it shows which prompts begin alike.
         speculate: ``prompt-lookup``, the folder of a draft model, or empty.
         ready_file: where its URL is written once it answers.
     """
@@ -60,6 +61,7 @@ class GatewayOptions:
     kv_memory_gib: float = 1.0
     max_adapters: int = 16
     max_rank: int | None = None
+    prefix_cache: bool = False
     speculate: str = ""
     draft_tokens: int = 4
     chat_template: Path | None = None
@@ -237,7 +239,11 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         else:
             drafted |= {"method": "draft_model", "model": options.speculate}
         arguments["speculative-config"] = json.dumps(drafted)
-    flags = ["enforce-eager", *(["enable-lora"] if options.adapters is not None else [])]
+    flags = [
+        "enforce-eager",
+        "enable-prefix-caching" if options.prefix_cache else "no-enable-prefix-caching",
+        *(["enable-lora"] if options.adapters is not None else []),
+    ]
     listed = [f"--{name}={value}" for name, value in arguments.items()]
     return [
         *listed,

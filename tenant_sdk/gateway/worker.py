@@ -70,7 +70,9 @@ class Worker(Base):  # type: ignore[misc]
         try:
             with asking(self._asking(scheduler_output)):
                 output = super().execute_model(scheduler_output)
-            status.failing = False
+            if status.failing:
+                status.failing = False
+                self._write()
             return output
         except SymbiosisError as error:
             log.warning("a step failed: %s", error)
