@@ -89,7 +89,7 @@ CONTROLS = (
     ),
     Claim(
         "control-gateway-cache",
-        "With --prefix-cache numbers of rows say whether a prompt begins as one before, under the same adapter",
+        "With --prefix-cache row counts say whether a prompt begins as one before, of the same adapter",
         GATEWAY,
         "cached prefix",
         "at least 95 %",
