@@ -31,16 +31,20 @@ $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/pr
 	       /^Installing collected/ { printf "\nunpacking\n"; fflush() }'
 	@touch $@
 
-gateway: $(GATEWAY)/.installed ## make .venv-gateway, with vLLM, for symbiosis-tenant serve and its tests
+gateway: $(GATEWAY)/.project ## make .venv-gateway, with vLLM, for symbiosis-tenant serve and its tests
 
-# A copy of the project: an editable one would build into this folder while tests run from it.
-$(GATEWAY)/.installed: requirements-gateway.txt pyproject.toml
+$(GATEWAY)/.installed: requirements-gateway.txt
 	@echo 'Installing into $(GATEWAY); this takes a minute or two, and 3 GB.'
 	@$(PYTHON) -m venv $(GATEWAY)
 	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-gateway.txt
+	@touch $@
+
+# A copy of the project: an editable one would build into this folder while tests run from it.
+SOURCES := pyproject.toml setup.py README.md LICENSE MANIFEST.in shared tenant_sdk provider security
+$(GATEWAY)/.project: $(GATEWAY)/.installed $(shell find $(SOURCES) -name '*.py' -o -name '*.[ch]' -o -name '*.toml' -o -name '*.html')
 	@rm -rf out/gateway-source && mkdir -p out/gateway-source
-	@cp -r pyproject.toml setup.py README.md LICENSE MANIFEST.in shared tenant_sdk provider security out/gateway-source
-	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-deps ./out/gateway-source
+	@cp -r $(SOURCES) out/gateway-source
+	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall ./out/gateway-source
 	@rm -rf out/gateway-source
 	@touch $@
 

@@ -18,12 +18,16 @@ from tenant_sdk.storage import check_adapter_folder, disk_errors, whole_folder
 from tenant_sdk.tuning.provenance import RECORD, Provenance
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from shared.wire.messages import Manifest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 # Of PEFT's configuration: what changes the product, and the value with which it does not.
 _PLAIN: dict[str, Collection[Any]] = {
     "bias": ("none",),
@@ -123,7 +127,8 @@ def take(
         for each, data in content.items():
             digest.update(f"{each} {len(data)} ".encode() + data)
         folder = copies / digest.hexdigest()[:32]
-        if not folder.exists():
+        new = not folder.exists()
+        if new:
             with whole_folder(folder) as writing:
                 for each, data in content.items():
                     (writing / each).write_bytes(data)
@@ -132,7 +137,8 @@ def take(
         record = None if allow_other_base else Provenance.read(folder)
         notes = record.check(manifest, source) if record is not None else ""
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        if new:  # else it may be served
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return Adapter(name, source, folder, rank, notes)
 
@@ -151,7 +157,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _rank(config: dict[str, Any]) -> int:
-    ranks: list[int] = [config.get("r", 0), *(config.get("rank_pattern") or {}).values()]
+    others = config.get("rank_pattern") or {}
+    if not isinstance(others, dict):
+        raise ConfigurationError("an adapter's rank_pattern is a table")
+    ranks: list[int] = [config.get("r", 0), *others.values()]
     if not all(isinstance(rank, int) and 0 < rank <= RANKS[-1] for rank in ranks):
         raise ConfigurationError(f"an adapter's rank is from 1 to {RANKS[-1]}, not {ranks}")
     return max(ranks)
@@ -176,20 +185,54 @@ def _check(folder: Path, source: Path, manifest: Manifest, most_rank: int) -> in
             f"the adapter in {source} has rank {rank}; this gateway has room for {most_rank}: start it with "
             f"--max-rank {next(each for each in RANKS if each >= rank)}"
         )
-    served = {member.name for group in manifest.groups for member in group.members}
+    served = {
+        member.name: {"A": (group.inputs, 1), "B": (member.outputs, 0)}
+        for group in manifest.groups
+        for member in group.members
+        if not group.head and member.expert is None
+    }
     prefix = f"{manifest.base_prefix}."
     try:
         with safe_open(str(folder / WEIGHTS), "pt") as file:
             names = list(file.keys())
+            for tensor in names:
+                _check_tensor(tensor, file.get_tensor(tensor), served, prefix, rank, source)
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"cannot read {source / WEIGHTS}: {error}") from error
-    for tensor in names:
-        found = _TENSOR.fullmatch(tensor)
-        if found is None or found[1].removeprefix(prefix) not in served:
-            raise ConfigurationError(
-                f"the adapter in {source} has {tensor[:200]}, which is not of LoRA on a layer that the "
-                "executor serves; the gateway would have to leave it out"
-            )
-    if not names:
-        raise ConfigurationError(f"the adapter in {source} is empty")
+    halves = {name.replace(".lora_A.", ".lora_B.") for name in names if ".lora_A." in name}
+    if not names or halves != {name for name in names if ".lora_B." in name}:
+        raise ConfigurationError(f"the adapter in {source} is empty, or a half of it is missing")
     return rank
+
+
+def _check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    served: Mapping[str, Mapping[str, tuple[int, int]]],
+    prefix: str,
+    rank: int,
+    source: Path,
+) -> None:
+    """Whether it is of a layer's LoRA, of its shape and of finite numbers.
+
+    Args:
+        served: of each layer the width of both matrices, and which axis that is.
+
+    Raises:
+        ConfigurationError: no.
+    """
+    found = _TENSOR.fullmatch(name)
+    layer = served.get(found[1].removeprefix(prefix)) if found else None
+    if found is None or layer is None:
+        raise ConfigurationError(
+            f"the adapter in {source} has {name[:200]}, which is not of LoRA on a layer that the "
+            "executor serves; the gateway would have to leave it out"
+        )
+    width, axis = layer[found[2]]
+    if tensor.dim() != 2 or tensor.shape[axis] != width or not 0 < tensor.shape[1 - axis] <= rank:
+        raise ConfigurationError(
+            f"{name[:200]} of the adapter in {source} has shape {list(tensor.shape)}, which is not that of a "
+            f"layer of this model and of rank {rank}"
+        )
+    if not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise ConfigurationError(f"{name[:200]} of the adapter in {source} holds NaN, infinity, or no floats")

@@ -115,6 +115,11 @@ class Queue:
         return max(1, math.ceil(mean / max(1, self.under_way)))
 
 
+def _host(name: str) -> str:
+    """Without the port."""
+    return name if name.endswith("]") else name.rpartition(":")[0] or name
+
+
 @dataclass(frozen=True)
 class Door:
     """Who may come in.
@@ -130,9 +135,10 @@ class Door:
         found = {name.lower(): value.decode("latin-1") for name, value in headers}
         if not self.keys:
             # A page of elsewhere, whose name was pointed at this machine, could ask in its reader's name.
-            host = found.get(b"host", "")
-            name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if name in LOOPBACK:
+            name = _host(found.get(b"host", ""))
+            # And such a page may send what it could not read the answer of.
+            origin = found.get(b"origin", "")
+            if name in LOOPBACK and (not origin or _host(origin.rpartition("//")[2]) in LOOPBACK):
                 return None
             return Refusal(403, "forbidden", "without --api-key-env this gateway answers to localhost alone")
         scheme, _, given = found.get(b"authorization", "").partition(" ")

@@ -155,7 +155,9 @@ class Endpoints:
         names = ", ".join([self._models.model_name(), *gateway.served])
         gateway.say(f"serving {names} at {url}/v1; {url}/ shows how it goes")
         if gateway.ready_file is not None:
-            gateway.ready_file.write_text(url)
+            whole = gateway.ready_file.with_name(f".{gateway.ready_file.name}")
+            whole.write_text(url)
+            whole.replace(gateway.ready_file)
 
     # -- adapters ----------------------------------------------------------------------------------
 
@@ -238,8 +240,8 @@ class Endpoints:
         async for _ in watchfiles.awatch(folder, step=200, debounce=1000, recursive=True):
             try:
                 await self._look(folder)
-            except OSError as error:
-                self._gateway.say(f"cannot look into {folder}: {error.strerror}")
+            except Exception as error:  # the next change may be a better one
+                self._gateway.say(f"cannot look into {folder}: {error}")
 
     # -- paths -------------------------------------------------------------------------------------
 

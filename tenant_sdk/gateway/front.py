@@ -51,6 +51,8 @@ class Front:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         path = scope["path"]
+        if not path.isprintable():  # or a line's end after it would be another path here than there
+            return await _refuse(send, Refusal(404, "not_found_error", "there is no such path"))
         if path not in OPEN and (refusal := self._door.refusal(scope["headers"])):
             return await _refuse(send, refusal)
         if path not in GENERATES:

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    QKVParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
@@ -43,6 +48,9 @@ class Asking(NamedTuple):
     rows: int
 
 
+# Whose checkpoints have query, key and value in one layer, one behind the other as vLLM splits them. Others
+# mix them, head by head, which vLLM undoes where it loads a weight.
+_IN_ORDER = frozenset({"GPT2LMHeadModel", "Phi3ForCausalLM"})
 _USUAL = Asking(RequestClass.PREFILL, 0)
 _asking: ContextVar[Asking] = ContextVar("asking", default=_USUAL)
 
@@ -196,6 +204,12 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
             return UnquantizedLinearMethod()
         if not all(found):
             raise ModelMismatch(f"the executor serves a part of {prefix}, which is one layer here")
+        architecture = session_here().manifest.architecture
+        if isinstance(layer, QKVParallelLinear) and len(found) == 1 and architecture not in _IN_ORDER:
+            raise ModelMismatch(
+                f"{prefix} of {architecture} has queries, keys and values in one layer, in an order that "
+                "may be another than vLLM's; the gateway cannot serve this architecture. `generate` can"
+            )
         self._missing -= set(names)
         return RemoteLinearMethod(_parts([each for each in found if each]), prefix)
 

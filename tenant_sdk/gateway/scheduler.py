@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler as Base
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 class Scheduler(Base):  # type: ignore[misc]
     """See vLLM's."""
 
+    def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
+        """See vLLM; whose blocks a step writes is remembered, as who hangs up is forgotten during it."""
+        scheduled = super().schedule(*arguments, **options)
+        self._written = {
+            block
+            for request in scheduled.num_scheduled_tokens
+            for blocks in self.kv_cache_manager.get_block_ids(request)
+            for block in blocks
+        }
+        return scheduled
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -28,10 +39,8 @@ class Scheduler(Base):  # type: ignore[misc]
             )
             return outputs
         under_way = scheduler_output.num_scheduled_tokens.keys() & self.requests.keys()
-        # Their blocks are in the cache of prefixes since they were scheduled, and hold nothing.
-        for request in under_way:
-            for blocks in self.kv_cache_manager.get_block_ids(request):
-                self.kv_cache_manager.evict_blocks(set(blocks))
+        # They are in the cache of prefixes since they were scheduled, and hold nothing.
+        self.kv_cache_manager.evict_blocks(self._written)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in self.finish_requests(under_way, RequestStatus.FINISHED_ERROR):
             ended = EngineCoreOutput(

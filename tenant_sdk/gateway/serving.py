@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import os
+import signal
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tenant_sdk.config import SessionConfig
 
 PATIENCE = 10.0  # seconds; clients wait as long
+DAY = 86_400  # seconds
+SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 ADAPTERS_IN_MEMORY = 128  # read from their copies again beyond that
 LOOKUP = "prompt-lookup"
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
@@ -127,13 +130,22 @@ def serve(
             "it with one-time masks"
         )
     _check_port(options)
-    _set_environment()
+    signal.signal(signal.SIGTERM, _end)  # until vLLM has its own: the folder goes, however early that is
+    if options.ready_file is not None:
+        options.ready_file.unlink(missing_ok=True)
+    _set_environment(options)
     with tempfile.TemporaryDirectory(prefix="symbiosis-gateway-") as name:  # for its owner alone
         folder = Path(name)
+        os.umask(0o077)  # sockets and memory that vLLM's processes share
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # or it is one that others may make
         (folder / "adapters").mkdir()
         _prepare(options, config, given, folder, say)
         say(f"starting {installed}")
         _run(_arguments(options, folder), options)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _check_port(options: GatewayOptions) -> None:
@@ -153,7 +165,7 @@ def _check_port(options: GatewayOptions) -> None:
             ) from error
 
 
-def _set_environment() -> None:
+def _set_environment(options: GatewayOptions) -> None:
     """What vLLM reads from the environment; its processes inherit it."""
     os.environ |= {
         "VLLM_NO_USAGE_STATS": "1",  # or it would tell its makers what runs here
@@ -161,9 +173,15 @@ def _set_environment() -> None:
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": METHOD,
     }
+    if len(tempfile.gettempdir()) > SOCKET_FOLDER:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # noqa: S108 - umask keeps others out
     for variable in ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
         os.environ.pop(variable, None)  # keys and adapters are ours
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(options.max_sequences))
+    os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.max_sequences + options.max_waiting))
+    # How long a step may take is for the session to say: it waits for executors that are away.
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(DAY))
     # Binding threads to processors is for a machine that runs nothing else.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -241,6 +259,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         arguments["speculative-config"] = json.dumps(drafted)
     flags = [
         "enforce-eager",
+        "no-async-scheduling",  # or a step that failed would be sampled from
         "enable-prefix-caching" if options.prefix_cache else "no-enable-prefix-caching",
         *(["enable-lora"] if options.adapters is not None else []),
     ]
@@ -257,8 +276,12 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.plugins import load_endpoint_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
+        # vLLM would go on without, and so without a door.
+        raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
     uvloop.run(run_server(parsed))

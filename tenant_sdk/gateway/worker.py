@@ -29,6 +29,8 @@ else:
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from tenant_sdk.connection.stats import Stats
+
 log = logging.getLogger(__name__)
 
 TELL_SECONDS = 0.5  # between two states of ``Status``
@@ -56,6 +58,7 @@ class Worker(Base):  # type: ignore[misc]
         config = self.vllm_config
         config.quant_config.check_complete()
         self._folder, self._status = Path(config.model_config.model), Status()
+        self._telling = threading.Lock()
         speculation = config.speculative_config
         self._draft = speculation.num_speculative_tokens if speculation else 0
         threading.Thread(target=self._tell, name="symbiosis-status", daemon=True).start()
@@ -71,15 +74,14 @@ class Worker(Base):  # type: ignore[misc]
             with asking(self._asking(scheduler_output)):
                 output = super().execute_model(scheduler_output)
             if status.failing:
-                status.failing = False
-                self._write()
+                self._write(failing=False)
             return output
         except SymbiosisError as error:
             log.warning("a step failed: %s", error)
             status.failed_steps += 1
             status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)
-            status.failed_at, status.failing = time.monotonic(), True
-            self._write()  # before the clients are told
+            status.failed_at = time.monotonic()
+            self._write(failing=True)  # before the clients are told
             requests = list(scheduled)
             return FailedStep(
                 req_ids=requests,
@@ -89,8 +91,11 @@ class Worker(Base):  # type: ignore[misc]
 
     def _asking(self, scheduled: SchedulerOutput) -> Asking:
         """How a step's products are asked for: as somebody waits, with drafts of constant length."""
-        new = {request.req_id for request in scheduled.scheduled_new_reqs}
-        going_on = scheduled.num_scheduled_tokens.keys() - new
+        cached = scheduled.scheduled_cached_reqs  # of which some still read their prompt
+        going_on = any(
+            not cached.is_context_phase(each) and each not in cached.resumed_req_ids
+            for each in cached.req_ids
+        )
         urgency = RequestClass.DECODE if going_on else RequestClass.PREFILL
         if not self._draft:
             return Asking(urgency, 0)
@@ -107,17 +112,24 @@ class Worker(Base):  # type: ignore[misc]
             self._write()
             pause.wait(TELL_SECONDS)
             waited += TELL_SECONDS
-            if self._status.failing and self._status.failure == Failure.AWAY and waited >= PROBE_SECONDS:
-                waited = 0.0
+            status = self._status
+            if status.failing and status.failure != Failure.WRONG and waited >= PROBE_SECONDS:
+                waited, failed_at = 0.0, status.failed_at
                 try:
                     probe()
-                    self._status.failing = False
                 except SymbiosisError:
                     continue  # as before
+                if status.failed_at == failed_at:
+                    self._write(failing=False)
 
-    def _write(self) -> None:
-        stats = session_here().stats
-        status = self._status
+    def _write(self, failing: bool | None = None) -> None:
+        """Tell the counters, and whether steps fail if that has changed. Two threads do."""
+        with self._telling:
+            if failing is not None:
+                self._status.failing = failing
+            self._put(session_here().stats, self._status)
+
+    def _put(self, stats: Stats, status: Status) -> None:
         status.products, status.rows = stats.requests, stats.rows
         status.bytes_sent, status.bytes_received = stats.bytes_sent, stats.bytes_received
         status.seconds_waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects

@@ -86,6 +86,7 @@ def test_other_content_is_another_copy(own: Path, copies: Path, manifest: Manife
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": 0}, "rank"),
         ({"r": "8"}, "rank"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
         ({"r": 32}, "--max-rank 32"),
         ({"rank_pattern": {"q_proj": 300}}, "--max-rank 320"),
     ],
@@ -109,6 +110,34 @@ def test_tensors_that_would_be_left_out_are_refused(
     save_file(tensors, own / WEIGHTS)
     with pytest.raises(ConfigurationError, match="would have to leave it out"):
         take(own, copies, manifest)
+
+
+def spoiled(name: str, tensor: torch.Tensor, how: str) -> dict[str, torch.Tensor]:
+    if how == "half":
+        return {}
+    if how == "narrow":  # as of a smaller model, whose numbers would fit into the place of these
+        return {name: tensor[..., :-4].contiguous() if ".lora_A." in name else tensor}
+    if how == "low":
+        return {name: tensor[:1].contiguous() if ".lora_B." in name else tensor}
+    return {name: torch.full_like(tensor, float("nan"))}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("half", "half of it"), ("narrow", "shape"), ("low", "shape"), ("nan", "NaN")],
+)
+def test_matrices_that_do_not_fit(
+    own: Path, copies: Path, manifest: Manifest, how: str, message: str
+) -> None:
+    """Or they would be taken for a part of what fits, or end the steps of everybody."""
+    tensors = load_file(own / WEIGHTS)
+    name = next(each for each in tensors if (".lora_B." if how == "low" else ".lora_A.") in each)
+    save_file(
+        {k: v for k, v in tensors.items() if k != name} | spoiled(name, tensors[name], how), own / WEIGHTS
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        take(own, copies, manifest)
+    assert not list(copies.iterdir())
 
 
 def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:

@@ -46,6 +46,22 @@ def test_without_keys_other_names_do_not(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:8000", None),
+        ("http://127.0.0.1", None),
+        ("https://evil.example", 403),
+        ("http://localhost.evil.example:80", 403),
+        ("null", 403),
+    ],
+)
+def test_pages_of_elsewhere_send_nothing(origin: str, status: int | None) -> None:
+    """A page can send what its reader's machine would not let it read."""
+    refusal = Door().refusal([*host("localhost:8000"), (b"Origin", origin.encode())])
+    assert (refusal and refusal.status) == status
+
+
+@pytest.mark.parametrize(
     ("given", "status"),
     [
         (f"Bearer {KEY}", None),
@@ -187,6 +203,11 @@ def test_who_is_not_let_in_reaches_nothing(tmp_path: Path) -> None:
     for path in ("/v1/completions", "/v1/models", "/metrics", "/status.json", "/v1/adapters"):
         assert run(front(application, tmp_path), path, "evil.example")[0]["status"] == 403
     assert run(front(answering(200), tmp_path), "/healthz", "evil.example")[0]["status"] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions\n", "/v1/completions\r", "\x00"])
+def test_paths_that_read_otherwise_elsewhere(tmp_path: Path, path: str) -> None:
+    assert run(front(answering(200, b"reached"), tmp_path, most=0), path)[0]["status"] == 404
 
 
 def test_websockets_are_closed(tmp_path: Path) -> None:
