@@ -107,8 +107,9 @@ def running(
 
 
 @pytest.fixture(scope="module")
-def client(running: RunningGateway) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+def client(running: RunningGateway) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0, timeout=60) as opened:
+        yield opened
 
 
 def get(running: RunningGateway, path: str) -> Any:
@@ -116,6 +117,18 @@ def get(running: RunningGateway, path: str) -> Any:
     with urllib.request.urlopen(request, timeout=30) as answer:
         text = answer.read().decode()
     return text if path == "/metrics" else json.loads(text)
+
+
+def refused(url: str, key: str = "") -> int:
+    """The status of a refusal."""
+    try:
+        urllib.request.urlopen(
+            urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"}), timeout=30
+        )
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    raise AssertionError(f"{url} was answered")
 
 
 def metric(executor: Executor, name: str) -> float:
@@ -258,8 +271,7 @@ def test_langchain(running: RunningGateway, client: openai.OpenAI) -> None:
     "path", ["/v1/models", "/v1/completions", "/v1/adapters", "/status.json", "/metrics"]
 )
 def test_without_a_key(running: RunningGateway, path: str) -> None:
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(running.url + path, timeout=30)
+    assert refused(running.url + path) == 401
 
 
 def test_other_paths_are_not_there(client: openai.OpenAI, running: RunningGateway) -> None:
@@ -270,8 +282,7 @@ def test_other_paths_are_not_there(client: openai.OpenAI, running: RunningGatewa
         "/v1/load_lora_adapter",
         "/invocations",
     ):
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            get(running, path)
+        assert refused(running.url + path, KEY) == 404
 
 
 def test_no_page_of_elsewhere_can_read(running: RunningGateway) -> None:
@@ -409,8 +420,7 @@ def test_the_provider_dies_and_comes_back(
             assert provider.process is not None
             provider.process.kill()
             until(lambda: 503 in found, "clients are told")
-            with pytest.raises(urllib.error.HTTPError, match="503"):
-                urllib.request.urlopen(f"{running.url}/healthz", timeout=30)
+            assert refused(f"{running.url}/healthz") == 503
             assert get(running, "/status.json")["failing"]
             again = start(model, "--numerics", NUMERICS, "--port", str(port))
             failed = len(found)
@@ -428,8 +438,7 @@ def test_the_provider_dies_and_comes_back(
     with pytest.raises(openai.APIStatusError):
         complete(client, "one", "And in the beginning")
     for _ in range(20):  # steps of vLLM's that compute nothing say nothing of the provider
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{running.url}/healthz", timeout=30)
+        assert refused(f"{running.url}/healthz") == 503
         time.sleep(0.1)
 
 
@@ -439,10 +448,11 @@ def test_guessed_tokens_are_the_same_and_rows_constant(
     """Prompt lookup finds much in a text that repeats itself, and nothing elsewhere."""
     provider = start(model, "--numerics", NUMERICS)
     words = AutoTokenizer.from_pretrained(model)
-    with gateway(
-        provider, masks, tmp_path / "guessing", "--speculate", "prompt-lookup", "--draft-tokens", 3
-    ) as it:
-        client = openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=60)
+    options = ("--speculate", "prompt-lookup", "--draft-tokens", 3)
+    with (
+        gateway(provider, masks, tmp_path / "guessing", *options) as it,
+        openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
         whole, taken = local(model), list[int]()
         for prompt in ("one two three four one two three four one two three four one two", PROMPTS[0]):
             ids = words(prompt, return_tensors="pt")
