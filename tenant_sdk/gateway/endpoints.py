@@ -46,7 +46,6 @@ KEPT = {
     "/health",
     "/version",
     "/metrics",
-    "/openapi.json",
 }
 # vLLM's counters and gauges that the page shows.
 _SHOWN = {

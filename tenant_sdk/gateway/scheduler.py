@@ -21,9 +21,10 @@ class Scheduler(Base):  # type: ignore[misc]
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; whose blocks a step writes is remembered, as who hangs up is forgotten during it."""
         scheduled = super().schedule(*arguments, **options)
+        cached = self.cache_config.enable_prefix_caching  # else nobody finds them
         self._written = {
             block
-            for request in scheduled.num_scheduled_tokens
+            for request in (scheduled.num_scheduled_tokens if cached else ())
             for blocks in self.kv_cache_manager.get_block_ids(request)
             for block in blocks
         }

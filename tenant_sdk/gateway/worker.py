@@ -29,7 +29,6 @@ else:
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from tenant_sdk.connection.stats import Stats
 
 log = logging.getLogger(__name__)
 
@@ -125,15 +124,13 @@ class Worker(Base):  # type: ignore[misc]
     def _write(self, failing: bool | None = None) -> None:
         """Tell the counters, and whether steps fail if that has changed. Two threads do."""
         with self._telling:
+            stats, status = session_here().stats, self._status
             if failing is not None:
-                self._status.failing = failing
-            self._put(session_here().stats, self._status)
-
-    def _put(self, stats: Stats, status: Status) -> None:
-        status.products, status.rows = stats.requests, stats.rows
-        status.bytes_sent, status.bytes_received = stats.bytes_sent, stats.bytes_received
-        status.seconds_waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
-        try:
-            status.write(self._folder)
-        except OSError as error:
-            log.warning("cannot write to %s: %s", self._folder, error.strerror)
+                status.failing = failing
+            status.products, status.rows = stats.requests, stats.rows
+            status.bytes_sent, status.bytes_received = stats.bytes_sent, stats.bytes_received
+            status.seconds_waiting = stats.seconds_waiting + stats.seconds_waiting_for_effects
+            try:
+                status.write(self._folder)
+            except OSError as error:
+                log.warning("cannot write to %s: %s", self._folder, error.strerror)
