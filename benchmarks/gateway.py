@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -166,6 +167,20 @@ def alone(model: Path, work: Path) -> Iterator[str]:
         yield url
 
 
+def masks_ahead(url: str) -> int:
+    """Rows of all layers for which the gateway has effects in store."""
+    with urllib.request.urlopen(f"{url}/status.json") as answer:  # noqa: S310
+        return int(json.load(answer)["samples"][-1]["masks_ahead"])
+
+
+def wait_for_masks(url: str) -> None:
+    """Until the gateway fetches no more effects ahead."""
+    before = -1
+    while (now := masks_ahead(url)) != before:
+        before = now
+        time.sleep(3.0)
+
+
 def write_adapters(model: Path, folder: Path) -> list[str]:
     """Random LoRA adapters of all linear layers."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -240,6 +255,7 @@ def main() -> None:
                 "8 of the base": ["base"] * 8,
                 "one of the base": ["base"],
             }.items():
+                wait_for_masks(url)
                 found.setdefault(kind, []).append(load(url, names, options.tokens))
             found.setdefault("8, vLLM alone", []).append(load(whole, ["base"] * 8, options.tokens))
         if options.processes:

@@ -54,6 +54,7 @@ def connect(
     allow_same_operator: bool = False,
     allow_transcript: bool = False,
     mask_budget_mib: float = 256.0,
+    fill_masks: bool = False,
     pad_rows: int = 0,
     experts: str | None = None,
     verify: str | None = None,
@@ -97,6 +98,8 @@ def connect(
         allow_same_operator: all of these, although ``one-time`` is then worth nothing: for trying it out.
         allow_transcript: use executors that announce that they record what tenants send.
         mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
+        fill_masks: fetch as many effects as the budget takes whenever half a second passes without a
+            request, so that a burst finds them there. Default: those of the next requests, 64 rows of each.
         pad_rows: hide how many rows a request has: round it up to a power of two that is at least this;
             0 rounds nothing. The rows added are zeros under masks of their own, and cost what others cost.
         experts: where experts of a mixture are multiplied. ``local``: here, so their weights are
@@ -238,6 +241,7 @@ def _masks(config: SessionConfig, provider: RemoteExecutor, sources: list[Source
             [source for source in sources if not isinstance(source, LocalSource)],
             budget_bytes=int(config.mask_budget_mib * 2**20),
             entropy=os.urandom,
+            fill_at_rest=config.fill_masks,
         )
     if config.privacy == "noise-bank":
         bank = config.noise_bank or NoiseBankOptions()

@@ -55,6 +55,7 @@ class SessionConfig:
     allow_same_operator: bool = False
     allow_transcript: bool = False
     mask_budget_mib: float = 256.0
+    fill_masks: bool = False
     pad_rows: int = 0
     experts: str | None = None
     verify: str | None = None

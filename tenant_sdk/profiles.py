@@ -136,6 +136,7 @@ KINDS: dict[str, Any] = {
     "allow_same_operator": bool,
     "allow_transcript": bool,
     "mask_budget_mib": float,
+    "fill_masks": bool,
     "pad_rows": int,
     "experts": str,
     "verify": str,

@@ -23,10 +23,13 @@ def open_here(options: Mapping[str, Any]) -> Session:
     """
     global _session
     if _session is None:
+        import dataclasses
+
         from tenant_sdk.cli_options import SessionOptions
         from tenant_sdk.composition import open_session
 
-        _session = open_session(SessionOptions(**options).session())
+        config = SessionOptions(**options).session()
+        _session = open_session(dataclasses.replace(config, fill_masks=True))
     return _session
 
 

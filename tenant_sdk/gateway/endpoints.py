@@ -312,7 +312,7 @@ class Endpoints:
                     found[_SHOWN[sample.name]] += sample.value
         with suppress(OSError, msgspec.DecodeError):
             status = Status.read(self._gateway.folder)
-            names = ("steps", "sequences", "products", "rows", "seconds_waiting")
+            names = ("steps", "sequences", "products", "rows", "effect_rows", "seconds_waiting")
             found |= {name: float(getattr(status, name)) for name in names}
         return found
 
@@ -345,6 +345,7 @@ def _rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
         "steps": steps / seconds,
         "round_trips": since.get("products", 0.0) / seconds,
         "milliseconds": 1e3 * since.get("seconds_waiting", 0.0) / max(1.0, since.get("products", 0.0)),
+        "masks_ahead": max(0.0, now.get("effect_rows", 0.0) - now.get("rows", 0.0)),
         "waiting": now["waiting"],
         "running": now["running"],
         "kv_used": now["kv_used"],
@@ -366,6 +367,7 @@ class _Collector:
             "sequences": "Sequences in all steps.",
             "products": "Requests to the executor: round trips.",
             "rows": "Rows of these.",
+            "effect_rows": "Rows of masks whose effects were fetched.",
             "bytes_sent": "Payloads sent to executors.",
             "bytes_received": "Payloads of their answers.",
             "seconds_waiting": "Time that steps waited for answers and effects.",

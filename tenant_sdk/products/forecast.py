@@ -43,17 +43,20 @@ class Forecast:
         budget_bytes: int,
         row_bytes: Callable[[Kind], int],
         batch_rows: int,
+        fill: bool = False,
     ) -> Order | None:
-        """What to have multiplied next, or None if there is enough for the next request of every kind.
+        """What to have multiplied next, or None if there is enough.
 
-        Products of one row cost nearly as much as products of many, so small requests are ordered
-        for many rows to come, as far as all kinds of a round fit into half of the budget.
+        Enough for the next request of every kind comes first. Products of one row cost nearly as much as
+        products of many, so small requests are ordered for many rows to come, as far as all kinds of a
+        round fit into half of the budget.
 
         Args:
             stock: rows in store or ordered, by kind.
             budget_bytes: what effects in store may take in all.
             row_bytes: of one row's effect.
             batch_rows: how many rows to order for requests that are smaller.
+            fill: go on until as many rounds are in store as the budget takes.
         """
         coming = self.round()
         if not coming:
@@ -63,6 +66,9 @@ class Forecast:
         for kind, rows in coming.items():
             if stock.get(kind, 0) < max(rows, batch):
                 return Order(kind, max(rows, batch))
+        least = min(coming, key=lambda kind: stock.get(kind, 0))
+        if fill and (stock.get(least, 0) + batch) * round_bytes <= budget_bytes:
+            return Order(least, batch)
         return None
 
     def round(self) -> dict[Kind, int]:

@@ -27,6 +27,7 @@ from tenant_sdk.products.noise_bank import NoiseBankOptions
 log = logging.getLogger(__name__)
 
 BATCH_ROWS = 64  # ordered at once for decoding
+REST_SECONDS = 0.5  # without a request, after which more is fetched than is needed next
 ORDERS_UNDER_WAY = 2  # ahead: so that a source computes one while the other's answer travels
 ORDERS_AT_ONCE = 16  # of what is needed now, such as that of many experts
 EFFECT_ITEM_BYTES = 4
@@ -294,6 +295,7 @@ class OneTimeMasks:
         sources: at least one.
         budget_bytes: what effects in store or ordered ahead may take.
         entropy: secret random bytes; the operating system's.
+        fill_at_rest: fetch as much as the budget takes while nothing is asked for.
     """
 
     def __init__(
@@ -303,6 +305,8 @@ class OneTimeMasks:
         *,
         budget_bytes: int,
         entropy: Entropy,
+        fill_at_rest: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not sources:
             raise ConfigurationError("one-time masks need at least one mask source")
@@ -316,6 +320,7 @@ class OneTimeMasks:
         self._store: dict[Kind, deque[_Batch]] = {}
         self._under_way = 0
         self._forecast = Forecast()
+        self._fill_at_rest, self._clock, self._taken_at = fill_at_rest, clock, 0.0
         self._resting = True  # until the first request, and after a source failed
         self._closed = False
         self._warned = not budget_bytes  # whoever gives none knows
@@ -361,7 +366,7 @@ class OneTimeMasks:
                 if batch.left == 0:
                     batches.popleft()  # or its effects would stay in memory until the kind is asked for again
                 missing -= count
-            self._resting = False
+            self._resting, self._taken_at = False, self._clock()
         return OneTimeMask(masks[0] if len(masks) == 1 else torch.cat(masks), parts)
 
     def asked(self, kind: Kind, rows: int) -> None:
@@ -417,6 +422,7 @@ class OneTimeMasks:
                         budget_bytes=self.budget_bytes,
                         row_bytes=self._row_bytes,
                         batch_rows=self.batch_rows,
+                        fill=self._fill_at_rest and self._clock() > self._taken_at + REST_SECONDS,
                     )
                     if order is not None and self._make_room(order):
                         try:
@@ -428,7 +434,7 @@ class OneTimeMasks:
                     self._satisfied = self._under_way == 0
                     if self._satisfied:
                         self._changed.notify_all()
-                self._changed.wait()
+                self._changed.wait(REST_SECONDS if self._fill_at_rest else None)
 
     def fill(self, budget_bytes: int, timeout: float) -> None:
         """Fetch ahead what a budget allows, wait until it is there, and fetch no more: for measurements.

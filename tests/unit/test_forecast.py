@@ -66,6 +66,17 @@ def test_a_kind_that_follows_itself() -> None:
     assert next_order(made, {}) == Order(A, 1)
 
 
+def test_at_rest_as_many_rounds_as_the_budget_takes() -> None:
+    made = forecast((A, 2), (B, 3), (A, 2))
+    stock: dict[Kind, int] = {}
+    while (
+        order := made.next_order(stock, budget_bytes=1000, row_bytes=lambda _: 10, batch_rows=8, fill=True)
+    ) is not None:
+        stock[order.kind] = stock.get(order.kind, 0) + order.rows
+        assert abs(stock.get(A, 0) - stock.get(B, 0)) <= 8  # all kinds alike
+    assert stock == {A: 48, B: 48}
+
+
 def test_a_new_habit_replaces_the_old() -> None:
     made = forecast((A, 64), (B, 64), (A, 64), (B, 64), (A, 64))
     for _ in range(2):  # from training to decoding

@@ -299,6 +299,32 @@ def test_one_order_serves_many_rows_of_decoding() -> None:
     assert len(source.orders) <= 3 * len(KINDS) + ordered / BATCH_ROWS
 
 
+def test_at_rest_the_budget_is_filled_if_asked_for() -> None:
+    """And only then: while requests come, a source is asked for what comes next."""
+    for fill, rounds in ((False, BATCH_ROWS), (True, 3 * BATCH_ROWS)):
+        now = [10.0]
+        store = OneTimeMasks(
+            SHAPES,
+            [MemorySource()],
+            budget_bytes=4 * BATCH_ROWS * sum(map(row_bytes, KINDS)),
+            entropy=Entropy(0),
+            fill_at_rest=fill,
+            clock=lambda now=now: now[0],  # type: ignore[misc]
+        )
+        try:
+            for _ in range(2):
+                for kind in KINDS:
+                    use(store, kind, 1)
+            in_store(store, KINDS, BATCH_ROWS)
+            assert max(store._stock.values()) <= 2 * BATCH_ROWS
+            now[0] += 1.0
+            with store._changed:
+                store._changed.notify_all()
+            in_store(store, KINDS, rounds)
+        finally:
+            store.close()
+
+
 @pytest.mark.parametrize("budget", [1000, 10_000, 300_000])
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_the_budget_is_kept(budget: int, rows: int) -> None:
