@@ -24,8 +24,9 @@ from shared.transport.colocated_session import RETRY_SECONDS, Link, open_link
 from shared.wire.header import HEADER_BYTES, Header, Operation, parse_header
 from shared.wire.websocket import Incoming
 from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.quick_poll import QuickPoll
 
-SPIN_SECONDS = 2.5e-4  # somewhat more than falling asleep and being woken take
+SPIN_SECONDS = 2.5e-4  # a small product takes less
 
 
 class Areas:
@@ -84,11 +85,10 @@ class ColocatedChannel(Channel):
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         # Not ZeroMQ's own: that looks at the socket each time, which answers of products do not need.
-        self._poll, self._sock_fd = select.poll(), int(link.sock.get(zmq.FD))
+        self._poll, self._sock_fd = QuickPoll(SPIN_SECONDS), int(link.sock.get(zmq.FD))
         for each in (self._sock_fd, self._answers, self._wake_read.fileno()):
             self._poll.register(each, select.POLLIN)
         self._look = True  # there may be a message that the descriptor does not tell of
-        self._quick = True  # the last answer came soon
         own(self)
 
     def _message(self, header: Header, blocks: list[torch.Tensor] | bytes) -> _Request:
@@ -146,21 +146,8 @@ class ColocatedChannel(Channel):
             self._send()
 
     def _readable(self, deadline: float) -> set[int]:
-        """Descriptors that can be read from, none at the deadline.
-
-        Falling asleep and being woken takes longer than a small product: while answers come that fast, this
-        asks for a while before it sleeps. It sleeps at once when they do not, or it would take a processor
-        from the products that it waits for.
-        """
-        began = now = time.monotonic()
-        ready: list[tuple[int, int]] = []
-        while self._quick and not ready and now < began + SPIN_SECONDS:
-            ready, now = self._poll.poll(0), time.monotonic()
-        if not ready:
-            asked = self._quick
-            ready, now = self._poll.poll(max(0.0, deadline - now) * 1000), time.monotonic()
-            self._quick = not asked and now < began + 2 * SPIN_SECONDS
-        return {fd for fd, _ in ready}
+        """Descriptors that can be read from, none at the deadline."""
+        return {fd for fd, _ in self._poll.poll(deadline - time.monotonic())}
 
     # -- writing ---------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from shared.wire.header import Header
 from shared.wire.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
 from tenant_sdk.connection import key_exchange
 from tenant_sdk.connection.channel import Channel, Entropy, Pending
+from tenant_sdk.connection.quick_poll import QuickPoll
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ MAX_ANSWER_BYTES = 1 << 30
 KEEPALIVE_SECONDS = 20.0
 MAX_OUTBOX = 4096  # messages; far more than threads ever wait
 PIECE_BYTES = 1 << 20
+SPIN_SECONDS = 0.0005  # a small product on this machine, or in this room, takes less
 READS_AT_ONCE = 1024  # before looking at the clock again
 
 
@@ -65,7 +67,7 @@ class WebsocketChannel(Channel):
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self._poll = select.poll()
+        self._poll = QuickPoll(SPIN_SECONDS)
         self._poll.register(self._wake_read, select.POLLIN)
         self._events = 0  # what the socket is registered for
         self._stop = threading.Event()
@@ -132,7 +134,7 @@ class WebsocketChannel(Channel):
         if events != self._events:
             self._poll.register(self._sock, events)
             self._events = events
-        ready = self._poll.poll(seconds * 1000)
+        ready = self._poll.poll(seconds)
         if not ready:
             raise self._no_progress()
         for descriptor, _ in ready:

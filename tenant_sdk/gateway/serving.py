@@ -229,6 +229,8 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "quantization": METHOD,
         "worker-cls": "tenant_sdk.gateway.worker.Worker",
         "scheduler-cls": "tenant_sdk.gateway.scheduler.Scheduler",
+        # Or on processors the worker is a process of its own, and both wait in loops that do not sleep.
+        "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         "host": options.host,
         "port": options.port,
         "dtype": options.dtype,

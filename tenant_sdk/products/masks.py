@@ -373,8 +373,12 @@ class OneTimeMasks:
         """See Masks."""
         with self._changed:
             self._forecast.asked(kind, rows)
-            if sum(batch.left for batch in self._store.get(kind, ())) < max(rows, self.batch_rows):
-                self._changed.notify_all()
+            missing = max(rows, self.batch_rows)
+            for batch in self._store.get(kind, ()):  # there may be very many
+                missing -= batch.left
+                if missing <= 0:
+                    return
+            self._changed.notify_all()
 
     @property
     def _stock(self) -> dict[Kind, int]:
