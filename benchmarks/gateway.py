@@ -34,6 +34,7 @@ import openai
 import peft
 import torch
 from common import Executor, executor, spread, write_model
+from distance import away
 from rich.console import Console
 from rich.table import Table
 from serving import results, started
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--processes", type=int, default=32, help="that generate; 0: leave them out")
     parser.add_argument("--seconds", type=float, default=10.0, help="that these generate for")
+    parser.add_argument("--round-trip", type=float, default=0.0, help="to the provider, in ms")
     parser.add_argument("--output", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     found: dict[str, list[Any]] = {}
@@ -241,7 +243,8 @@ def main() -> None:
         adapters = write_adapters(model, work / "adapters")
         provider = stack.enter_context(executor(model, work / "provider", "--numerics", "ring"))
         masks = stack.enter_context(executor(model, work / "masks", "--numerics", "ring"))
-        url = stack.enter_context(gateway(provider, masks, work / "adapters", work))
+        distant = stack.enter_context(away(provider, options.round_trip / 1e3))
+        url = stack.enter_context(gateway(distant, masks, work / "adapters", work))
         whole = stack.enter_context(alone(model, work))
         for warm in (url, whole):
             load(warm, ["base"] * 8, 8)

@@ -142,7 +142,7 @@ def onednn_products() -> Products | None:
     return _tried("torch.ops.mkldnn._linear_pointwise", lambda: (_linear, _linear_add), right)
 
 
-GROUPED_BYTES = 16  # rows of what ``grouped_product`` takes are a multiple of as many bytes
+GROUPED_BYTES = 16  # rows of what torch's product of groups takes are a multiple of as many bytes
 
 
 def plain_grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -154,12 +154,17 @@ def plain_grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch
     return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
 
 
-@cache
-def grouped_product(device: torch.device, dtype: torch.dtype) -> Grouped:
-    """torch's, which is public but young, with its gradients; or ``plain_grouped_product``.
+def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The same with torch's, which is public but young, where it takes these widths, and with gradients."""
+    unit = GROUPED_BYTES // rows.element_size()
+    if any(width % unit for width in weights.shape[1:]):
+        return plain_grouped_product(rows, weights, ends)
+    return torch_grouped_product(rows.device, rows.dtype)(rows, weights, ends)
 
-    K and N times the dtype's size must be multiples of ``GROUPED_BYTES``.
-    """
+
+@cache
+def torch_grouped_product(device: torch.device, dtype: torch.dtype) -> Grouped:
+    """torch's product of groups, or ``plain_grouped_product``."""
 
     def find() -> Grouped:
         found: Any = torch.nn.functional.grouped_mm

@@ -7,7 +7,7 @@ layers add their segmented product (Punica §4) to whatever the method returns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,10 +88,14 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
     Args:
         parts: the groups that have the layer's outputs, in their order.
         name: of the layer.
+
+    Attributes:
+        meanwhile: done with the rows while the answer is under way.
     """
 
     def __init__(self, parts: list[Part], name: str) -> None:
         self._parts, self._name = parts, name
+        self.meanwhile: Callable[[torch.Tensor], None] | None = None
 
     def create_weights(
         self,
@@ -135,6 +139,8 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
             part.group.submit(Direction.FORWARD, part.members, [rows], how.request_class)
             for part in self._parts
         ]
+        if self.meanwhile is not None:
+            self.meanwhile(x)
         answers = [answer[:count] for each in pending for answer in each.result()]
         out = answers[0] if len(answers) == 1 else torch.cat(answers, dim=-1)
         if bias is not None:

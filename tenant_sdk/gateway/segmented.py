@@ -1,32 +1,46 @@
 """The product of many adapters at once on a CPU (Punica §4, SGMV): each adapter's rows lie together.
 
 vLLM's own for the CPU copies an adapter's weights for every row, and takes rows without an adapter for rows
-of the last one.
+of the last one. This one is made while the executor's answer is under way.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from shared.compat import GROUPED_BYTES, grouped_product, plain_grouped_product
+from tenant_sdk.gateway.linear import RemoteLinearMethod
+from tenant_sdk.tuning.segmented import Segments
+
+
+class _Made(NamedTuple):
+    """Products that were made before they are asked for."""
+
+    x: torch.Tensor
+    products: list[torch.Tensor]
 
 
 class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
     """See vLLM's ``PunicaWrapperBase``; adapters on embeddings and head are refused before they come here."""
 
-    _rows = torch.empty(0, dtype=torch.int64)  # of this step that have an adapter, by adapter
-    _ends = torch.empty(0, dtype=torch.int32)  # where each adapter's rows end among these
+    _segments = Segments(torch.empty(0, dtype=torch.int64), 0)
+    _made: _Made | None = None
 
     def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], *more: Any) -> None:
         """Sort the rows of the next step by adapter."""
         super().update_metadata(mapping, lora_index_to_id, *more)
-        adapters = self.token_lora_indices  # -1: none
-        none = int((adapters < 0).sum())
-        self._rows = adapters.argsort(stable=True)[none:]
-        self._ends = adapters[self._rows].bincount(minlength=len(lora_index_to_id)).cumsum(0).to(torch.int32)
+        self._segments, self._made = Segments(self.token_lora_indices, len(lora_index_to_id)), None
+
+    def make(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> None:
+        """Make now what the next ``add_lora_linear`` adds, which is for the same rows."""
+        if self._segments.any:
+            pairs = list(zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True))
+            self._made = _Made(x, self._segments.products(x, pairs))
 
     def add_lora_linear(
         self,
@@ -45,17 +59,17 @@ class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
             x: [T, D].
             lora_a_stacked, lora_b_stacked: of each slice [adapters, 1, R, D] and [adapters, 1, O, R].
         """
-        if not len(self._rows):
+        segments, made, self._made = self._segments, self._made, None
+        if not segments.any:
             return
-        rows, start = x.view(-1, x.shape[-1])[self._rows], 0
-        out, unit = y.view(-1, y.shape[-1]), GROUPED_BYTES // x.element_size()
-        multiply = grouped_product(x.device, x.dtype)
-        if any(width % unit for width in (*output_slices, x.shape[-1], lora_a_stacked[0].shape[-2])):
-            multiply = plain_grouped_product
-        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            low = multiply(rows, a.squeeze(1).transpose(1, 2), self._ends)
-            added = multiply(low, b.squeeze(1).transpose(1, 2), self._ends)
-            out[:, start : start + width].index_add_(0, self._rows, added, alpha=scale)
+        if made is not None and made.x is x:
+            products = made.products
+        else:
+            pairs = list(zip(lora_a_stacked, lora_b_stacked, strict=True))
+            products = segments.products(x.view(-1, x.shape[-1]), pairs)
+        out, start = y.view(-1, y.shape[-1]), 0
+        for product, width in zip(products, output_slices, strict=True):
+            out[:, start : start + width].add_(product, alpha=scale)
             start += width
 
     def add_lora_embedding(self, *_: Any, **__: Any) -> None:
@@ -63,3 +77,17 @@ class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
 
     def add_lora_logits(self, *_: Any, **__: Any) -> None:
         """Nothing: no adapter here changes the head."""
+
+
+def multiply_meanwhile(model: nn.Module) -> None:
+    """Have adapters' products made while the executor's are under way."""
+    for layer in model.modules():
+        if isinstance(layer, BaseLayerWithLoRA):
+            method = getattr(getattr(layer, "base_layer", None), "quant_method", None)
+            if isinstance(method, RemoteLinearMethod):
+                method.meanwhile = partial(_make, layer)
+
+
+def _make(layer: BaseLayerWithLoRA, x: torch.Tensor) -> None:
+    if x.ndim == 2:
+        layer.punica_wrapper.make(layer, x)

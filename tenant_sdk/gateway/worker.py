@@ -54,6 +54,10 @@ class Worker(Base):  # type: ignore[misc]
             name = "tenant_sdk.gateway.segmented.SegmentedLora"
             type(current_platform).get_punica_wrapper = classmethod(lambda _: name)
         super().load_model(*arguments, **options)
+        if current_platform.is_cpu():
+            from tenant_sdk.gateway.segmented import multiply_meanwhile
+
+            multiply_meanwhile(self.model_runner.model)
         config = self.vllm_config
         config.quant_config.check_complete()
         self._folder, self._status = Path(config.model_config.model), Status()

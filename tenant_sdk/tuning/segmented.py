@@ -13,7 +13,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shared.compat import GROUPED_BYTES, grouped_product, plain_grouped_product
+from shared.compat import GROUPED_BYTES, grouped_product
+
+PADDING = 4  # rows, for each that counts, up to which a batched product is faster than a grouped one
+Pair = tuple[Tensor, Tensor]  # A [adapters, 1, R, D] and B [adapters, 1, O, R]
 
 
 def segmented_lora(
@@ -39,11 +42,9 @@ def segmented_lora(
     Returns:
         [T, O], x's dtype.
     """
-    multiply, unit = grouped_product(x.device, x.dtype), GROUPED_BYTES // x.element_size()
+    unit = GROUPED_BYTES // x.element_size()
     given = [(down, up) for down, up in zip(downs, ups, strict=True) if down is not None and up is not None]
     width, outputs = x.shape[1], given[0][1].shape[0]
-    if width % unit or outputs % unit:
-        multiply = plain_grouped_product
     # The ranks of all become that of the highest, by zeros that nothing comes out of. All at once: a step has
     # thousands of these matrices, and each operation on one would take longer than its values.
     ranks = tuple(0 if down is None else down.shape[0] for down in downs)
@@ -52,9 +53,11 @@ def segmented_lora(
     down = torch.cat([*(down for down, _ in given), x.new_zeros(1, width)]).index_select(0, places)
     up = torch.cat([*(up for _, up in given), x.new_zeros(outputs, 1)], 1).index_select(1, places)
     up = up * up.new_tensor(scales).repeat_interleave(rank)
+    a, b = down.unflatten(0, (-1, rank)).transpose(1, 2), up.unflatten(1, (-1, rank)).permute(1, 2, 0)
+    if len(set(counts)) == 1:
+        return torch.bmm(torch.bmm(x.reshape(len(counts), counts[0], width), a), b).flatten(0, 1)
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
-    hidden = multiply(x.contiguous(), down.unflatten(0, (-1, rank)).transpose(1, 2), ends)
-    return multiply(hidden, up.unflatten(1, (-1, rank)).permute(1, 2, 0), ends)
+    return grouped_product(grouped_product(x.contiguous(), a, ends), b, ends)
 
 
 @lru_cache(maxsize=256)
@@ -64,3 +67,55 @@ def _places(ranks: tuple[int, ...], rank: int, device: torch.device) -> Tensor:
     rows = [[*range(end - own, end), *[zeros] * (rank - own)] for own, end in zip(ranks, ends, strict=True)]
     with torch.inference_mode(False):  # it will be used again where there are gradients
         return torch.tensor(rows, device=device).flatten()
+
+
+class Segments:
+    """The rows of a step, by adapter.
+
+    Args:
+        adapters: int64 [T], each row's place among the adapters in memory; -1: it has none.
+        count: of these places.
+    """
+
+    def __init__(self, adapters: Tensor, count: int) -> None:
+        self._none = (adapters < 0).unsqueeze(1)
+        none = int(self._none.sum())
+        self.any, self._some_none = none < len(adapters), none > 0
+        if not self.any:
+            return
+        self._rows = adapters.argsort(stable=True)[none:]  # those with an adapter
+        of_rows = adapters[self._rows]
+        counts = of_rows.bincount(minlength=count)
+        ends, self._most = counts.cumsum(0), int(counts.max())
+        self._ends = ends.to(torch.int32)
+        self._only = int(of_rows[0]) if self._most == len(of_rows) else None
+        self._padded = count * self._most <= PADDING * len(of_rows)
+        if self._padded:
+            # Where each row is if all adapters have as many, and which row is where; any, where none is.
+            places = torch.arange(len(of_rows)) - (ends - counts)[of_rows] + of_rows * self._most
+            self._places = torch.zeros(len(adapters), dtype=torch.int64)
+            self._places[self._rows] = places
+            self._sources = torch.zeros(count * self._most, dtype=torch.int64)
+            self._sources[places] = self._rows
+
+    def products(self, x: Tensor, pairs: list[Pair]) -> list[Tensor]:
+        """``x_i A^T B^T`` of each row's adapter, 0 where it has none: [T, O] for each pair."""
+        if self._only is not None:
+            made = [x @ a[self._only, 0].T @ b[self._only, 0].T for a, b in pairs]
+        elif self._padded:
+            own = x[self._sources].view(-1, self._most, x.shape[-1])
+            made = [
+                torch.bmm(torch.bmm(own, _turned(a)), _turned(b)).flatten(0, 1)[self._places]
+                for a, b in pairs
+            ]
+        else:
+            own, made = x[self._rows], [x.new_zeros(len(x), b.shape[2]) for _, b in pairs]
+            for (a, b), product in zip(pairs, made, strict=True):
+                low = grouped_product(own, _turned(a), self._ends)
+                product[self._rows] = grouped_product(low, _turned(b), self._ends)
+            return made
+        return [product.masked_fill_(self._none, 0.0) for product in made] if self._some_none else made
+
+
+def _turned(stacked: Tensor) -> Tensor:
+    return stacked.squeeze(1).transpose(1, 2)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import compat
-from tenant_sdk.tuning.segmented import segmented_lora
+from tenant_sdk.tuning.segmented import Segments, segmented_lora
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}
@@ -91,10 +91,10 @@ def test_each_segment_is_as_alone(
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_dtypes(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-    compat.grouped_product.cache_clear()
+    compat.torch_grouped_product.cache_clear()
     check(Case([(5, 1, 2.0), (0, 3, 1.0), (4, None, 1.0), (1, 17, 0.5)], 32, 8, dtype))
     assert bool(caplog.records) == (dtype == torch.float64)  # what torch's does not take
-    compat.grouped_product.cache_clear()
+    compat.torch_grouped_product.cache_clear()
 
 
 def test_without_torch_s_grouped_product(
@@ -108,7 +108,7 @@ def test_without_torch_s_grouped_product(
 
     expected = Case([(5, 3, 2.0), (2, 4, 1.0)]).got()
     for instead, reason in ((wrong, ""), (refuses, "only on a GPU"), (None, "grouped_mm")):
-        compat.grouped_product.cache_clear()
+        compat.torch_grouped_product.cache_clear()
         caplog.clear()
         with monkeypatch.context() as patch:
             if instead is None:
@@ -120,13 +120,13 @@ def test_without_torch_s_grouped_product(
         (record,) = caplog.records
         assert "torch.nn.functional.grouped_mm cannot be used" in record.getMessage()
         assert reason in record.getMessage()
-    compat.grouped_product.cache_clear()
+    compat.torch_grouped_product.cache_clear()
 
 
 def test_it_is_tried_where_gradients_and_dtypes_are_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    compat.grouped_product.cache_clear()
+    compat.torch_grouped_product.cache_clear()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert compat.grouped_product(CPU, torch.float32) is not compat.plain_grouped_product
+        assert compat.torch_grouped_product(CPU, torch.float32) is not compat.plain_grouped_product
     assert not caplog.records
 
 
@@ -147,3 +147,29 @@ def test_nothing_of_one_segment_reaches_another() -> None:
     _, _, other_down, _, other_up, _ = other.got()
     assert torch.equal(down, other_down)
     assert torch.equal(up, other_up)
+
+
+@given(
+    st.lists(st.integers(-1, 4), min_size=1, max_size=12),
+    st.sampled_from([(24, 16, 8), (20, 6, 3)]),
+    st.integers(0, 99),
+)
+def test_rows_in_any_order(adapters: list[int], shape: tuple[int, int, int], seed: int) -> None:
+    """All of one adapter, as many of each, or anything else; rows without one, whose result is 0."""
+    width, outputs, rank = shape
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=random) / 4
+
+    x, pairs = (
+        draw(len(adapters), width),
+        [(draw(5, 1, rank, width), draw(5, 1, n, rank)) for n in (outputs, 4)],
+    )
+    segments = Segments(torch.tensor(adapters), 5)
+    assert segments.any == (max(adapters) >= 0)
+    products = segments.products(x, pairs) if segments.any else []
+    for product, (a, b) in zip(products, pairs, strict=segments.any):
+        for row, each, at in zip(product, x, adapters, strict=True):
+            expected = torch.zeros(len(row)) if at < 0 else b[at, 0] @ (a[at, 0] @ each)
+            torch.testing.assert_close(row, expected, atol=1e-5, rtol=0)
