@@ -48,7 +48,7 @@ $(GATEWAY)/.project: $(GATEWAY)/.installed $(shell find $(SOURCES) -name '*.py' 
 	@rm -rf out/gateway-source
 	@touch $@
 
-demo: install ## fine-tune on private notes through an executor, compare with local training
+demo: install gateway ## fine-tune on private notes through an executor, compare, serve the adapter
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: install ## run the tests

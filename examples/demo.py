@@ -5,7 +5,8 @@ certificates and tokens of its own: the *provider* and the *mask source*. In thi
 fine-tunes a LoRA adapter on ``examples/data`` with the Trainer of transformers. What it sends to the
 provider is masked, every row with a mask of its own (``one-time``); the mask source multiplies the masks
 and never sees a row; every answer is checked. The same training then runs without executors, and the two
-are compared. Run it with ``make demo``; results are in ``out/demo``.
+are compared. At last a gateway serves the adapter to OpenAI's client, eight requests at once. Run it with
+``make demo``; results are in ``out/demo``.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import demo_gateway
 import peft
 import torch
 import transformers
@@ -64,6 +66,7 @@ class Options:
     new_tokens: int
     privacy: str
     workers: int
+    gateway: bool
 
 
 @dataclass
@@ -95,8 +98,11 @@ def parse_arguments() -> Options:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--privacy", default="one-time")
     parser.add_argument("--workers", type=int, default=0, help="processes that share each executor's layers")
+    parser.add_argument("--no-gateway", action="store_false", dest="gateway", help="leave out its part")
     given = vars(parser.parse_args())
     full = given.pop("full")
+    if given["gateway"] and not demo_gateway.PYTHON.exists():
+        parser.error("the gateway needs vLLM: `make gateway` installs it; --no-gateway leaves this part out")
     return Options(**given | {"steps": given["steps"] or (300 if full else 120)})
 
 
@@ -260,6 +266,24 @@ def executors(names: Sequence[str], options: Options, display: Display) -> Itera
                 process.wait()
 
 
+def serve_adapter(
+    adapter: Path, operators: list[Operator], options: Options, display: Display
+) -> dict[str, Any]:
+    """The base model and the adapter, asked for by OpenAI's client through a gateway on this machine."""
+    parties = [demo_gateway.Party(each.url, each.ca, each.token) for each in operators]
+    base, models = options.base_model.name, [options.base_model.name, demo_gateway.ADAPTER]
+    log, started = log_of(options.output, "gateway"), time.perf_counter()
+    with ExitStack() as stack:
+        with display.stage("gateway: symbiosis-tenant serve, on this machine, with the adapter"):
+            url = stack.enter_context(demo_gateway.gateway(base, adapter, options.privacy, parties, log))
+            start_seconds = time.perf_counter() - started
+        clients = models * (demo_gateway.CLIENTS // 2)
+        with display.stage(f"{len(clients)} requests at once by OpenAI's client, half for the adapter"):
+            demo_gateway.ask(url, models, PROMPT, 2)  # the first of all fetches the fingerprints
+            told = demo_gateway.ask(url, clients, PROMPT, options.new_tokens)
+    return {"adapter": demo_gateway.ADAPTER, "start_seconds": start_seconds} | told
+
+
 def operators_of(options: Options) -> list[str]:
     """Who runs an executor: only one-time masks need a mask source."""
     return ["provider", "mask source"] if options.privacy == "one-time" else ["provider"]
@@ -287,10 +311,9 @@ def run(options: Options, display: Display) -> dict[str, Any]:
     adapter = options.output / "adapter"
     shutil.rmtree(adapter, ignore_errors=True)
     started = time.perf_counter()
-    # The session, the inner of the two, ends before the executors are told to stop.
-    with (
-        executors(operators_of(options), options, display) as (provider, *sources),
-        tenant_sdk.connect(
+    with executors(operators_of(options), options, display) as operators:
+        provider, *sources = operators
+        with tenant_sdk.connect(
             provider.url,
             token=provider.token,
             ca=provider.ca,
@@ -301,18 +324,20 @@ def run(options: Options, display: Display) -> dict[str, Any]:
             # One machine plays both, which have tokens, authorities and keys of their own; in earnest they
             # must not collude.
             allow_same={"host", "address", "machine"},
-        ) as session,
-    ):
-        with display.stage("tenant: model skeleton and tokenizer from the provider"):
-            model: Any = session.load_model(progress=False)
-            tokenizer = session.load_tokenizer()
-            blocks, held_out = (
-                pack(read_tokens(DATA / name, tokenizer), options.sequence_length, keep_tail=tail)
-                for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
+        ) as session:
+            with display.stage("tenant: model skeleton and tokenizer from the provider"):
+                model: Any = session.load_model(progress=False)
+                tokenizer = session.load_tokenizer()
+                blocks, held_out = (
+                    pack(read_tokens(DATA / name, tokenizer), options.sequence_length, keep_tail=tail)
+                    for name, tail in (("clinic_notes_train.txt", False), ("clinic_notes_heldout.txt", True))
+                )
+            model, remote = run_one(
+                model, tokenizer, blocks, held_out, options, display, "through the executors"
             )
-        model, remote = run_one(model, tokenizer, blocks, held_out, options, display, "through the executors")
-        model.save_pretrained(str(adapter))
-        stats, manifest = session.stats, session.manifest
+            model.save_pretrained(str(adapter))
+            stats, manifest = session.stats, session.manifest
+        served = serve_adapter(adapter, operators, options, display) if options.gateway else None
 
     local_model = transformers.AutoModelForCausalLM.from_pretrained(options.base_model, dtype=torch.float32)
     _, local = run_one(local_model, tokenizer, blocks, held_out, options, display, "all local")
@@ -334,12 +359,14 @@ def run(options: Options, display: Display) -> dict[str, Any]:
         "largest_loss_difference": max(differences),
         "same_tokens": remote.text_after == local.text_after,
         "saved_adapter_gives_same_tokens": reloaded == remote.text_after,
+        "gateway": served,
+        "gateway_gives_same_tokens": served and served["tokens"][demo_gateway.ADAPTER] == remote.text_after,
         "prompt": PROMPT,
         "text_base_model": tokenizer.decode(remote.text_before),
         "text_executor": tokenizer.decode(remote.text_after),
         "text_local": tokenizer.decode(local.text_after),
         "traffic": asdict(stats),
-        "masking": masking(stats, options.privacy, [provider, *sources]),
+        "masking": masking(stats, options.privacy, operators),
         "seconds": time.perf_counter() - started,
         "versions": {
             "torch": torch.__version__,
@@ -364,7 +391,7 @@ def main() -> None:
     try:
         summary = run(options, display)
     except BaseException:
-        display.show_logs([log_of(options.output, name) for name in operators_of(options)])
+        display.show_logs([log_of(options.output, name) for name in [*operators_of(options), "gateway"]])
         raise
     print_table(display.console, summary, options.output)
 

@@ -126,11 +126,19 @@ def print_table(console: Console, summary: dict[str, Any], output: Path) -> None
     for label, key in (("base model", "text_base_model"), ("with the adapter", "text_executor")):
         text = " ".join(summary[key].split())
         console.print(f"[bold]{label:<16}[/] {escape(text)}", soft_wrap=True)
+    if told := summary["gateway"]:
+        same = "the same" if summary["gateway_gives_same_tokens"] else "NOT the same"
+        console.print(
+            f"[bold]{'gateway':<16}[/] {told['clients']} streams of OpenAI's client at once, half of the "
+            f"base model, half of the adapter: {told['tokens_per_second']:.0f} tokens a second, the first "
+            f"after {told['first_token_seconds']:.2f} s; {same} tokens as above",
+            soft_wrap=True,
+        )
     console.print()
     for label, text in privacy_lines(summary["masking"]):
         console.print(f"[bold]{label:<16}[/] {escape(text)}", soft_wrap=True)
     console.print(
-        f"\nadapter, summary.json, loss.png and the executors' logs are in {escape(str(output))}; "
+        f"\nadapter, summary.json, loss.png and the logs are in {escape(str(output))}; "
         f"{summary['seconds']:.0f} s in all",
         soft_wrap=True,
     )

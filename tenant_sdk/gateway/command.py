@@ -65,7 +65,7 @@ def serve(
     ] = "float32",
     max_sequences: Annotated[int, _option(_SERVER, "Computed in one step.", min=1)] = 32,
     max_waiting: Annotated[
-        int, _option(_SERVER, "Requests that may wait; more are told to come back (429).", min=0)
+        int, _option(_SERVER, "Sequences that may wait; more are told to come back (429).", min=0)
     ] = 64,
     kv_memory_gib: Annotated[
         float, _option(_MODEL, "Memory for keys and values of all sequences.", metavar="GIB")
@@ -95,7 +95,10 @@ def serve(
             metavar="prompt-lookup|FOLDER",
         ),
     ] = None,
-    draft_tokens: Annotated[int, _option(_MODEL, "Guessed at once.", min=1, max=16)] = 4,
+    draft_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        _option(_MODEL, "Guessed at once. Default: 4.", min=1, max=16),
+    ] = None,
     ready_file: Annotated[
         Optional[Path],  # noqa: UP045
         _option(_SERVER, "File that gets the URL when requests are answered."),

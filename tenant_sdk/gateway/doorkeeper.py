@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from shared.errors import (
     ConnectError,
     ConnectionLost,
@@ -55,7 +57,9 @@ class Failure(enum.StrEnum):
         """The kind of an error that a session raised."""
         if isinstance(error, (VerificationError, ModelMismatch, WireError)):
             return cls.WRONG
-        if isinstance(error, (ConnectionLost, ConnectError, RequestTimeout, RequestRefused)):
+        if isinstance(error, RequestRefused):
+            return cls.AWAY if error.retry_after is not None else cls.HERE
+        if isinstance(error, (ConnectionLost, ConnectError, RequestTimeout)):
             return cls.AWAY
         return cls.HERE
 
@@ -75,9 +79,25 @@ def told(failure: str, message: str, retry_after: int) -> Refusal:
     return Refusal(500, "server_error", message or "the gateway failed; its log says why")
 
 
+class _Asked(msgspec.Struct):
+    prompt: Any = None
+    n: Any = 1
+
+
+def sequences(body: bytes) -> int:
+    """How many a request asks for at once: ``n`` answers to each prompt; 1 if it makes no sense."""
+    try:
+        asked = msgspec.json.decode(body, type=_Asked)
+    except (msgspec.DecodeError, RecursionError):
+        return 1
+    prompts = asked.prompt if isinstance(asked.prompt, list) else []
+    count = len(prompts) if any(isinstance(each, (str, list)) for each in prompts) else 1
+    return count * max(1, asked.n) if isinstance(asked.n, int) else count
+
+
 @dataclass
 class Queue:
-    """How many requests are under way, and when to come back when there are too many.
+    """How many sequences are under way, and when to come back when there are too many.
 
     Args:
         most: under way at once, computed or waiting.
@@ -88,22 +108,26 @@ class Queue:
     refused: int = 0
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def enter(self) -> Refusal | None:
-        """One more, or why not; who entered leaves."""
-        if self.under_way < self.most:
-            self.under_way += 1
+    def enter(self, count: int = 1) -> Refusal | None:
+        """So many more, or why not; who entered leaves."""
+        if count > self.most:
+            why = f"it asks for {count} sequences at once, and this gateway takes {self.most}; ask for less"
+            return Refusal(400, "invalid_request_error", why)
+        if self.under_way + count <= self.most:
+            self.under_way += count
             return None
         self.refused += 1
         return Refusal(
             429,
             "overloaded",
-            f"{self.under_way} requests are under way or wait, as many as this gateway takes; try again",
+            f"{self.under_way} sequences are under way or wait, of {self.most} that this gateway takes; "
+            "try again",
             self.retry_after,
         )
 
-    def leave(self, seconds: float) -> None:
-        """One that entered is done after so many seconds."""
-        self.under_way -= 1
+    def leave(self, count: int, seconds: float) -> None:
+        """Who entered with so many is done after so many seconds."""
+        self.under_way -= count
         self._seconds.append(seconds)
 
     @property

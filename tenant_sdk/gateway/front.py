@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
+from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, sequences, told
 from tenant_sdk.gateway.status import Status
 
 Message = MutableMapping[str, Any]
@@ -16,6 +17,8 @@ Receive = Callable[[], Awaitable[Message]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
+BODY_BYTES = 32 << 20
+BODY_SECONDS = 60.0
 OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 _ERROR = b'data: {"error"'  # an event of a stream
 
@@ -55,15 +58,22 @@ class Front:
             return await _refuse(send, Refusal(404, "not_found_error", "there is no such path"))
         if path not in OPEN and (refusal := self._door.refusal(scope["headers"])):
             return await _refuse(send, refusal)
+        body = await _body(receive)
+        if body is None:
+            return None
+        if isinstance(body, Refusal):
+            return await _refuse(send, body)
+        receive = _again(body, receive)
         if path not in GENERATES:
             return await self._application(scope, receive, send)
-        if refusal := self._queue.enter():
+        count = sequences(body)
+        if refusal := self._queue.enter(count):
             return await _refuse(send, refusal)
         entered = self._clock()
         try:
             await self._application(scope, receive, self._explained(send, entered))
         finally:
-            self._queue.leave(self._clock() - entered)
+            self._queue.leave(count, self._clock() - entered)
 
     def _explained(self, send: Send, since: float) -> Send:
         """``send``, for which a failure of a step is what ``told`` makes of it."""
@@ -87,6 +97,36 @@ class Front:
         if status.failed_at < since:  # whatever it was, no step failed
             return told("", "", 0)
         return told(status.failure, status.error, self._retry_after)
+
+
+async def _body(receive: Receive) -> bytes | Refusal | None:
+    """A request's, whole; None: its client hung up."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                if len(body) > BODY_BYTES:
+                    return Refusal(413, "invalid_request_error", f"a request has {BODY_BYTES} bytes at most")
+                if not message.get("more_body"):
+                    return bytes(body)
+    except TimeoutError:
+        return Refusal(408, "invalid_request_error", f"the request did not come within {BODY_SECONDS:g} s")
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """``receive`` as if nobody had asked for the body yet."""
+    first: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+    async def once_more() -> Message:
+        nonlocal first
+        message, first = first, None
+        return message or await receive()
+
+    return once_more
 
 
 async def _refuse(send: Send, refusal: Refusal) -> None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import RANKS, largest_rank
 from tenant_sdk.gateway.doorkeeper import LOOPBACK, Door, Queue
 from tenant_sdk.gateway.folder import METHOD, write_folder
+from tenant_sdk.gateway.status import Status
 
 if TYPE_CHECKING:
     from tenant_sdk.config import SessionConfig
@@ -29,6 +30,8 @@ DAY = 86_400  # seconds
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 ADAPTERS_IN_MEMORY = 128  # read from their copies again beyond that
 LOOKUP = "prompt-lookup"
+DTYPES = ("float32", "bfloat16", "float16")
+DRAFT_TOKENS = 4
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
 
 
@@ -41,13 +44,14 @@ class GatewayOptions:
         context: tokens of a sequence at most; None: as many as the model takes.
         dtype: of embeddings, activations, keys and values.
         max_sequences: computed in one step.
-        max_waiting: requests that may wait beside them.
+        max_waiting: sequences that may wait beside them.
         kv_memory_gib: for keys and values of all sequences.
         max_adapters: different ones in one step.
         max_rank: None: of the adapters that are there at the start.
         chat_template: Jinja file; None: the tokenizer's.
         prefix_cache: keep what was computed of prompts' beginnings; it shows which prompts begin alike.
         speculate: ``prompt-lookup``, the folder of a draft model, or empty.
+        draft_tokens: guessed at once; None: ``DRAFT_TOKENS``.
         ready_file: where its URL is written once it answers.
     """
 
@@ -66,7 +70,7 @@ class GatewayOptions:
     max_rank: int | None = None
     prefix_cache: bool = False
     speculate: str = ""
-    draft_tokens: int = 4
+    draft_tokens: int | None = None
     chat_template: Path | None = None
     ready_file: Path | None = None
 
@@ -84,6 +88,14 @@ class GatewayOptions:
             raise ConfigurationError(f"there is no such folder: {self.adapters}; make it, it may be empty")
         if self.max_rank is not None and self.max_rank not in RANKS:
             raise ConfigurationError(f"--max-rank is one of {', '.join(map(str, RANKS))}")
+        if self.max_rank is not None and self.adapters is None:
+            raise ConfigurationError("--max-rank is for adapters: give --adapters too")
+        if self.draft_tokens is not None and not self.speculate:
+            raise ConfigurationError("--draft-tokens is for --speculate: give that too")
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"--dtype is one of {', '.join(DTYPES)}")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ConfigurationError(f"--chat-template: there is no such file: {self.chat_template}")
         if not 0 < self.kv_memory_gib < math.inf:
             raise ConfigurationError("--kv-memory-gib is more than 0")
         if self.speculate not in ("", LOOKUP) and not (Path(self.speculate) / "config.json").is_file():
@@ -253,7 +265,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
             "max-lora-rank": endpoints.serving.most_rank,
         }
     if options.speculate:
-        drafted: dict[str, Any] = {"num_speculative_tokens": options.draft_tokens}
+        drafted: dict[str, Any] = {"num_speculative_tokens": options.draft_tokens or DRAFT_TOKENS}
         if options.speculate == LOOKUP:
             drafted |= {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": 2}
         else:
@@ -281,9 +293,20 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     from vllm.plugins import load_endpoint_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from tenant_sdk.gateway import endpoints
+
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
         # vLLM would go on without, and so without a door.
         raise ConfigurationError("vLLM does not find this package's plugins; install it in this environment")
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
-    uvloop.run(run_server(parsed))
+    serving = endpoints.serving
+    assert serving is not None  # noqa: S101 - by _prepare
+    try:
+        uvloop.run(run_server(parsed))
+    except RuntimeError as error:
+        if why := Status.read(serving.folder).error:  # the worker's, in a sentence
+            raise ConfigurationError(why) from error
+        raise
+    if any(process.exitcode not in (0, -signal.SIGTERM) for process in serving.processes):
+        raise SymbiosisError("vLLM's engine ended by itself; what it said last is above")

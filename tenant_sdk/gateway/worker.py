@@ -53,13 +53,17 @@ class Worker(Base):  # type: ignore[misc]
         if current_platform.is_cpu():
             name = "tenant_sdk.gateway.segmented.SegmentedLora"
             type(current_platform).get_punica_wrapper = classmethod(lambda _: name)
-        super().load_model(*arguments, **options)
+        try:
+            super().load_model(*arguments, **options)
+            self.vllm_config.quant_config.check_complete()
+        except SymbiosisError as error:
+            Status(error=in_options(str(error), NAMES)).write(Path(self.vllm_config.model_config.model))
+            raise
         if current_platform.is_cpu():
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 
             multiply_meanwhile(self.model_runner.model)
         config = self.vllm_config
-        config.quant_config.check_complete()
         self._folder, self._status = Path(config.model_config.model), Status()
         self._telling = threading.Lock()
         speculation = config.speculative_config

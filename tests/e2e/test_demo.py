@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+GATEWAY = ROOT / ".venv-gateway" / "bin" / "python"
 SMALL = ("--steps", "3", "--batch-size", "8", "--sequence-length", "64", "--new-tokens", "8")
 
 
@@ -23,8 +24,11 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def test_the_demo_and_its_failure(tmp_path: Path) -> None:
-    well = start("--output", tmp_path / "well", *SMALL)
-    fails = start("--output", tmp_path / "fails", "--base-model", tmp_path / "no-model", *SMALL)
+    alone = [] if GATEWAY.exists() else ["--no-gateway"]
+    well = start("--output", tmp_path / "well", *SMALL, *alone)
+    fails = start(
+        "--output", tmp_path / "fails", "--base-model", tmp_path / "no-model", "--no-gateway", *SMALL
+    )
 
     out, _ = fails.communicate(timeout=300)
     assert fails.returncode == 1
@@ -45,7 +49,8 @@ def test_the_demo_and_its_failure(tmp_path: Path) -> None:
     ):
         assert promise in out
     files = {path.name for path in (tmp_path / "well").iterdir()}
-    assert files == {"adapter", "provider.log", "mask_source.log", "loss.png", "summary.json"}
+    logs = {"provider.log", "mask_source.log", *([] if alone else ["gateway.log"])}
+    assert files == {"adapter", "loss.png", "summary.json", *logs}
     summary = json.loads((tmp_path / "well" / "summary.json").read_text())
     remote, local = summary["executor"], summary["local"]
     assert len(remote["losses"]) == len(local["losses"]) == 3
@@ -66,7 +71,14 @@ def test_the_demo_and_its_failure(tmp_path: Path) -> None:
     assert (tmp_path / "well" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "well" / "adapter" / "adapter_model.safetensors").is_file()
 
-    shared = start("--output", tmp_path / "shared", "--workers", "2", *SMALL)
+    if not alone:
+        told = summary["gateway"]
+        assert told["clients"] == 8
+        assert told["same_for_all_clients"]
+        assert summary["gateway_gives_same_tokens"]
+        assert told["tokens"]["base_model"] == remote["text_before"]
+
+    shared = start("--output", tmp_path / "shared", "--workers", "2", "--no-gateway", *SMALL)
     out, _ = shared.communicate(timeout=300)
     assert shared.returncode == 0, out
     one, other = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("well", "shared"))

@@ -18,7 +18,8 @@ from shared.errors import (
     SymbiosisError,
     VerificationError,
 )
-from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, told
+from tenant_sdk.gateway import front as in_front
+from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, sequences, told
 from tenant_sdk.gateway.front import Front
 from tenant_sdk.gateway.serving import GatewayOptions
 from tenant_sdk.gateway.status import Status
@@ -88,11 +89,48 @@ def test_a_queue_has_an_end() -> None:
     refusal = queue.enter()
     assert refusal is not None
     assert (refusal.status, refusal.retry_after, queue.refused) == (429, 1, 1)
-    queue.leave(9.0)
+    queue.leave(1, 9.0)
     assert queue.enter() is None
     refusal = queue.enter()
     assert refusal is not None
     assert refusal.retry_after == 5  # two of them, of nine seconds each
+
+
+def test_a_queue_counts_sequences() -> None:
+    queue = Queue(4)
+    assert queue.enter(3) is None
+    refusal = queue.enter(2)
+    assert refusal is not None
+    assert refusal.status == 429
+    assert queue.enter(1) is None
+    queue.leave(3, 1.0)
+    assert queue.enter(2) is None
+    refusal = queue.enter(5)  # never, however long it waits
+    assert refusal is not None
+    assert (refusal.status, refusal.retry_after) == (400, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"prompt": "one"}, 1),
+        ({"prompt": ["one", "two"]}, 2),
+        ({"prompt": ["one", "two"], "n": 3}, 6),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": [[1, 2], [3]], "n": None}, 2),
+        ({"prompt": [], "n": -5}, 1),
+        ({"messages": [{"role": "user"}], "n": 4}, 4),
+        ({"n": 10**30}, 10**30),
+        ([], 1),
+    ],
+)
+def test_sequences_of_a_request(body: Any, count: int) -> None:
+    assert sequences(json.dumps(body).encode()) == count
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b"[" * 100_000, b'{"n": 1' + b"0" * 5000 + b"}"])
+def test_what_makes_no_sense_is_one(body: bytes) -> None:
+    assert sequences(body) == 1
 
 
 @pytest.mark.parametrize(
@@ -191,9 +229,58 @@ def test_who_fails_leaves_the_queue(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_is_429_but_not_for_other_paths(tmp_path: Path) -> None:
-    there = front(answering(200, b"yes"), tmp_path, most=0)
+    queue = Queue(1, under_way=1)
+    there = Front(answering(200, b"yes"), door=Door(), queue=queue, folder=tmp_path, retry_after=3)
     assert run(there)[0]["status"] == 429
     assert run(there, "/v1/models")[0]["status"] == 200
+
+
+def received(*messages: Any, folder: Path) -> tuple[Sent, list[Any]]:
+    """What a client that sends this is sent, and what came through."""
+    sent, came, waiting = Sent(), [], list(messages)
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        came.extend([await receive(), await receive()])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    async def receive() -> Any:
+        if not waiting:
+            await asyncio.sleep(60.0)
+        return waiting.pop(0)
+
+    scope = {"type": "http", "path": "/v1/completions", "headers": host("localhost")}
+    asyncio.run(front(application, folder, most=4)(scope, receive, send))
+    return sent, came
+
+
+def part(body: bytes, more: bool) -> Any:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_comes_through_whole(tmp_path: Path) -> None:
+    gone = {"type": "http.disconnect"}
+    sent, came = received(part(b'{"n"', True), part(b": 2}", False), gone, folder=tmp_path)
+    assert sent[0]["status"] == 200
+    assert came == [part(b'{"n": 2}', False), gone]
+
+
+def test_who_hangs_up_while_sending_reaches_nothing(tmp_path: Path) -> None:
+    assert received(part(b"{", True), {"type": "http.disconnect"}, folder=tmp_path) == ([], [])
+
+
+def test_a_body_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_front, "BODY_BYTES", 8)
+    sent, came = received(part(b"12345", True), part(b"6789", True), folder=tmp_path)
+    assert (sent[0]["status"], came) == (413, [])
+
+
+def test_a_slow_body_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_front, "BODY_SECONDS", 0.01)
+    sent, came = received(part(b"12345", True), folder=tmp_path)
+    assert (sent[0]["status"], came) == (408, [])
 
 
 def test_who_is_not_let_in_reaches_nothing(tmp_path: Path) -> None:
@@ -234,6 +321,10 @@ def test_no_status_yet(tmp_path: Path) -> None:
         ({"adapters": Path("/nowhere")}, "no such folder"),
         ({"speculate": "magic"}, "prompt-lookup"),
         ({"kv_memory_gib": 0.0}, "more than 0"),
+        ({"max_rank": 8}, "give --adapters"),
+        ({"draft_tokens": 2}, "give that too"),
+        ({"dtype": "int8"}, "float32, bfloat16"),
+        ({"chat_template": Path("/nowhere.jinja")}, "no such file"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,122 @@
+"""The demo's last part: the adapter that was just trained, served by the gateway to OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+
+PYTHON = Path(__file__).resolve().parents[1] / ".venv-gateway" / "bin" / "python"
+ADAPTER = "clinic"
+CLIENTS = 8  # at once
+SECONDS = 240  # to start
+
+
+class Party(NamedTuple):
+    """An executor, as the command line of ``symbiosis-tenant`` has it."""
+
+    url: str
+    ca: Path
+    token: str
+
+
+class Answer(NamedTuple):
+    """What one client was told, and when each token came, in seconds since it asked."""
+
+    tokens: list[int]
+    text: str
+    times: list[float]
+
+
+@contextmanager
+def gateway(
+    base_model: str, adapter: Path, privacy: str, parties: Sequence[Party], log: Path
+) -> Iterator[str]:
+    """``symbiosis-tenant serve`` on this machine until the block ends; its URL."""
+    provider, *sources = parties
+    with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary, log.open("wb") as output:
+        folder = Path(temporary)
+        shutil.copytree(adapter, folder / "adapters" / ADAPTER)
+        command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--name", base_model, "--port", free_port()]
+        command += ["--adapters", folder / "adapters", "--ready-file", folder / "url"]
+        command += ["--privacy", privacy, "--provider", provider.url, "--ca", provider.ca]
+        command += ["--token-env", "TOKEN_0"]
+        for at, source in enumerate(sources, 1):
+            command += ["--mask-source", source.url, "--mask-source-ca", source.ca]
+            command += ["--mask-source-token-env", f"TOKEN_{at}"]
+        for sign in ("host", "address", "machine") if sources else ():
+            command += ["--allow-same", sign]
+        tokens = {f"TOKEN_{at}": party.token for at, party in enumerate(parties)}
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=output, env={**os.environ, **tokens}
+        )
+        try:
+            deadline = time.monotonic() + SECONDS
+            while not (folder / "url").exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError("the gateway did not start")
+                time.sleep(0.05)
+            yield (folder / "url").read_text()
+            process.terminate()
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    """Of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ask(url: str, models: Sequence[str], prompt: str, new_tokens: int) -> dict[str, Any]:
+    """A client for each of these models, all at once: what the first of each model was told, and how fast."""
+    began = time.perf_counter()
+    answers = asyncio.run(_ask_all(url, models, prompt, new_tokens))
+    seconds = time.perf_counter() - began
+    firsts = sorted(each.times[0] for each in answers)
+    return {
+        "clients": len(answers),
+        "tokens_per_second": sum(len(each.tokens) for each in answers) / seconds,
+        "first_token_seconds": firsts[len(firsts) // 2],
+        "tokens": {model: each.tokens for model, each in zip(models, answers, strict=True)},
+        "text": {model: each.text for model, each in zip(models, answers, strict=True)},
+        "same_for_all_clients": len({(m, tuple(a.tokens)) for m, a in zip(models, answers, strict=True)})
+        == len(set(models)),
+    }
+
+
+async def _ask_all(url: str, models: Sequence[str], prompt: str, new_tokens: int) -> list[Answer]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        return await asyncio.gather(*(_ask(client, model, prompt, new_tokens) for model in models))
+
+
+async def _ask(client: openai.AsyncOpenAI, model: str, prompt: str, new_tokens: int) -> Answer:
+    """The most likely continuation, streamed."""
+    began, tokens, text, times = time.perf_counter(), list[int](), "", list[float]()
+    stream = await client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=new_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"return_token_ids": True},
+    )
+    async for event in stream:
+        for choice in event.choices:
+            tokens += choice.model_extra.get("token_ids") or []
+            text += choice.text
+            times.append(time.perf_counter() - began)
+    return Answer(tokens, text, times)
