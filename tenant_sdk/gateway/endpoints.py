@@ -28,7 +28,6 @@ from tenant_sdk.gateway.status import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from multiprocessing.process import BaseProcess
 
     from prometheus_client.core import Metric
     from starlette.datastructures import State
@@ -91,7 +90,7 @@ class Gateway:
     ready_file: Path | None = None
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
-    processes: list[BaseProcess] = field(default_factory=list)  # vLLM's engine
+    engine: Any = None  # vLLM's manager of its process
     samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
 
@@ -136,7 +135,7 @@ class Endpoints:
         """Serve what lies in the folder of adapters, and look at it from now on."""
         assert engine_client is not None  # noqa: S101 - required_tasks says so
         self._engine, self._models = engine_client, state.openai_serving_models
-        self._gateway.processes = engine_client.engine_core.resources.engine_manager.processes
+        self._gateway.engine = engine_client.engine_core.resources.engine_manager
         if self._gateway.adapters is not None:
             await self._look(self._gateway.adapters)
             self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))

@@ -308,5 +308,5 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
         if why := Status.read(serving.folder).error:  # the worker's, in a sentence
             raise ConfigurationError(why) from error
         raise
-    if any(process.exitcode not in (0, -signal.SIGTERM) for process in serving.processes):
+    if serving.engine.failed_proc_name is not None:
         raise SymbiosisError("vLLM's engine ended by itself; what it said last is above")

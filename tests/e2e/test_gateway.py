@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -442,15 +444,17 @@ def test_the_provider_dies_and_comes_back(
         time.sleep(0.1)
 
 
-def test_guessed_tokens_are_the_same_and_rows_constant(
+def test_guessed_tokens_are_the_same_and_rows_constant_and_it_ends_when_asked(
     start: Start, masks: Executor, model: Path, tmp_path: Path
 ) -> None:
     """Prompt lookup finds much in a text that repeats itself, and nothing elsewhere."""
     provider = start(model, "--numerics", NUMERICS)
     words = AutoTokenizer.from_pretrained(model)
     options = ("--speculate", "prompt-lookup", "--draft-tokens", 3)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
     with (
-        gateway(provider, masks, tmp_path / "guessing", *options) as it,
+        gateway(provider, masks, tmp_path / "guessing", *options, TMPDIR=str(folder)) as it,
         openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         whole, taken = local(model), list[int]()
@@ -470,7 +474,12 @@ def test_guessed_tokens_are_the_same_and_rows_constant(
             # One step read what was not read before; each other had one row and three guesses.
             assert 0 < rows - 4 * (steps - 1) <= ids["input_ids"].shape[1]
             taken.append(steps)
-    assert taken[0] < taken[1]  # how many there are depends on the text
+        assert taken[0] < taken[1]  # how many there are depends on the text
+
+        assert list(folder.glob("symbiosis-gateway-*"))
+        it.process.terminate()
+        assert it.process.wait(30) == 0
+        assert not list(folder.glob("symbiosis-gateway-*"))
 
 
 def counted(provider: Executor, groups: int) -> tuple[int, int]:
@@ -485,12 +494,14 @@ def counted(provider: Executor, groups: int) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
-def test_it_ends_when_asked(start: Start, masks: Executor, model: Path, tmp_path: Path) -> None:
-    provider = start(model, "--numerics", NUMERICS)
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    with gateway(provider, masks, tmp_path / "ending", TMPDIR=str(folder)) as it:
-        assert list(folder.glob("symbiosis-gateway-*"))
-        it.process.terminate()
-        assert it.process.wait(30) == 0
-    assert not list(folder.glob("symbiosis-gateway-*"))
+def test_an_engine_that_dies_ends_the_gateway(running: RunningGateway) -> None:
+    """With a status that has it started again; the last test here, for it ends what all others ask."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(running.process.pid), "-f", "EngineCore"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    os.kill(int(found.stdout), signal.SIGKILL)
+    assert running.process.wait(60) == 1
+    assert "vLLM's engine ended by itself" in running.said
