@@ -30,7 +30,7 @@ from shared.errors import (
     peer_text,
 )
 from shared.forks import Home
-from shared.wire.header import Header, Operation
+from shared.wire.header import Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
 from shared.wire.websocket import Incoming
@@ -41,9 +41,10 @@ Entropy = Callable[[int], bytes]
 class Pending:
     """A request under way; ``Channel.wait`` turns it into its answer."""
 
-    __slots__ = ("answer", "done", "error", "event", "leads", "waited")
+    __slots__ = ("answer", "done", "error", "event", "leads", "pressing", "waited")
 
     def __init__(self) -> None:
+        self.pressing = False  # somebody waits for what it is for
         self.event: threading.Event | None = None  # made only if another thread leads
         self.answer: Incoming | None = None
         self.error: SymbiosisError | None = None
@@ -106,6 +107,7 @@ class Channel(abc.ABC):
             except BaseException:
                 self._protocol.answered(header.request_id)
                 raise
+            pending.pressing = header.request_class in (RequestClass.DECODE, RequestClass.PREFILL)
             self._pending[header.request_id] = pending
             if self._leading:  # it may be asleep until something arrives
                 self._wake_leader()

@@ -20,14 +20,14 @@ class QuickPoll:
         self._poll, self._seconds, self._quick = select.poll(), seconds, False
         self.register = self._poll.register
 
-    def poll(self, seconds: float) -> list[tuple[int, int]]:
-        """As ``select.poll``, but in seconds."""
+    def poll(self, seconds: float, *, awake: bool = True) -> list[tuple[int, int]]:
+        """As ``select.poll``, but in seconds; asleep from the start unless ``awake``."""
         began = now = time.monotonic()
         ready: list[tuple[int, int]] = []
-        while self._quick and not ready and now < began + self._seconds:
+        awake = awake and self._quick
+        while awake and not ready and now < began + self._seconds:
             ready, now = self._poll.poll(0), time.monotonic()
         if not ready:
-            asked = self._quick
             ready, now = self._poll.poll(max(0.0, began + seconds - now) * 1000), time.monotonic()
-            self._quick = not asked and now < began + 2 * self._seconds
+            self._quick = not awake and now < began + 2 * self._seconds
         return ready

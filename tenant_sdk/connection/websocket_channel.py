@@ -120,7 +120,7 @@ class WebsocketChannel(Channel):
             if left <= 0:
                 raise self._no_progress()
             # What TLS has decrypted already does not wake poll().
-            if not self._sock.pending() and self._sleep(blocked, left):
+            if not self._sock.pending() and self._sleep(blocked, left, pending.pressing):
                 last_progress = time.monotonic()
             before = self._reader.progress
             self._read()
@@ -128,13 +128,13 @@ class WebsocketChannel(Channel):
             if self._reader.progress != before:
                 last_progress = time.monotonic()
 
-    def _sleep(self, blocked: bool, seconds: float) -> bool:
+    def _sleep(self, blocked: bool, seconds: float, pressing: bool) -> bool:
         """Until there is something to read or, if writing is blocked, to write; True for the latter."""
         events = select.POLLIN | (select.POLLOUT if blocked else 0)
         if events != self._events:
             self._poll.register(self._sock, events)
             self._events = events
-        ready = self._poll.poll(seconds)
+        ready = self._poll.poll(seconds, awake=pressing)
         if not ready:
             raise self._no_progress()
         for descriptor, _ in ready:

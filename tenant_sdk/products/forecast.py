@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from shared.wire.header import Direction
 
+FILL_BATCHES = 4  # in an order that nobody waits for
+
 
 class Kind(NamedTuple):
     """Requests whose masks and effects are interchangeable, row by row."""
@@ -67,9 +69,8 @@ class Forecast:
             if stock.get(kind, 0) < max(rows, batch):
                 return Order(kind, max(rows, batch))
         least = min(coming, key=lambda kind: stock.get(kind, 0))
-        if fill and (stock.get(least, 0) + batch) * round_bytes <= budget_bytes:
-            return Order(least, batch)
-        return None
+        room = budget_bytes // round_bytes - stock.get(least, 0)
+        return Order(least, min(room, FILL_BATCHES * batch)) if fill and room >= batch else None
 
     def round(self) -> dict[Kind, int]:
         """The kinds to come before the first comes again, nearest first, with their rows."""

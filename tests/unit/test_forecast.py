@@ -73,8 +73,8 @@ def test_at_rest_as_many_rounds_as_the_budget_takes() -> None:
         order := made.next_order(stock, budget_bytes=1000, row_bytes=lambda _: 10, batch_rows=8, fill=True)
     ) is not None:
         stock[order.kind] = stock.get(order.kind, 0) + order.rows
-        assert abs(stock.get(A, 0) - stock.get(B, 0)) <= 8  # all kinds alike
-    assert stock == {A: 48, B: 48}
+        assert abs(stock.get(A, 0) - stock.get(B, 0)) <= 32  # all kinds alike
+    assert stock == {A: 50, B: 50}
 
 
 def test_a_new_habit_replaces_the_old() -> None:

@@ -64,6 +64,14 @@ def test_a_late_answer_is_slept_for_and_the_next_one_too(system: Poll) -> None:
     assert waits(system, QuickPoll(QUICK), 5e-4, 5e-4, 0.1, 5e-4, 5e-4) == [1, 0, 1, 1, 0]
 
 
+def test_what_nobody_waits_for_is_slept_for(system: Poll) -> None:
+    poll = QuickPoll(QUICK)
+    waits(system, poll, 5e-4, 5e-4)
+    slept = system.asleep
+    assert poll.poll(10.0, awake=False)
+    assert system.asleep == slept + 1
+
+
 def test_nothing_comes(system: Poll) -> None:
     poll = QuickPoll(QUICK)
     waits(system, poll, 5e-4)
