@@ -48,7 +48,7 @@ $(GATEWAY)/.project: $(GATEWAY)/.installed $(shell find $(SOURCES) -name '*.py' 
 	@rm -rf out/gateway-source
 	@touch $@
 
-demo: install gateway ## fine-tune on private notes through an executor, compare, serve the adapter
+demo: install $(if $(findstring --no-gateway,$(ARGS)),,gateway) ## fine-tune on private notes through an executor, compare, serve the adapter
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: install ## run the tests

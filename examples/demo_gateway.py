@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -58,7 +59,11 @@ def gateway(
             command += ["--allow-same", sign]
         tokens = {f"TOKEN_{at}": party.token for at, party in enumerate(parties)}
         process = subprocess.Popen(
-            list(map(str, command)), stdout=output, stderr=output, env={**os.environ, **tokens}
+            list(map(str, command)),
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **tokens},
+            start_new_session=True,
         )
         try:
             deadline = time.monotonic() + SECONDS
@@ -67,11 +72,13 @@ def gateway(
                     raise RuntimeError("the gateway did not start")
                 time.sleep(0.05)
             yield (folder / "url").read_text()
-            process.terminate()
-            process.wait(60)
         finally:
-            process.kill()
-            process.wait()
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine too
+                process.wait()
 
 
 def free_port() -> int:

@@ -20,9 +20,10 @@ from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
 from tenant_sdk.parties import Replicated
+from tenant_sdk.products.bank_masks import BankMasks
 from tenant_sdk.products.fingerprints import StoredFingerprints
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
-from tenant_sdk.products.masks import BankMasks, Masks, NoMasks, OneTimeMasks
+from tenant_sdk.products.masks import Masks, NoMasks, OneTimeMasks
 from tenant_sdk.products.noise_bank import NoiseBank, NoiseBankOptions
 from tenant_sdk.products.products import PlainProducts, Products, padded
 from tenant_sdk.products.ring_products import RingProducts

@@ -114,13 +114,15 @@ class WebsocketChannel(Channel):
 
     def _lead(self, pending: Pending) -> None:
         last_progress = time.monotonic()
+        awake_until = last_progress + SPIN_SECONDS if pending.pressing else 0.0
         while not pending.done:
             blocked = self._send()
-            left = last_progress + self.timeout - time.monotonic()
+            now = time.monotonic()
+            left = last_progress + self.timeout - now
             if left <= 0:
                 raise self._no_progress()
             # What TLS has decrypted already does not wake poll().
-            if not self._sock.pending() and self._sleep(blocked, left, pending.pressing):
+            if not self._sock.pending() and self._sleep(blocked, left, now < awake_until):
                 last_progress = time.monotonic()
             before = self._reader.progress
             self._read()
@@ -128,13 +130,13 @@ class WebsocketChannel(Channel):
             if self._reader.progress != before:
                 last_progress = time.monotonic()
 
-    def _sleep(self, blocked: bool, seconds: float, pressing: bool) -> bool:
+    def _sleep(self, blocked: bool, seconds: float, awake: bool) -> bool:
         """Until there is something to read or, if writing is blocked, to write; True for the latter."""
         events = select.POLLIN | (select.POLLOUT if blocked else 0)
         if events != self._events:
             self._poll.register(self._sock, events)
             self._events = events
-        ready = self._poll.poll(seconds, awake=pressing)
+        ready = self._poll.poll(seconds, awake=awake)
         if not ready:
             raise self._no_progress()
         for descriptor, _ in ready:

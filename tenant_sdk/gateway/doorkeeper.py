@@ -81,18 +81,21 @@ def told(failure: str, message: str, retry_after: int) -> Refusal:
 
 class _Asked(msgspec.Struct):
     prompt: Any = None
-    n: Any = 1
+    n: int | None = None
 
 
-def sequences(body: bytes) -> int:
-    """How many a request asks for at once: ``n`` answers to each prompt; 1 if it makes no sense."""
+def sequences(body: bytes) -> int | Refusal:
+    """How many a request asks for at once: ``n`` answers to each prompt.
+
+    What is not JSON to the letter is refused: whoever is behind might read something else in it.
+    """
     try:
         asked = msgspec.json.decode(body, type=_Asked)
-    except (msgspec.DecodeError, RecursionError):
-        return 1
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Refusal(400, "invalid_request_error", f"the body is not as it should be: {error}")
     prompts = asked.prompt if isinstance(asked.prompt, list) else []
     count = len(prompts) if any(isinstance(each, (str, list)) for each in prompts) else 1
-    return count * max(1, asked.n) if isinstance(asked.n, int) else count
+    return count * max(1, asked.n or 1)
 
 
 @dataclass
@@ -105,16 +108,25 @@ class Queue:
 
     most: int
     under_way: int = 0
+    requests: int = 0
     refused: int = 0
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def enter(self, count: int = 1) -> Refusal | None:
-        """So many more, or why not; who entered leaves."""
+    def enter(self) -> Refusal | None:
+        """A request, as of one sequence, or why not; who entered leaves."""
+        return self._take(1, 1)
+
+    def widen(self, count: int) -> Refusal | None:
+        """It is of so many, or why not; it leaves all the same, with one."""
         if count > self.most:
             why = f"it asks for {count} sequences at once, and this gateway takes {self.most}; ask for less"
             return Refusal(400, "invalid_request_error", why)
+        return self._take(count - 1, 0)
+
+    def _take(self, count: int, requests: int) -> Refusal | None:
         if self.under_way + count <= self.most:
             self.under_way += count
+            self.requests += requests
             return None
         self.refused += 1
         return Refusal(
@@ -128,6 +140,7 @@ class Queue:
     def leave(self, count: int, seconds: float) -> None:
         """Who entered with so many is done after so many seconds."""
         self.under_way -= count
+        self.requests -= 1
         self._seconds.append(seconds)
 
     @property
@@ -136,7 +149,7 @@ class Queue:
         if not self._seconds:
             return 1
         mean = sum(self._seconds) / len(self._seconds)
-        return max(1, math.ceil(mean / max(1, self.under_way)))
+        return max(1, math.ceil(mean / max(1, self.requests)))
 
 
 def _host(name: str) -> str:

@@ -90,8 +90,16 @@ class Gateway:
     ready_file: Path | None = None
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
-    engine: Any = None  # vLLM's manager of its process
+    engine: Any = None  # vLLM's client of it
     samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+    @property
+    def engine_died(self) -> bool:
+        """Whether vLLM's engine ended before it was asked to."""
+        if self.engine.engine_core.resources.engine_manager.failed_proc_name is not None:
+            return True
+        handler = self.engine.output_handler  # ends by itself only when the engine does
+        return handler is not None and handler.done() and not handler.cancelled()
 
 
 serving: Gateway | None = None
@@ -135,7 +143,7 @@ class Endpoints:
         """Serve what lies in the folder of adapters, and look at it from now on."""
         assert engine_client is not None  # noqa: S101 - required_tasks says so
         self._engine, self._models = engine_client, state.openai_serving_models
-        self._gateway.engine = engine_client.engine_core.resources.engine_manager
+        self._gateway.engine = engine_client
         if self._gateway.adapters is not None:
             await self._look(self._gateway.adapters)
             self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))
@@ -314,7 +322,7 @@ class Endpoints:
                     found[_SHOWN[sample.name]] += sample.value
         with suppress(OSError, msgspec.DecodeError):
             status = Status.read(self._gateway.folder)
-            names = ("steps", "sequences", "products", "rows", "effect_rows", "seconds_waiting")
+            names = ("steps", "sequences", "products", "rows", "rows_ahead", "seconds_waiting")
             found |= {name: float(getattr(status, name)) for name in names}
         return found
 
@@ -347,7 +355,7 @@ def _rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
         "steps": steps / seconds,
         "round_trips": since.get("products", 0.0) / seconds,
         "milliseconds": 1e3 * since.get("seconds_waiting", 0.0) / max(1.0, since.get("products", 0.0)),
-        "masks_ahead": max(0.0, now.get("effect_rows", 0.0) - now.get("rows", 0.0)),
+        "masks_ahead": now.get("rows_ahead", 0.0),
         "waiting": now["waiting"],
         "running": now["running"],
         "kv_used": now["kv_used"],
@@ -369,7 +377,6 @@ class _Collector:
             "sequences": "Sequences in all steps.",
             "products": "Requests to the executor: round trips.",
             "rows": "Rows of these.",
-            "effect_rows": "Rows of masks whose effects were fetched.",
             "bytes_sent": "Payloads sent to executors.",
             "bytes_received": "Payloads of their answers.",
             "seconds_waiting": "Time that steps waited for answers and effects.",
@@ -380,6 +387,7 @@ class _Collector:
         for name, help_, value in (
             ("adapters", "Adapters served.", len(self._gateway.served)),
             ("sequences_under_way", "Sequences computed or waiting.", self._gateway.queue.under_way),
+            ("masks_ahead", "Rows of masks whose effects are there or ordered.", status.rows_ahead),
             ("provider_up", "0 after a step failed, until one is done.", not status.failing),
         ):
             gauge = GaugeMetricFamily(f"symbiosis_gateway_{name}", help_)

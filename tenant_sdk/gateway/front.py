@@ -17,8 +17,8 @@ Receive = Callable[[], Awaitable[Message]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
-BODY_BYTES = 32 << 20
-BODY_SECONDS = 60.0
+BODY_BYTES = 8 << 20
+BODY_SECONDS = 30.0
 OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 _ERROR = b'data: {"error"'  # an event of a stream
 
@@ -58,20 +58,24 @@ class Front:
             return await _refuse(send, Refusal(404, "not_found_error", "there is no such path"))
         if path not in OPEN and (refusal := self._door.refusal(scope["headers"])):
             return await _refuse(send, refusal)
-        body = await _body(receive)
-        if body is None:
-            return None
-        if isinstance(body, Refusal):
-            return await _refuse(send, body)
-        receive = _again(body, receive)
-        if path not in GENERATES:
+        if path in OPEN:
             return await self._application(scope, receive, send)
-        count = sequences(body)
-        if refusal := self._queue.enter(count):
+        if path not in GENERATES:
+            body = await _body(receive)
+            if isinstance(body, bytes):
+                return await self._application(scope, _again(body, receive), send)
+            return await _refuse(send, body)
+        if refusal := self._queue.enter():  # before its body takes memory
             return await _refuse(send, refusal)
-        entered = self._clock()
+        entered, count = self._clock(), 1
         try:
-            await self._application(scope, receive, self._explained(send, entered))
+            body = await _body(receive)
+            asked = sequences(body) if isinstance(body, bytes) else body
+            refusal = self._queue.widen(asked) if isinstance(asked, int) else asked
+            if refusal is not None or not isinstance(body, bytes) or not isinstance(asked, int):
+                return await _refuse(send, refusal)
+            count = asked
+            await self._application(scope, _again(body, receive), self._explained(send, entered))
         finally:
             self._queue.leave(count, self._clock() - entered)
 
@@ -100,7 +104,7 @@ class Front:
 
 
 async def _body(receive: Receive) -> bytes | Refusal | None:
-    """A request's, whole; None: its client hung up."""
+    """A request's, whole, or why not; None: its client hung up."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -129,7 +133,9 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return once_more
 
 
-async def _refuse(send: Send, refusal: Refusal) -> None:
+async def _refuse(send: Send, refusal: Refusal | None) -> None:
+    if refusal is None:  # there is nobody to tell
+        return
     headers = [(b"content-type", b"application/json")]
     if refusal.retry_after:
         headers.append((b"retry-after", str(refusal.retry_after).encode()))

@@ -69,7 +69,11 @@ class SegmentedLora(PunicaWrapperCPU):  # type: ignore[misc]
             products = segments.products(x.view(-1, x.shape[-1]), pairs)
         out, start = y.view(-1, y.shape[-1]), 0
         for product, width in zip(products, output_slices, strict=True):
-            out[:, start : start + width].add_(product, alpha=scale)
+            into = out[:, start : start + width]
+            if segments.rows is None:
+                into.add_(product, alpha=scale)
+            else:
+                into.index_add_(0, segments.rows, product, alpha=scale)
             start += width
 
     def add_lora_embedding(self, *_: Any, **__: Any) -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tenant_sdk.config import SessionConfig
 
 PATIENCE = 10.0  # seconds; clients wait as long
-DAY = 86_400  # seconds
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 ADAPTERS_IN_MEMORY = 128  # read from their copies again beyond that
 LOOKUP = "prompt-lookup"
@@ -192,10 +191,6 @@ def _set_environment(options: GatewayOptions) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(options.max_sequences))
     os.environ.setdefault("VLLM_MAX_COMPLETION_PROMPTS", str(options.max_sequences + options.max_waiting))
-    # How long a step may take is for the session to say: it waits for executors that are away.
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(DAY))
-    # Binding threads to processors is for a machine that runs nothing else.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def _prepare(
@@ -241,7 +236,8 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "quantization": METHOD,
         "worker-cls": "tenant_sdk.gateway.worker.Worker",
         "scheduler-cls": "tenant_sdk.gateway.scheduler.Scheduler",
-        # Or on processors the worker is a process of its own, and both wait in loops that do not sleep.
+        # Or on processors the worker is a process of its own, so that vLLM can bind its threads, and both
+        # wait in loops that do not sleep.
         "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         "host": options.host,
         "port": options.port,
@@ -305,8 +301,9 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     try:
         uvloop.run(run_server(parsed))
     except RuntimeError as error:
-        if why := Status.read(serving.folder).error:  # the worker's, in a sentence
+        why = Status.read(serving.folder).error
+        if why and serving.engine is None:  # it did not start, and the worker said so in a sentence
             raise ConfigurationError(why) from error
         raise
-    if serving.engine.failed_proc_name is not None:
+    if serving.engine_died:
         raise SymbiosisError("vLLM's engine ended by itself; what it said last is above")

@@ -17,7 +17,7 @@ class Status(msgspec.Struct, kw_only=True):
         steps, failed_steps: of the model; each is a request to the executor for every group.
         sequences: that the steps were for, so that ``sequences / steps`` is the mean batch.
         products, rows: requests to the executor, and rows in them.
-        effect_rows: rows of masks whose effects were fetched; what is more than ``rows`` is ahead of them.
+        rows_ahead: of masks, for all layers, whose effects are there or ordered; no count.
         bytes_sent, bytes_received: their payloads, and those of masks' effects.
         seconds_waiting: for answers and effects.
         failure: ``Failure`` of the last step that failed; empty: none did.
@@ -31,7 +31,7 @@ class Status(msgspec.Struct, kw_only=True):
     sequences: int = 0
     products: int = 0
     rows: int = 0
-    effect_rows: int = 0
+    rows_ahead: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds_waiting: float = 0.0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shared.wire.header import Direction
 
-FILL_BATCHES = 4  # in an order that nobody waits for
+SPARE_BATCHES = 4  # in an order that nobody waits for
 
 
 class Kind(NamedTuple):
@@ -45,7 +45,6 @@ class Forecast:
         budget_bytes: int,
         row_bytes: Callable[[Kind], int],
         batch_rows: int,
-        fill: bool = False,
     ) -> Order | None:
         """What to have multiplied next, or None if there is enough.
 
@@ -58,7 +57,6 @@ class Forecast:
             budget_bytes: what effects in store may take in all.
             row_bytes: of one row's effect.
             batch_rows: how many rows to order for requests that are smaller.
-            fill: go on until as many rounds are in store as the budget takes.
         """
         coming = self.round()
         if not coming:
@@ -68,9 +66,26 @@ class Forecast:
         for kind, rows in coming.items():
             if stock.get(kind, 0) < max(rows, batch):
                 return Order(kind, max(rows, batch))
+        return None
+
+    def spare_order(
+        self,
+        stock: Mapping[Kind, int],
+        *,
+        budget_bytes: int,
+        row_bytes: Callable[[Kind], int],
+        batch_rows: int,
+    ) -> Order | None:
+        """What to have multiplied when there is enough, until as many rounds are there as the budget takes.
+
+        Arguments are those of ``next_order``.
+        """
+        coming = self.round()
+        if not coming:
+            return None
         least = min(coming, key=lambda kind: stock.get(kind, 0))
-        room = budget_bytes // round_bytes - stock.get(least, 0)
-        return Order(least, min(room, FILL_BATCHES * batch)) if fill and room >= batch else None
+        room = budget_bytes // sum(map(row_bytes, coming)) - stock.get(least, 0)
+        return Order(least, min(room, SPARE_BATCHES * batch_rows)) if room >= batch_rows else None
 
     def round(self) -> dict[Kind, int]:
         """The kinds to come before the first comes again, nearest first, with their rows."""

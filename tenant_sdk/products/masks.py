@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
@@ -21,8 +20,7 @@ from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.products.forecast import Forecast, Kind, Order
-from tenant_sdk.products.mask_sources import MaskSource, SeedSource
-from tenant_sdk.products.noise_bank import NoiseBankOptions
+from tenant_sdk.products.mask_sources import SeedSource
 
 log = logging.getLogger(__name__)
 
@@ -120,96 +118,6 @@ class _NoMask:
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         self.home.check()
         yield slice(0, len(self.zeros)), []
-
-
-@dataclass
-class _Bank:
-    masks: torch.Tensor = field(repr=False)
-    effects: torch.Tensor = field(repr=False)
-    made: float
-    used: int = 0
-
-
-class BankMasks:
-    """Privacy mode ``noise-bank`` on the ring: K uniform masks for each kind, one picked secretly a row.
-
-    The same weakness as with floats: a mask that serves twice shows the difference of two rows, and
-    whoever computed the effects knows every mask (``tenant_sdk.products.noise_bank``). The options'
-    ``scale`` has no meaning here: a uniform mask has no size.
-    """
-
-    def __init__(
-        self,
-        shapes: list[GroupShape],
-        source: MaskSource,
-        options: NoiseBankOptions,
-        entropy: Entropy,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._shapes, self._source = shapes, source
-        self._options, self._entropy, self._clock = options, entropy, clock
-        self._banks: dict[Kind, _Bank] = {}
-        self._lock = Condition()
-        self._home = Home()
-        own(self)
-
-    def take(
-        self,
-        kind: Kind,
-        rows: int,
-        *,
-        request_class: RequestClass = RequestClass.UNDECLARED,
-    ) -> Mask:
-        """See Masks."""
-        self._home.check()
-        with self._lock:
-            bank, now = self._banks.get(kind), self._clock()
-            if (
-                bank is None
-                or bank.used > self._options.rotate_rows
-                or now - bank.made > self._options.rotate_seconds
-            ):
-                bank = self._banks[kind] = _Bank(*self._make(kind), made=now)
-            bank.used += rows
-        drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
-        picked = torch.from_numpy(drawn & (self._options.masks - 1))
-        return _BankMask(bank.masks[picked], bank.effects, picked)
-
-    def _make(self, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
-        masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
-        (effects,) = self._source.effect(*kind, [masks])
-        return masks, effects
-
-    def forked(self) -> None:
-        """See ``shared.forks``."""
-        self._banks = {}
-
-    def asked(self, kind: Kind, rows: int) -> None:
-        """See Masks."""
-
-    def close(self) -> None:
-        """See Masks."""
-        if self._home.left:
-            return
-        self._banks.clear()
-        self._source.close()
-
-
-@dataclass(frozen=True)
-class _BankMask:
-    masks: torch.Tensor = field(repr=False)
-    bank: torch.Tensor = field(repr=False)  # effects
-    picked: torch.Tensor = field(repr=False)
-    home: Home = field(default_factory=Home)
-
-    def request(self) -> torch.Tensor:
-        self.home.check()
-        return self.masks  # a copy: indexing made it
-
-    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        self.home.check()
-        yield slice(0, len(self.picked)), [self.bank[self.picked]]
 
 
 class _Batch:
@@ -386,8 +294,18 @@ class OneTimeMasks:
         return {kind: sum(batch.left for batch in batches) for kind, batches in self._store.items()}
 
     @property
-    def _stored_bytes(self) -> int:
-        return sum(rows * self._row_bytes(kind) for kind, rows in self._stock.items())
+    def rows_ahead(self) -> int:
+        """Rows of all kinds in store or ordered."""
+        with self._changed:
+            return sum(self._stock.values())
+
+    @property
+    def _left_bytes(self) -> int:
+        """Of the budget."""
+        return self.budget_bytes - sum(rows * self._row_bytes(kind) for kind, rows in self._stock.items())
+
+    def _size(self, order: Order) -> int:
+        return order.rows * self._row_bytes(order.kind)
 
     def _max_rows(self, kind: Kind) -> int:
         return min(source.max_rows(*kind) for source in self._sources)
@@ -421,14 +339,8 @@ class OneTimeMasks:
         with self._changed:
             while not self._closed:
                 if not self._resting and self._under_way < ORDERS_UNDER_WAY * len(self._sources):
-                    order = self._forecast.next_order(
-                        self._stock,
-                        budget_bytes=self.budget_bytes,
-                        row_bytes=self._row_bytes,
-                        batch_rows=self.batch_rows,
-                        fill=self._fill_at_rest and self._clock() > self._taken_at + REST_SECONDS,
-                    )
-                    if order is not None and self._make_room(order):
+                    order = self._next_order()
+                    if order is not None:
                         try:
                             rows = min(order.rows, self._max_rows(order.kind))
                             self._order(order.kind, rows, RequestClass.FINETUNING)
@@ -439,6 +351,23 @@ class OneTimeMasks:
                     if self._satisfied:
                         self._changed.notify_all()
                 self._changed.wait(REST_SECONDS if self._fill_at_rest else None)
+
+    def _next_order(self) -> Order | None:
+        """What is to be ordered now, for which there is room."""
+        stock, forecast = self._stock, self._forecast
+        limits: dict[str, Any] = {
+            "budget_bytes": self.budget_bytes,
+            "row_bytes": self._row_bytes,
+            "batch_rows": self.batch_rows,
+        }
+        order = forecast.next_order(stock, **limits)
+        if order is not None:
+            return order if self._make_room(order) else None
+        if not self._fill_at_rest or self._clock() < self._taken_at + REST_SECONDS:
+            return None
+        order = forecast.spare_order(stock, **limits)
+        # Nothing is thrown away for what is not needed next.
+        return order if order is not None and self._size(order) <= self._left_bytes else None
 
     def fill(self, budget_bytes: int, timeout: float) -> None:
         """Fetch ahead what a budget allows, wait until it is there, and fetch no more: for measurements.
@@ -458,7 +387,7 @@ class OneTimeMasks:
 
     def _make_room(self, order: Order) -> bool:
         """Whether an order fits into the budget, perhaps after throwing away what will not be used."""
-        size = order.rows * self._row_bytes(order.kind)
+        size = self._size(order)
         if size > self.budget_bytes:
             if not self._warned:
                 self._warned = True
@@ -470,10 +399,10 @@ class OneTimeMasks:
                     size / 2**20,
                 )
             return False
-        if size > self.budget_bytes - self._stored_bytes:
+        if size > self._left_bytes:
             for kind in self._forecast.surplus(self._stock, self.batch_rows):
                 self._store[kind].popleft()
-        return size <= self.budget_bytes - self._stored_bytes
+        return size <= self._left_bytes
 
     def forked(self) -> None:
         """See ``shared.forks``."""

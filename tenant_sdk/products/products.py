@@ -98,6 +98,11 @@ class PaddedProducts:
         pending = self._inner.submit(group, direction, members, sent, request_class)
         return PendingProduct(lambda: [result[:count] for result in pending.result()])
 
+    @property
+    def rows_ahead(self) -> int:
+        """See RingProducts."""
+        return getattr(self._inner, "rows_ahead", 0)
+
     def close(self) -> None:
         """See Products."""
         self._inner.close()

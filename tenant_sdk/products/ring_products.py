@@ -222,6 +222,11 @@ class RingProducts:
                 answer[part].sub_(effect)
         return answer
 
+    @property
+    def rows_ahead(self) -> int:
+        """Rows of masks, of all kinds, whose effects are in store or ordered."""
+        return getattr(self._masks, "rows_ahead", 0)
+
     def _widths(self, kind: Kind) -> list[int]:
         shape = self._remote.shapes[kind.group]
         if kind.direction == Direction.BACKWARD:

@@ -1,7 +1,8 @@
 """LoRA for rows of several adapters at once: each row times the matrices of its own adapter.
 
 What Punica (arXiv:2310.18547) §4 calls segmented gather matrix-vector multiplication, for segments of any
-length and with gradients: torch's grouped product, which torch itself has for mixtures of experts.
+length and with gradients: torch's product of batches where segments are as long as each other, or nearly, and
+else that of groups, which torch itself has for mixtures of experts.
 """
 
 from __future__ import annotations
@@ -75,46 +76,49 @@ class Segments:
     Args:
         adapters: int64 [T], each row's place among the adapters in memory; -1: it has none.
         count: of these places.
+
+    Attributes:
+        any: whether a row has an adapter.
+        rows: which ``products`` are of, in their order; None: all, as they are.
     """
 
     def __init__(self, adapters: Tensor, count: int) -> None:
-        self._none = (adapters < 0).unsqueeze(1)
-        none = int(self._none.sum())
-        self.any, self._some_none = none < len(adapters), none > 0
+        some = (adapters >= 0).nonzero().squeeze(1)
+        self.any = len(some) > 0
         if not self.any:
             return
-        self._rows = adapters.argsort(stable=True)[none:]  # those with an adapter
-        of_rows = adapters[self._rows]
+        of_rows = adapters[some]
         counts = of_rows.bincount(minlength=count)
         ends, self._most = counts.cumsum(0), int(counts.max())
-        self._ends = ends.to(torch.int32)
-        self._only = int(of_rows[0]) if self._most == len(of_rows) else None
-        self._padded = count * self._most <= PADDING * len(of_rows)
+        self._only = int(of_rows[0]) if self._most == len(some) else None
+        self._padded = count * self._most <= PADDING * len(some)
+        self.rows: Tensor | None = None if len(some) == len(adapters) else some
+        order = of_rows.argsort(stable=True)
         if self._padded:
             # Where each row is if all adapters have as many, and which row is where; any, where none is.
-            places = torch.arange(len(of_rows)) - (ends - counts)[of_rows] + of_rows * self._most
-            self._places = torch.zeros(len(adapters), dtype=torch.int64)
-            self._places[self._rows] = places
+            sorted_places = torch.arange(len(some)) - (ends - counts)[of_rows[order]]
+            self._places = torch.empty_like(some)
+            self._places[order] = sorted_places + of_rows[order] * self._most
             self._sources = torch.zeros(count * self._most, dtype=torch.int64)
-            self._sources[places] = self._rows
+            self._sources[self._places] = some
+        elif self._only is None:
+            self.rows, self._ends = some[order], ends.to(torch.int32)
 
     def products(self, x: Tensor, pairs: list[Pair]) -> list[Tensor]:
-        """``x_i A^T B^T`` of each row's adapter, 0 where it has none: [T, O] for each pair."""
+        """``x_i A^T B^T`` of each row's adapter, [len(rows), O] for each pair."""
+        own = x if self.rows is None else x[self.rows]
         if self._only is not None:
-            made = [x @ a[self._only, 0].T @ b[self._only, 0].T for a, b in pairs]
-        elif self._padded:
+            return [own @ a[self._only, 0].T @ b[self._only, 0].T for a, b in pairs]
+        if self._padded:
             own = x[self._sources].view(-1, self._most, x.shape[-1])
-            made = [
+            return [
                 torch.bmm(torch.bmm(own, _turned(a)), _turned(b)).flatten(0, 1)[self._places]
                 for a, b in pairs
             ]
-        else:
-            own, made = x[self._rows], [x.new_zeros(len(x), b.shape[2]) for _, b in pairs]
-            for (a, b), product in zip(pairs, made, strict=True):
-                low = grouped_product(own, _turned(a), self._ends)
-                product[self._rows] = grouped_product(low, _turned(b), self._ends)
-            return made
-        return [product.masked_fill_(self._none, 0.0) for product in made] if self._some_none else made
+        return [
+            grouped_product(grouped_product(own, _turned(a), self._ends), _turned(b), self._ends)
+            for a, b in pairs
+        ]
 
 
 def _turned(stacked: Tensor) -> Tensor:

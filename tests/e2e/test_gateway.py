@@ -263,6 +263,10 @@ def test_lm_eval(running: RunningGateway, model: Path, tmp_path: Path) -> None:
     assert told["gateway"] == pytest.approx(told["transformers"], abs=1e-3)
 
 
+def test_products_of_adapters_are_made_once() -> None:
+    assert ran("segmented_lora.py") == {"steps": 5}
+
+
 def test_langchain(running: RunningGateway, client: openai.OpenAI) -> None:
     told = ran("langchain_client.py", running.url, KEY, "one")
     assert told["chat"] == told["stream"] != ""
@@ -451,35 +455,29 @@ def test_guessed_tokens_are_the_same_and_rows_constant_and_it_ends_when_asked(
     provider = start(model, "--numerics", NUMERICS)
     words = AutoTokenizer.from_pretrained(model)
     options = ("--speculate", "prompt-lookup", "--draft-tokens", 3)
-    folder = tmp_path / "temporary"
-    folder.mkdir()
     with (
-        gateway(provider, masks, tmp_path / "guessing", *options, TMPDIR=str(folder)) as it,
+        gateway(provider, masks, tmp_path / "guessing", *options, TMPDIR=str(tmp_path)) as it,
         openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         whole, taken = local(model), list[int]()
         for prompt in ("one two three four one two three four one two three four one two", PROMPTS[0]):
-            ids = words(prompt, return_tensors="pt")
+            ids = words(prompt, return_tensors="pt")["input_ids"]
             complete(client, "base", prompt, 1)  # what checking needs
             groups = 4 * whole.config.num_hidden_layers
             before = counted(provider, groups)
             answer = complete(client, "base", prompt, 20)
-            rows, steps = (
-                after - first for after, first in zip(counted(provider, groups), before, strict=True)
-            )
-            expected = whole.generate(**ids, max_new_tokens=20, do_sample=False)[
-                0, ids["input_ids"].shape[1] :
-            ]
+            rows, steps = (b - a for a, b in zip(before, counted(provider, groups), strict=True))
+            expected = whole.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
             assert answer == words.decode(expected, skip_special_tokens=True)
             # One step read what was not read before; each other had one row and three guesses.
-            assert 0 < rows - 4 * (steps - 1) <= ids["input_ids"].shape[1]
+            assert 0 < rows - 4 * (steps - 1) <= ids.shape[1]
             taken.append(steps)
         assert taken[0] < taken[1]  # how many there are depends on the text
 
-        assert list(folder.glob("symbiosis-gateway-*"))
+        assert list(tmp_path.glob("symbiosis-gateway-*"))
         it.process.terminate()
         assert it.process.wait(30) == 0
-        assert not list(folder.glob("symbiosis-gateway-*"))
+        assert not list(tmp_path.glob("symbiosis-gateway-*"))
 
 
 def counted(provider: Executor, groups: int) -> tuple[int, int]:
@@ -496,12 +494,7 @@ def counted(provider: Executor, groups: int) -> tuple[int, int]:
 
 def test_an_engine_that_dies_ends_the_gateway(running: RunningGateway) -> None:
     """With a status that has it started again; the last test here, for it ends what all others ask."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(running.process.pid), "-f", "EngineCore"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    os.kill(int(found.stdout), signal.SIGKILL)
+    engine = subprocess.check_output(["pgrep", "-P", str(running.process.pid), "-f", "EngineCore"])
+    os.kill(int(engine), signal.SIGKILL)
     assert running.process.wait(60) == 1
     assert "vLLM's engine ended by itself" in running.said

@@ -28,7 +28,8 @@ from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Operation, RequestClass
 from tenant_sdk import ConnectionLost, NoiseBankOptions
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-from tenant_sdk.products.masks import BankMasks, Masks, NoMasks, OneTimeMasks
+from tenant_sdk.products.bank_masks import BankMasks
+from tenant_sdk.products.masks import Masks, NoMasks, OneTimeMasks
 
 pytest_plugins = ("ring_fixtures",)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,12 +71,12 @@ def test_a_kind_that_follows_itself() -> None:
 def test_at_rest_as_many_rounds_as_the_budget_takes() -> None:
     made = forecast((A, 2), (B, 3), (A, 2))
     stock: dict[Kind, int] = {}
-    while (
-        order := made.next_order(stock, budget_bytes=1000, row_bytes=lambda _: 10, batch_rows=8, fill=True)
-    ) is not None:
+    limits: dict[str, Any] = {"budget_bytes": 1000, "row_bytes": lambda _: 10, "batch_rows": 8}
+    while (order := made.spare_order(stock, **limits)) is not None:
         stock[order.kind] = stock.get(order.kind, 0) + order.rows
         assert abs(stock.get(A, 0) - stock.get(B, 0)) <= 32  # all kinds alike
     assert stock == {A: 50, B: 50}
+    assert forecast((A, 2)).spare_order({}, **limits) is None
 
 
 def test_a_new_habit_replaces_the_old() -> None:

@@ -301,12 +301,13 @@ def test_one_order_serves_many_rows_of_decoding() -> None:
 
 def test_at_rest_the_budget_is_filled_if_asked_for() -> None:
     """And only then: while requests come, a source is asked for what comes next."""
-    for fill, rounds in ((False, BATCH_ROWS), (True, 3 * BATCH_ROWS)):
+    budget = 4 * BATCH_ROWS * sum(map(row_bytes, KINDS))
+    for fill in (False, True):
         now = [10.0]
         store = OneTimeMasks(
             SHAPES,
             [MemorySource()],
-            budget_bytes=4 * BATCH_ROWS * sum(map(row_bytes, KINDS)),
+            budget_bytes=budget,
             entropy=Entropy(0),
             fill_at_rest=fill,
             clock=lambda now=now: now[0],  # type: ignore[misc]
@@ -316,13 +317,47 @@ def test_at_rest_the_budget_is_filled_if_asked_for() -> None:
                 for kind in KINDS:
                     use(store, kind, 1)
             in_store(store, KINDS, BATCH_ROWS)
-            assert max(store._stock.values()) <= 2 * BATCH_ROWS
+            before = store.rows_ahead
+            assert before <= 2 * BATCH_ROWS * len(KINDS)
             now[0] += 1.0
             with store._changed:
+                store._satisfied = False
                 store._changed.notify_all()
-            in_store(store, KINDS, rounds)
+            eventually(lambda store=store: store._satisfied)  # type: ignore[misc]
+            assert store.rows_ahead > 3 * BATCH_ROWS * len(KINDS) if fill else store.rows_ahead == before
+            assert store._left_bytes >= 0
         finally:
             store.close()
+
+
+def test_what_is_fetched_at_rest_replaces_nothing() -> None:
+    """Requests of one kind alone, as when a gateway looks whether its provider is back."""
+    now = [10.0]
+    store = OneTimeMasks(
+        SHAPES,
+        [MemorySource()],
+        budget_bytes=4 * BATCH_ROWS * sum(map(row_bytes, KINDS)),
+        entropy=Entropy(0),
+        fill_at_rest=True,
+        clock=lambda: now[0],
+    )
+    try:
+        for _ in range(2):
+            for kind in KINDS:
+                use(store, kind, 1)
+        now[0] += 1.0
+        in_store(store, KINDS, 3 * BATCH_ROWS)
+        before = {kind: store._stock[kind] for kind in KINDS[1:]}
+        for _ in range(3):
+            use(store, KINDS[0], 1)
+        now[0] += 1.0
+        with store._changed:
+            store._satisfied = False
+            store._changed.notify_all()
+        eventually(lambda: store._satisfied)
+        assert {kind: store._stock[kind] for kind in KINDS[1:]} == before
+    finally:
+        store.close()
 
 
 @pytest.mark.parametrize("budget", [1000, 10_000, 300_000])

@@ -168,7 +168,10 @@ def test_rows_in_any_order(adapters: list[int], shape: tuple[int, int, int], see
     )
     segments = Segments(torch.tensor(adapters), 5)
     assert segments.any == (max(adapters) >= 0)
-    products = segments.products(x, pairs) if segments.any else []
+    products = []
+    for product, (_, b) in zip(segments.products(x, pairs) if segments.any else (), pairs, strict=False):
+        products.append(torch.zeros(len(x), b.shape[2]))
+        products[-1][slice(None) if segments.rows is None else segments.rows] = product
     for product, (a, b) in zip(products, pairs, strict=segments.any):
         for row, each, at in zip(product, x, adapters, strict=True):
             expected = torch.zeros(len(row)) if at < 0 else b[at, 0] @ (a[at, 0] @ each)

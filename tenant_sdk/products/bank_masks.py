@@ -1,0 +1,111 @@
+"""Masks on the ring that serve again: privacy mode ``noise-bank``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from threading import Condition
+
+import numpy as np
+import torch
+
+from shared.forks import Home, own
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import SEED_BYTES, RequestClass
+from shared.wire.protocol import GroupShape
+from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.products.forecast import Kind
+from tenant_sdk.products.mask_sources import MaskSource
+from tenant_sdk.products.masks import Mask
+from tenant_sdk.products.noise_bank import NoiseBankOptions
+
+
+@dataclass
+class _Bank:
+    masks: torch.Tensor = field(repr=False)
+    effects: torch.Tensor = field(repr=False)
+    made: float
+    used: int = 0
+
+
+class BankMasks:
+    """Privacy mode ``noise-bank`` on the ring: K uniform masks for each kind, one picked secretly a row.
+
+    The same weakness as with floats: a mask that serves twice shows the difference of two rows, and
+    whoever computed the effects knows every mask (``tenant_sdk.products.noise_bank``). The options'
+    ``scale`` has no meaning here: a uniform mask has no size.
+    """
+
+    def __init__(
+        self,
+        shapes: list[GroupShape],
+        source: MaskSource,
+        options: NoiseBankOptions,
+        entropy: Entropy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._shapes, self._source = shapes, source
+        self._options, self._entropy, self._clock = options, entropy, clock
+        self._banks: dict[Kind, _Bank] = {}
+        self._lock = Condition()
+        self._home = Home()
+        own(self)
+
+    def take(
+        self,
+        kind: Kind,
+        rows: int,
+        *,
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> Mask:
+        """See Masks."""
+        self._home.check()
+        with self._lock:
+            bank, now = self._banks.get(kind), self._clock()
+            if (
+                bank is None
+                or bank.used > self._options.rotate_rows
+                or now - bank.made > self._options.rotate_seconds
+            ):
+                bank = self._banks[kind] = _Bank(*self._make(kind), made=now)
+            bank.used += rows
+        drawn = np.frombuffer(self._entropy(rows), np.uint8).astype(np.int64)
+        picked = torch.from_numpy(drawn & (self._options.masks - 1))
+        return _BankMask(bank.masks[picked], bank.effects, picked)
+
+    def _make(self, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = self._shapes[kind.group].plan(kind.direction, kind.members)
+        masks = MaskStream(self._entropy(SEED_BYTES)).draw(self._options.masks, plan.request_columns)
+        (effects,) = self._source.effect(*kind, [masks])
+        return masks, effects
+
+    def forked(self) -> None:
+        """See ``shared.forks``."""
+        self._banks = {}
+
+    def asked(self, kind: Kind, rows: int) -> None:
+        """See Masks."""
+
+    def close(self) -> None:
+        """See Masks."""
+        if self._home.left:
+            return
+        self._banks.clear()
+        self._source.close()
+
+
+@dataclass(frozen=True)
+class _BankMask:
+    masks: torch.Tensor = field(repr=False)
+    bank: torch.Tensor = field(repr=False)  # effects
+    picked: torch.Tensor = field(repr=False)
+    home: Home = field(default_factory=Home)
+
+    def request(self) -> torch.Tensor:
+        self.home.check()
+        return self.masks  # a copy: indexing made it
+
+    def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        self.home.check()
+        yield slice(0, len(self.picked)), [self.bank[self.picked]]
