@@ -56,10 +56,10 @@ class Front:
         path = scope["path"]
         if not path.isprintable():  # or a line's end after it would be another path here than there
             return await _refuse(send, Refusal(404, "not_found_error", "there is no such path"))
-        if path not in OPEN and (refusal := self._door.refusal(scope["headers"])):
-            return await _refuse(send, refusal)
         if path in OPEN:
             return await self._application(scope, receive, send)
+        if refusal := self._door.refusal(scope["headers"]):
+            return await _refuse(send, refusal)
         if path not in GENERATES:
             body = await _body(receive)
             if isinstance(body, bytes):
@@ -69,15 +69,23 @@ class Front:
             return await _refuse(send, refusal)
         entered, count = self._clock(), 1
         try:
-            body = await _body(receive)
-            asked = sequences(body) if isinstance(body, bytes) else body
-            refusal = self._queue.widen(asked) if isinstance(asked, int) else asked
-            if refusal is not None or not isinstance(body, bytes) or not isinstance(asked, int):
-                return await _refuse(send, refusal)
-            count = asked
+            admitted = await self._admitted(receive)
+            if admitted is None or isinstance(admitted, Refusal):
+                return await _refuse(send, admitted)
+            body, count = admitted
             await self._application(scope, _again(body, receive), self._explained(send, entered))
         finally:
             self._queue.leave(count, self._clock() - entered)
+
+    async def _admitted(self, receive: Receive) -> tuple[bytes, int] | Refusal | None:
+        """A request's body, and its sequences, which are in the queue now; or why not; None: nobody asks."""
+        body = await _body(receive)
+        if not isinstance(body, bytes):
+            return body
+        count = sequences(body)
+        if isinstance(count, Refusal):
+            return count
+        return self._queue.widen(count) or (body, count)
 
     def _explained(self, send: Send, since: float) -> Send:
         """``send``, for which a failure of a step is what ``told`` makes of it."""
