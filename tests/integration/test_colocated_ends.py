@@ -47,7 +47,7 @@ from shared.errors import (
 from shared.wire.header import PROTOCOL_VERSION, Direction, Operation
 from shared.wire.messages import Limits
 from tenant_sdk.cli_options import Target
-from tenant_sdk.connection.colocated import Areas, ColocatedChannel, open_colocated
+from tenant_sdk.connection.colocated import Areas, open_colocated
 from tenant_sdk.doctor import examine
 from tenant_sdk.profiles import Secret
 
@@ -297,41 +297,6 @@ def test_areas() -> None:
     assert areas.take(64, 320) == 256
     assert areas.take(0, 320) == 0  # needs no room
     areas.give(0, 0)
-
-
-class Readable:
-    """In place of ``select.poll`` and ``time``: each look takes 10 us; something comes after so many."""
-
-    def __init__(self) -> None:
-        self.now, self.comes, self.asked = 100.0, 0, 0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        self.asked += 1
-        self.now = max(self.now, self.comes) if milliseconds else self.now + 1e-5
-        return [(7, 1)] if self.now >= self.comes else []
-
-    def looks(self, channel: ColocatedChannel, seconds: float) -> int:
-        """How often it looked, or slept, for what comes after some seconds."""
-        self.comes, self.asked = self.now + seconds, 0
-        assert channel._readable(self.now + 5) == {7}
-        return self.asked
-
-
-def test_looking_before_sleeping_only_while_answers_come_soon(
-    one: Everywhere, all_well: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with contextlib.closing(open_colocated(f"ipc://{one.directory}", one.token, 5.0)) as channel:
-        fake = Readable()
-        monkeypatch.setattr("tenant_sdk.connection.colocated.time", fake)
-        monkeypatch.setattr(channel, "_poll", fake)
-        assert fake.looks(channel, 3e-5) == pytest.approx(3, abs=1)
-        assert fake.looks(channel, 1.0) > 10  # as long as it is patient, and then it sleeps
-        assert fake.looks(channel, 1.0) == 1  # at once
-        assert fake.looks(channel, 2e-4) == 1  # but is woken soon
-        assert fake.looks(channel, 3e-5) == pytest.approx(3, abs=1)
 
 
 def test_many_requests_in_flight_and_waited_for_in_any_order(one: Everywhere, all_well: None) -> None:
