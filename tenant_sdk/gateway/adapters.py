@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+USUAL_RANK = 16
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -83,8 +84,11 @@ def mark_of(folder: Path) -> object:
 
 
 def largest_rank(folder: Path) -> int:
-    """The smallest of ``RANKS`` that every adapter below a folder fits into; unreadable ones do not count."""
-    ranks = [RANKS[0]]
+    """The smallest of ``RANKS`` that every adapter below a folder fits into, at least ``USUAL_RANK``.
+
+    Unreadable ones do not count.
+    """
+    ranks = [USUAL_RANK]
     for path in folders_in(folder):
         try:
             ranks.append(_rank(_config(path)))

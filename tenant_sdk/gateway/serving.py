@@ -29,7 +29,7 @@ PATIENCE = 10.0  # seconds; clients wait as long
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 ADAPTERS_IN_MEMORY = 128  # read from their copies again beyond that
 LOOKUP = "prompt-lookup"
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
 DRAFT_TOKENS = 4
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
 
@@ -207,6 +207,11 @@ def _prepare(
     with open_session(config) as session:
         say("downloading embeddings, norms and the head")
         write_folder(session, given, folder, options.dtype)
+        longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+        if options.context is not None and longest is not None and options.context > longest:
+            raise ConfigurationError(
+                f"--context {options.context}: this model takes {longest} tokens at most"
+            )
         manifest = session.manifest
     endpoints.serving = endpoints.Gateway(
         folder=folder,

@@ -175,7 +175,7 @@ def test_a_folder_of_them(own: Path) -> None:
     (watched / "broken").mkdir()
     (watched / "broken" / CONFIG).write_text("{")
     assert [path.name for path in folders_in(watched)] == ["broken", "notes"]
-    assert largest_rank(watched) == 8  # the smallest that there is room for
+    assert largest_rank(watched) == 16  # as most adapters have
     change(own, r=40)
     assert largest_rank(watched) == 64
 
