@@ -28,7 +28,7 @@ MAX_ANSWER_BYTES = 1 << 30
 KEEPALIVE_SECONDS = 20.0
 MAX_OUTBOX = 4096  # messages; far more than threads ever wait
 PIECE_BYTES = 1 << 20
-SPIN_SECONDS = 0.0005  # a small product on this machine, or in this room, takes less
+SPIN_SECONDS = 5e-4  # a small product on this machine, or in this room, takes less
 READS_AT_ONCE = 1024  # before looking at the clock again
 
 

@@ -46,11 +46,10 @@ class Forecast:
         row_bytes: Callable[[Kind], int],
         batch_rows: int,
     ) -> Order | None:
-        """What to have multiplied next, or None if there is enough.
+        """What to have multiplied next, or None if there is enough for the next request of every kind.
 
-        Enough for the next request of every kind comes first. Products of one row cost nearly as much as
-        products of many, so small requests are ordered for many rows to come, as far as all kinds of a
-        round fit into half of the budget.
+        Products of one row cost nearly as much as products of many, so small requests are ordered
+        for many rows to come, as far as all kinds of a round fit into half of the budget.
 
         Args:
             stock: rows in store or ordered, by kind.
