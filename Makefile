@@ -8,7 +8,8 @@ GATEWAY := .venv-gateway
 # Threads that spin while they wait slow down whatever shares the machine (docs/performance.md).
 export GOMP_SPINCOUNT ?= 1000
 # In the order of the folders: files with few and long tests, which are in tests/e2e, come first, not last.
-PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder
+# A worker that crashes ends the run: with a new one in its place, xdist waits for ever.
+PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # As many workers as processors: second threads of the processes that tests start would only wait.
 test quick coverage architectures: export OMP_NUM_THREADS ?= 1
 SHELL := bash

@@ -1,15 +1,13 @@
 """A proxy between a tenant and a real executor that reads, keeps, withholds and changes messages.
 
-It ends TLS on both sides and speaks websocket with the library alone, so nothing of the project's
-framing is used; headers are read with ``raw_peers``.
+It ends TLS on both sides and speaks websocket by the ``websockets`` library alone, so nothing of the
+project's framing is used; headers are read with ``raw_peers``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import socket
-import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -18,10 +16,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 from conftest import Executor
-from raw_peers import FETCH, PRODUCT, REPLY, SUBPROTOCOL, WELCOME, Fields
+from raw_peers import FETCH, PRODUCT, REPLY, WELCOME, Fields
+from their_peers import Peer, dialled, serving
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import ClientConnection, connect
-from websockets.sync.server import ServerConnection, serve
 
 from shared.wire.messages import Manifest, decode, digest_of, encode
 
@@ -64,8 +61,7 @@ class Middleman:
 
     def __init__(self, behind: Executor, tls_dir: Path) -> None:
         self.behind = behind
-        self._connections: set[ServerConnection] = set()
-        self._trust = ssl.create_default_context(cafile=str(behind.ca))
+        self._connections: set[Peer] = set()
         self.changes: list[Change] = []
         self.scales: Callable[[dict[str, Any], bytes], bytes] = lambda _, body: body
         self.manifest: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
@@ -75,57 +71,28 @@ class Middleman:
         self.gate.set()
         self.asked = threading.Event()
         self.held = 0
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(tls_dir / "server.pem", tls_dir / "server.key")
-        self._server = serve(
-            self._relay,
-            "127.0.0.1",
-            0,
-            ssl=context,
-            subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]
-            compression=None,
-            max_size=None,
-        )
-        port = self._server.socket.getsockname()[1]
-        self.executor = Executor(f"wss://127.0.0.1:{port}", behind.token, behind.ca)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        self._serving = contextlib.ExitStack()
+        url = self._serving.enter_context(serving(self._relay, tls_dir, compression=None))
+        self.executor = Executor(url, behind.token, behind.ca)
 
-    def _relay(self, tenant: ServerConnection) -> None:
-        assert tenant.request is not None
+    def _relay(self, tenant: Peer) -> None:
         self._connections.add(tenant)
-        authorization = {"Authorization": tenant.request.headers["Authorization"]}
+        assert tenant.library.request is not None
+        authorization = tenant.library.request.headers["Authorization"]
         with (
             contextlib.suppress(ConnectionClosed),
-            self._reach(authorization) as executor,
+            dialled(self.behind.url, self.behind.ca, authorization, compression=None) as executor,
         ):
             # Executors answer in order, so one after the other loses nothing.
-            for data in tenant:
+            while True:
+                data = tenant.recv(None)
                 request = parse(data)
                 executor.send(data)
                 if request.fields.operation in PRODUCTS:
                     if self.keep:
                         self.requests.append(request)
                     self.asked.set()
-                tenant.send(self._changed(request, executor.recv()))
-
-    def _reach(self, headers: dict[str, str]) -> ClientConnection:
-        """The executor. The library reads and writes one TLS socket from two threads, and seldom hangs."""
-        for left in range(4, -1, -1):
-            try:
-                return connect(
-                    self.behind.url,
-                    ssl=self._trust,
-                    subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]
-                    additional_headers=headers,
-                    compression=None,
-                    max_size=None,
-                    open_timeout=5,
-                )
-            except TimeoutError:
-                if not left:
-                    raise
-        raise AssertionError
+                tenant.send(self._changed(request, executor.recv(None)))
 
     def _changed(self, request: Message, data: bytes | str) -> bytes:
         fields, body = parse(data)
@@ -149,7 +116,7 @@ class Middleman:
     def cut(self) -> None:
         """End all connections without a word; new ones are welcome."""
         while self._connections:
-            self._connections.pop().socket.shutdown(socket.SHUT_RDWR)
+            self._connections.pop().cut()
 
     def claim(self, other: Executor) -> None:
         """Have the executor claim another one's weights: its digest, bounds and scales."""
@@ -164,8 +131,7 @@ class Middleman:
     def close(self) -> None:
         """End; connections are dropped."""
         self.gate.set()
-        self._server.shutdown()
-        self._thread.join()
+        self._serving.close()
 
 
 @contextlib.contextmanager

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import struct
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,9 +27,9 @@ from raw_peers import (
     product,
 )
 from test_protocol import MANIFEST
+from their_peers import Peer, dialled, serving
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
-from websockets.sync.server import ServerConnection, serve
+from websockets.protocol import Protocol
 
 from shared.checkpoint import Checkpoint
 from shared.errors import ConnectionLost
@@ -49,21 +47,14 @@ SEED_EFFECT = 8
 # -- their client, our executor --------------------------------------------------------------------
 
 
-def dial(executor: Executor, token: str | None = None) -> ClientConnection:
+def dial(executor: Executor, token: str | None = None) -> AbstractContextManager[Peer]:
     """A connection by the library's client, which offers compression as it does by default."""
-    return connect(
-        executor.url,
-        ssl=ssl.create_default_context(cafile=str(executor.ca)),
-        subprotocols=["symbiosis.v3"],  # type: ignore[list-item]
-        additional_headers={"Authorization": f"Bearer {token or executor.token}"},
-        max_size=None,
-        proxy=None,
-    )
+    return dialled(executor.url, executor.ca, f"Bearer {token or executor.token}")
 
 
-def receive(websocket: ClientConnection | ServerConnection) -> tuple[Fields, bytes]:
+def receive(websocket: Peer) -> tuple[Fields, bytes]:
     """One message."""
-    data = websocket.recv(timeout=SECONDS)
+    data = websocket.recv()
     assert isinstance(data, bytes)
     return Fields(*struct.unpack_from("<BBBBIIIIHHQ", data)), data[32:]
 
@@ -93,8 +84,8 @@ def weight(checkpoint: Callable[[str], Path]) -> torch.Tensor:
 
 def test_their_client_gets_products(llama: Executor, weight: torch.Tensor) -> None:
     with dial(llama) as websocket:
-        assert websocket.subprotocol == "symbiosis.v3"
-        assert websocket.protocol.extensions == []
+        assert websocket.library.subprotocol == "symbiosis.v3"
+        assert websocket.library.protocol.extensions == []
         websocket.send(control(HELLO, {"client": "websockets"}))
         fields, body = receive(websocket)
         assert (fields.operation, fields.request_id) == (WELCOME, 1)
@@ -108,7 +99,7 @@ def test_their_client_gets_products(llama: Executor, weight: torch.Tensor) -> No
             check_product(body, rows, weight)
         websocket.send(control(FETCH, {"kind": "file", "name": "config.json", "start": 0, "stop": 20}))
         assert receive(websocket)[1][:1] == b"{"
-    assert (websocket.close_code, websocket.close_reason) == (1000, "")
+    assert (websocket.library.close_code, websocket.library.close_reason) == (1000, "")
 
 
 def test_backward_takes_blocks_member_by_member(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
@@ -170,21 +161,22 @@ def test_pings_are_answered_also_inside_a_message(llama: Executor, weight: torch
     rows = rows_of(3)
     data = product(3, 64) + rows.numpy().tobytes()
     with dial(llama) as websocket:
-        assert websocket.ping(b"before").wait(SECONDS)
+        websocket.ping(b"before")
         websocket.send(control(HELLO, {"client": "websockets"}))
         receive(websocket)
-        # The library sends no ping while it sends a message, so its frames are sent by hand.
-        with websocket.protocol_mutex:
-            websocket.protocol.send_binary(data[:50], fin=False)
-            websocket.protocol.send_ping(b"inside")
-            websocket.protocol.send_continuation(data[50:], fin=True)
-            websocket.send_data()
+
+        def inside(protocol: Protocol) -> None:  # where the library sends none
+            protocol.send_binary(data[:50], fin=False)
+            protocol.send_ping(b"inside")
+            protocol.send_continuation(data[50:], fin=True)
+
+        websocket.write(inside)
         check_product(receive(websocket)[1], rows, weight)
-        assert websocket.ping(b"after").wait(SECONDS)
+        websocket.ping(b"after")
 
 
 def test_close_codes_say_why(llama: Executor) -> None:
-    def code_after(send: Callable[[ClientConnection], None]) -> tuple[str, int, str]:
+    def code_after(send: Callable[[Peer], None]) -> tuple[str, int, str]:
         with dial(llama) as websocket:
             websocket.send(control(HELLO, {"client": "websockets"}))
             receive(websocket)
@@ -196,9 +188,8 @@ def test_close_codes_say_why(llama: Executor) -> None:
         assert caught.value.rcvd is not None
         return json.loads(body)["code"], caught.value.rcvd.code, caught.value.rcvd.reason
 
-    def oversized(websocket: ClientConnection) -> None:
-        with websocket.protocol_mutex:
-            websocket.socket.sendall(struct.pack("!BBQ", 0x82, 0xFF, 1 << 40) + os.urandom(4))
+    def oversized(websocket: Peer) -> None:
+        websocket.write_raw(struct.pack("!BBQ", 0x82, 0xFF, 1 << 40) + os.urandom(4))
 
     assert code_after(lambda w: w.send("text")) == ("text", 1002, "text")
     assert code_after(lambda w: w.send(b"short")) == ("header", 1002, "header")
@@ -212,7 +203,7 @@ def test_draining_closes_with_1001(serve: Callable[..., Executor], checkpoint: C
     with dial(executor) as websocket:
         assert executor.server.drain(SECONDS)
         with pytest.raises(ConnectionClosed) as caught:
-            websocket.recv(timeout=SECONDS)
+            websocket.recv()
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1001
 
@@ -228,15 +219,11 @@ def test_their_client_is_told_what_the_handshake_lacks(llama: Executor) -> None:
 
 
 @contextmanager
-def their_server(tls_dir: Path, handler: Callable[[ServerConnection], None]) -> Iterator[str]:
+def their_server(tls_dir: Path, handler: Callable[[Peer], None]) -> Iterator[str]:
     """A websocket server by the library; yields its URL. What the handler raises is raised at the end."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tls_dir / "server.pem", tls_dir / "server.key")
     failures: list[BaseException] = []
-    handling: list[threading.Thread] = []  # which not every version of the library waits for
 
-    def run(websocket: ServerConnection) -> None:
-        handling.append(threading.current_thread())
+    def run(websocket: Peer) -> None:
         try:
             handler(websocket)
         except ConnectionClosed:
@@ -244,13 +231,8 @@ def their_server(tls_dir: Path, handler: Callable[[ServerConnection], None]) -> 
         except BaseException as error:
             failures.append(error)
 
-    with serve(run, "127.0.0.1", 0, ssl=context, subprotocols=["symbiosis.v3"], max_size=None) as server:  # type: ignore[list-item]
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"wss://127.0.0.1:{server.socket.getsockname()[1]}"
-        server.shutdown()
-        for each in (thread, *handling):
-            each.join(SECONDS)
+    with serving(run, tls_dir) as url:
+        yield url
     if failures:
         raise failures[0]
 
@@ -261,7 +243,7 @@ def open_channel(url: str, tls_dir: Path) -> Channel:
     return WebsocketChannel(sock, url, timeout=SECONDS, entropy=os.urandom)
 
 
-def welcome(websocket: ServerConnection) -> None:
+def welcome(websocket: Peer) -> None:
     """Answer HELLO."""
     fields, body = receive(websocket)
     assert fields.operation == HELLO
@@ -287,7 +269,7 @@ def reply(fields: Fields, body: bytes) -> bytes:
 def test_their_server_gets_what_it_can_read(tls_dir: Path, count: int) -> None:
     requests: list[Fields] = []
 
-    def handler(websocket: ServerConnection) -> None:
+    def handler(websocket: Peer) -> None:
         welcome(websocket)
         while True:
             fields, body = receive(websocket)
@@ -306,19 +288,20 @@ def test_their_server_gets_what_it_can_read(tls_dir: Path, count: int) -> None:
 
 @pytest.mark.parametrize("piece", [1, 33, 5000])
 def test_their_fragments_and_pings_reach_the_tenant(tls_dir: Path, piece: int) -> None:
-    def handler(websocket: ServerConnection) -> None:
+    def handler(websocket: Peer) -> None:
         welcome(websocket)
         fields, body = receive(websocket)
-        assert websocket.ping(b"are you there").wait(SECONDS)
+        websocket.ping(b"are you there")
         data = reply(fields, body)
         parts = [data[at : at + piece] for at in range(0, len(data), piece)]
-        with websocket.protocol_mutex:
+
+        def answer(protocol: Protocol) -> None:
             for at, part in enumerate(parts):
-                send = websocket.protocol.send_continuation if at else websocket.protocol.send_binary
-                send(part, fin=False)
-                websocket.protocol.send_ping(str(at).encode())
-            websocket.protocol.send_continuation(b"", fin=True)
-            websocket.send_data()
+                (protocol.send_continuation if at else protocol.send_binary)(part, fin=False)
+                protocol.send_ping(str(at).encode())
+            protocol.send_continuation(b"", fin=True)
+
+        websocket.write(answer)
         receive(websocket)  # until the tenant leaves
 
     with their_server(tls_dir, handler) as url:
@@ -330,7 +313,7 @@ def test_their_fragments_and_pings_reach_the_tenant(tls_dir: Path, piece: int) -
 
 @pytest.mark.parametrize(("code", "words"), [(1001, "shutting down"), (1011, "code 1011")])
 def test_their_close_code_is_in_the_error(tls_dir: Path, code: int, words: str) -> None:
-    def handler(websocket: ServerConnection) -> None:
+    def handler(websocket: Peer) -> None:
         welcome(websocket)
         receive(websocket)
         websocket.close(code)
@@ -348,7 +331,7 @@ def test_their_close_code_is_in_the_error(tls_dir: Path, code: int, words: str) 
 def test_our_close_is_a_normal_one(tls_dir: Path) -> None:
     codes: list[int | None] = []
 
-    def handler(websocket: ServerConnection) -> None:
+    def handler(websocket: Peer) -> None:
         welcome(websocket)
         with pytest.raises(ConnectionClosed) as caught:
             receive(websocket)
