@@ -79,23 +79,27 @@ def told(failure: str, message: str, retry_after: int) -> Refusal:
     return Refusal(500, "server_error", message or "the gateway failed; its log says why")
 
 
-class _Asked(msgspec.Struct):
+class Asked(msgspec.Struct):
+    """Of a request's body, what is looked at in front."""
+
+    model: Any = None
     prompt: Any = None
     n: int | None = None
 
+    @property
+    def sequences(self) -> int:
+        """How many it is for at once: ``n`` answers to each prompt."""
+        prompts = self.prompt if isinstance(self.prompt, list) else []
+        count = len(prompts) if any(isinstance(each, (str, list)) for each in prompts) else 1
+        return count * max(1, self.n or 1)
 
-def sequences(body: bytes) -> int | Refusal:
-    """How many a request asks for at once: ``n`` answers to each prompt.
 
-    What is not JSON to the letter is refused: whoever is behind might read something else in it.
-    """
+def asked(body: bytes) -> Asked | Refusal:
+    """What a request is for; refused if it is not JSON to the letter, which others might read otherwise."""
     try:
-        asked = msgspec.json.decode(body, type=_Asked)
+        return msgspec.json.decode(body, type=Asked)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Refusal(400, "invalid_request_error", f"the body is not as it should be: {error}")
-    prompts = asked.prompt if isinstance(asked.prompt, list) else []
-    count = len(prompts) if any(isinstance(each, (str, list)) for each in prompts) else 1
-    return count * max(1, asked.n or 1)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from argparse import Namespace
 from collections import deque
@@ -17,6 +18,7 @@ import watchfiles
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
 from shared.errors import ConfigurationError, SymbiosisError
@@ -27,7 +29,7 @@ from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.status import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from prometheus_client.core import Metric
     from starlette.datastructures import State
@@ -40,7 +42,6 @@ SAMPLES, SAMPLE_SECONDS = 120, 1.0
 KEPT = {
     "/v1/completions",
     "/v1/chat/completions",
-    "/v1/models",
     "/tokenize",
     "/detokenize",
     "/health",
@@ -131,10 +132,12 @@ class Endpoints:
             queue=gateway.queue,
             folder=gateway.folder,
             retry_after=gateway.retry_after,
+            unserved=lambda name: "" if name in gateway.served else gateway.refused.get(name, ""),
         )
         app.get("/", include_in_schema=False)(self._page)
         app.get("/status.json", include_in_schema=False)(self._status)
         app.get("/healthz")(self._health)
+        app.get("/v1/models")(self._list_models)
         app.get("/v1/adapters")(self._list)
         app.post("/v1/adapters")(self._add)
         app.delete("/v1/adapters/{name}")(self._remove)
@@ -144,6 +147,7 @@ class Endpoints:
         assert engine_client is not None  # noqa: S101 - required_tasks says so
         self._engine, self._models = engine_client, state.openai_serving_models
         self._gateway.engine = engine_client
+        _refuse_unknown_tokens(engine_client)
         if self._gateway.adapters is not None:
             await self._look(self._gateway.adapters)
             self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))
@@ -178,6 +182,7 @@ class Endpoints:
         """
         gateway = self._gateway
         async with self._changing:
+            self._tidy()
             adapter = await asyncio.to_thread(
                 take,
                 folder,
@@ -215,13 +220,22 @@ class Endpoints:
             return await self._forget(name)
 
     async def _forget(self, name: str) -> bool:
-        # Its copy stays: the worker may load it again for sequences that use it.
+        # Its copy stays for now: the worker may load it again for sequences that use it.
         request = self._models.lora_requests.pop(name, None)
         gone = self._gateway.served.pop(name, None)
         if request is not None:
             await self._engine.remove_lora(request.lora_int_id)
             self._gateway.say(f"adapter {name} is served no more")
         return gone is not None
+
+    def _tidy(self) -> None:
+        """Remove copies of what was served before, if nobody can be using them."""
+        if self._gateway.queue.under_way:
+            return
+        used = {adapter.folder for adapter in self._gateway.served.values()}
+        for copy in (self._gateway.folder / "adapters").iterdir():
+            if copy not in used:
+                shutil.rmtree(copy, ignore_errors=True)
 
     async def _look(self, folder: Path) -> None:
         """Serve what is in the folder, and no more what was in it."""
@@ -253,6 +267,12 @@ class Endpoints:
                 self._gateway.say(f"cannot look into {folder}: {error}")
 
     # -- paths -------------------------------------------------------------------------------------
+
+    async def _list_models(self) -> JSONResponse:
+        cards = (await self._models.show_available_models()).model_dump()
+        for card in cards["data"]:
+            card["root"] = card["id"]  # not the folder of a copy
+        return JSONResponse(cards)
 
     async def _list(self) -> JSONResponse:
         return JSONResponse({"data": self._shown(), "refused": self._gateway.refused})
@@ -325,6 +345,19 @@ class Endpoints:
             names = ("steps", "sequences", "products", "rows", "rows_ahead", "seconds_waiting")
             found |= {name: float(getattr(status, name)) for name in names}
         return found
+
+
+def _refuse_unknown_tokens(engine: EngineClient) -> None:
+    """vLLM lets tokens pass that the tokenizer knows and the embeddings do not; one would end the engine."""
+    renderer, count = engine.renderer, engine.model_config.get_vocab_size()
+    check = renderer.validate_token_ids
+
+    def checked(tokens: Sequence[int], *, parameter: str | None = None) -> None:
+        check(tokens, parameter=parameter)
+        if (largest := max(tokens, default=0)) >= count:
+            raise VLLMValidationError(f"Token id {largest} is out of vocabulary", parameter=parameter)
+
+    renderer.validate_token_ids = checked
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, sequences, told
+from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, asked, told
 from tenant_sdk.gateway.status import Status
 
 Message = MutableMapping[str, Any]
@@ -31,6 +31,7 @@ class Front:
         door, queue: who comes in, and how many.
         folder: where the worker writes its ``Status``.
         retry_after: seconds in which a provider that is away may be back.
+        unserved: why a model of this name is not served, if it is known; or empty.
         clock: seconds, as ``Status.failed_at``.
     """
 
@@ -42,10 +43,12 @@ class Front:
         queue: Queue,
         folder: Path,
         retry_after: int,
+        unserved: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._application, self._door, self._queue = application, door, queue
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
+        self._unserved = unserved
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -65,7 +68,7 @@ class Front:
             if isinstance(body, bytes):
                 return await self._application(scope, _again(body, receive), send)
             return await _refuse(send, body)
-        if refusal := self._queue.enter():  # before its body takes memory
+        if refusal := self._away() or self._queue.enter():  # before its body takes memory
             return await _refuse(send, refusal)
         entered, count = self._clock(), 1
         try:
@@ -82,10 +85,19 @@ class Front:
         body = await _body(receive)
         if not isinstance(body, bytes):
             return body
-        count = sequences(body)
-        if isinstance(count, Refusal):
-            return count
-        return self._queue.widen(count) or (body, count)
+        wanted = asked(body)
+        if isinstance(wanted, Refusal):
+            return wanted
+        if isinstance(wanted.model, str) and (why := self._unserved(wanted.model)):
+            return Refusal(404, "not_found_error", f"{wanted.model} is not served: {why}")
+        return self._queue.widen(wanted.sequences) or (body, wanted.sequences)
+
+    def _away(self) -> Refusal | None:
+        """What would be told after the patience, if executors are known to be away."""
+        status = Status.read(self._folder)
+        if not status.failing or status.failure == Failure.HERE:
+            return None
+        return told(status.failure, status.error, self._retry_after)
 
     def _explained(self, send: Send, since: float) -> Send:
         """``send``, for which a failure of a step is what ``told`` makes of it."""

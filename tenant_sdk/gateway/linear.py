@@ -51,6 +51,8 @@ class Asking(NamedTuple):
 # Whose checkpoints have query, key and value in one layer, one behind the other as vLLM splits them. Others
 # mix them, head by head, which vLLM undoes where it loads a weight.
 _IN_ORDER = frozenset({"GPT2LMHeadModel", "Phi3ForCausalLM"})
+# Not all of vLLM's models say what their layers are made of; these names are the same in all.
+_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 _USUAL = Asking(RequestClass.PREFILL, 0)
 _asking: ContextVar[Asking] = ContextVar("asking", default=_USUAL)
 
@@ -202,9 +204,8 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
         members = self._served()
         leaf = prefix.rpartition(".")[2]
         names = [prefix]
-        if prefix not in members and leaf in self.packed_modules_mapping:
-            parent = prefix.removesuffix(leaf)
-            names = [parent + each for each in self.packed_modules_mapping[leaf]]
+        if prefix not in members and (parts := (_FUSED | self.packed_modules_mapping).get(leaf)):
+            names = [prefix.removesuffix(leaf) + each for each in parts]
         found = [members.get(name) for name in names]
         if not any(found):
             return UnquantizedLinearMethod()

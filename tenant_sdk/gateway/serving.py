@@ -149,6 +149,8 @@ def serve(
         folder = Path(name)
         os.umask(0o077)  # sockets and memory that vLLM's processes share
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # or it is one that others may make
+        # Sockets between vLLM's processes; their names cannot be long.
+        os.environ["VLLM_RPC_BASE_PATH"] = name if len(name) <= SOCKET_FOLDER else "/tmp"  # noqa: S108
         (folder / "adapters").mkdir()
         _prepare(options, config, given, folder, say)
         say(f"starting {installed}")
@@ -184,8 +186,6 @@ def _set_environment(options: GatewayOptions) -> None:
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": METHOD,
     }
-    if len(tempfile.gettempdir()) > SOCKET_FOLDER:
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # noqa: S108 - umask keeps others out
     for variable in ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
         os.environ.pop(variable, None)  # keys and adapters are ours
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -47,8 +47,7 @@ class Worker(Base):  # type: ignore[misc]
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """See vLLM.
 
-        Raises:
-            ModelMismatch: the executor serves layers that the model here does not have.
+        What is wrong with the model or the executor is told in ``Status``, and ends the process.
         """
         if current_platform.is_cpu():
             name = "tenant_sdk.gateway.segmented.SegmentedLora"
@@ -56,9 +55,9 @@ class Worker(Base):  # type: ignore[misc]
         try:
             super().load_model(*arguments, **options)
             self.vllm_config.quant_config.check_complete()
-        except SymbiosisError as error:
+        except (SymbiosisError, ValueError) as error:  # the latter are vLLM's, of what it does not take
             Status(error=in_options(str(error), NAMES)).write(Path(self.vllm_config.model_config.model))
-            raise
+            raise SystemExit(1) from error  # without vLLM's pages on how it came there
         if current_platform.is_cpu():
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 

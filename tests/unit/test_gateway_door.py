@@ -19,7 +19,7 @@ from shared.errors import (
     VerificationError,
 )
 from tenant_sdk.gateway import front as in_front
-from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, sequences, told
+from tenant_sdk.gateway.doorkeeper import Asked, Door, Failure, Queue, Refusal, asked, told
 from tenant_sdk.gateway.front import Front
 from tenant_sdk.gateway.serving import GatewayOptions
 from tenant_sdk.gateway.status import Status
@@ -128,7 +128,9 @@ def test_a_queue_counts_sequences() -> None:
     ],
 )
 def test_sequences_of_a_request(body: Any, count: int) -> None:
-    assert sequences(json.dumps(body).encode()) == count
+    wanted = asked(json.dumps(body).encode())
+    assert isinstance(wanted, Asked)
+    assert wanted.sequences == count
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_sequences_of_a_request(body: Any, count: int) -> None:
     ],
 )
 def test_what_could_be_read_otherwise_is_refused(body: bytes) -> None:
-    refusal = sequences(body)
+    refusal = asked(body)
     assert isinstance(refusal, Refusal)
     assert refusal.status == 400
 
@@ -172,7 +174,11 @@ Sent = list[dict[str, Any]]
 
 
 def run(
-    front: Callable[..., Awaitable[None]], path: str = "/v1/completions", name: str = "localhost"
+    front: Callable[..., Awaitable[None]],
+    path: str = "/v1/completions",
+    name: str = "localhost",
+    *,
+    body: bytes = b"{}",
 ) -> Sent:
     """What a client of one request is sent."""
     sent: Sent = []
@@ -181,7 +187,7 @@ def run(
         sent.append(dict(message))
 
     async def receive() -> Any:
-        return part(b"{}", False)
+        return part(body, False)
 
     scope = {"type": "http", "path": path, "headers": host(name)}
     asyncio.run(front(scope, receive, send))
@@ -203,8 +209,31 @@ def answering(status: int, *bodies: bytes) -> Any:
     return application
 
 
-def away(at: float) -> Status:
-    return Status(failure=Failure.AWAY, error="wss://provider went away", failing=True, failed_at=at)
+def away(at: float, *, failing: bool = False) -> Status:
+    return Status(failure=Failure.AWAY, error="wss://provider went away", failing=failing, failed_at=at)
+
+
+def test_while_the_provider_is_known_to_be_away_nobody_waits(tmp_path: Path) -> None:
+    there = front(answering(200, b"yes"), tmp_path)
+    away(at=0.5, failing=True).write(tmp_path)
+    start, body = run(there)
+    assert (start["status"], b"went away" in body["body"]) == (503, True)
+    assert run(there, "/v1/models")[0]["status"] == 200
+    away(at=0.5).write(tmp_path)  # a look found it
+    assert run(there)[0]["status"] == 200
+
+
+def test_what_failed_here_is_tried_again(tmp_path: Path) -> None:
+    Status(failure=Failure.HERE, error="NaN", failing=True).write(tmp_path)
+    assert run(front(answering(200, b"yes"), tmp_path))[0]["status"] == 200
+
+
+def test_an_adapter_that_was_refused_says_why(tmp_path: Path) -> None:
+    refused = {"mine": "it has rank 64"}
+    there = front(answering(200), tmp_path, unserved=lambda name: refused.get(name, ""))
+    start, body = run(there, body=b'{"model": "mine"}')
+    assert (start["status"], b"it has rank 64" in body["body"]) == (404, True)
+    assert run(there, body=b'{"model": "other"}')[0]["status"] == 200
 
 
 def test_what_failed_before_is_not_told(tmp_path: Path) -> None:
