@@ -28,6 +28,7 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
         ConfigurationError: the executor serves no tokenizer.
     """
     from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     from tenant_sdk.model.loading import check_causal
     from tenant_sdk.model.remote_weight import RemoteWeight
@@ -35,12 +36,17 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
     check_causal(session.executor)
     model = session.load_model(dtype=dtype, progress=False)
     kept = {
-        name: each.contiguous()
+        name: each
         for name, each in model.state_dict(keep_vars=True).items()
         if not isinstance(each.data, RemoteWeight) and name not in model.all_tied_weights_keys
     }
+    if any(member.expert is not None for group in session.manifest.groups for member in group.members):
+        # transformers has all experts of a layer in one tensor; vLLM reads them one by one.
+        kept = revert_weight_conversion(model, kept)
     save_file(
-        {name: each.detach() for name, each in kept.items()}, folder / "model.safetensors", {"format": "pt"}
+        {name: each.detach().contiguous() for name, each in kept.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
     )
     # What transformers does not know of might mean something to vLLM, and it is a peer's.
     known = type(model.config)().to_dict()

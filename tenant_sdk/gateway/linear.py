@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -199,6 +200,9 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
             ConfigurationError, ConnectError: no session.
             ModelMismatch: it serves a part of a fused layer.
         """
+        if isinstance(layer, RoutedExperts):
+            # Adapters are beside them (``serving``), and with adapters on them they do not run on processors.
+            layer.moe_config.is_lora_enabled = False
         if not isinstance(layer, LinearBase):
             return None
         members = self._served()
@@ -239,9 +243,9 @@ class RemoteConfig(QuantizationConfig):  # type: ignore[misc]
             session = open_here(self._options)
             prefix = session.manifest.base_prefix
             for group in session.groups:
-                if group.info.head:
-                    continue  # it stays here
                 for index, member in enumerate(group.info.members):
+                    if group.info.head or member.expert is not None:
+                        continue  # they stay here
                     names = [".".join(filter(None, (prefix, member.name, "weight")))]
                     if self._mapper is not None:
                         names = self._mapper.apply_list(names)

@@ -23,6 +23,7 @@ from tenant_sdk.gateway.folder import METHOD, write_folder
 from tenant_sdk.gateway.status import Status
 
 if TYPE_CHECKING:
+    from shared.wire.messages import Manifest
     from tenant_sdk.config import SessionConfig
 
 PATIENCE = 10.0  # seconds; clients wait as long
@@ -140,6 +141,10 @@ def serve(
             f"--speculate pads requests with rows of zeros, which privacy={config.privacy!r} would show; use "
             "it with one-time masks"
         )
+    if config.experts not in (None, "local"):
+        raise ConfigurationError(
+            f"--experts {config.experts}: a gateway multiplies experts itself; leave it out, or give local"
+        )
     _check_port(options)
     signal.signal(signal.SIGTERM, _end)  # until vLLM has its own: the folder goes, however early that is
     if options.ready_file is not None:
@@ -204,7 +209,7 @@ def _prepare(
     from tenant_sdk.composition import open_session
     from tenant_sdk.gateway import endpoints
 
-    with open_session(config) as session:
+    with open_session(dataclasses.replace(config, experts="local")) as session:
         say("downloading embeddings, norms and the head")
         write_folder(session, given, folder, options.dtype)
         longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
@@ -282,9 +287,19 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
     return [
         *listed,
         *(f"--{flag}" for flag in flags),
+        *(_only_beside_experts(manifest) if options.adapters is not None else []),
         "--disable-fastapi-docs",
         "--disable-uvicorn-access-log",
     ]
+
+
+def _only_beside_experts(manifest: Manifest) -> list[str]:
+    """What keeps vLLM's layers for adapters away from experts: on processors they do not run there."""
+    members = [each for group in manifest.groups if not group.head for each in group.members]
+    others = {each.name.rpartition(".")[2] for each in members if each.expert is None}
+    return (
+        ["--lora-target-modules", *sorted(others)] if any(each.expert is not None for each in members) else []
+    )
 
 
 def _run(arguments: list[str], options: GatewayOptions) -> None:

@@ -55,9 +55,11 @@ class Worker(Base):  # type: ignore[misc]
         try:
             super().load_model(*arguments, **options)
             self.vllm_config.quant_config.check_complete()
-        except (SymbiosisError, ValueError) as error:  # the latter are vLLM's, of what it does not take
-            Status(error=in_options(str(error), NAMES)).write(Path(self.vllm_config.model_config.model))
-            raise SystemExit(1) from error  # without vLLM's pages on how it came there
+        except (SymbiosisError, ValueError) as error:
+            ours = isinstance(error, SymbiosisError)
+            why = in_options(str(error), NAMES) if ours else f"vLLM does not take this: {error}"
+            Status(error=why).write(Path(self.vllm_config.model_config.model))
+            raise SystemExit(1) from error  # without pages on how it came there
         if current_platform.is_cpu():
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 

@@ -18,7 +18,9 @@ from shared.errors import (
     SymbiosisError,
     VerificationError,
 )
+from tenant_sdk.config import SessionConfig
 from tenant_sdk.gateway import front as in_front
+from tenant_sdk.gateway import serving
 from tenant_sdk.gateway.doorkeeper import Asked, Door, Failure, Queue, Refusal, asked, told
 from tenant_sdk.gateway.front import Front
 from tenant_sdk.gateway.serving import GatewayOptions
@@ -378,6 +380,13 @@ def test_no_status_yet(tmp_path: Path) -> None:
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         GatewayOptions(**options)
+
+
+def test_experts_of_a_gateway_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "check_installed", lambda: "vllm 0")
+    config = SessionConfig(provider="wss://here", token="t", privacy="plain", experts="routed")
+    with pytest.raises(ConfigurationError, match="--experts routed"):
+        serving.serve(GatewayOptions(), config, {}, print)
 
 
 def test_keys_are_not_shown() -> None:
