@@ -92,7 +92,7 @@ class Middleman:
                     if self.keep:
                         self.requests.append(request)
                     self.asked.set()
-                tenant.send(self._changed(request, executor.recv(None)))
+                tenant.send(self._changed(request, executor.recv()))
 
     def _changed(self, request: Message, data: bytes | str) -> bytes:
         fields, body = parse(data)

@@ -72,7 +72,7 @@ def told(failure: str, message: str, retry_after: int) -> Refusal:
         retry_after: seconds after which an executor that is away may be back.
     """
     if failure == Failure.WRONG:
-        message += ". This gateway asks for nothing more until it is started again"
+        message += ". If an answer was wrong, this gateway asks for nothing more until it is started again"
         return Refusal(502, "provider_error", message)
     if failure == Failure.AWAY:
         return Refusal(503, "provider_unavailable", message, retry_after)

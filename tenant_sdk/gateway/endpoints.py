@@ -132,7 +132,7 @@ class Endpoints:
             queue=gateway.queue,
             folder=gateway.folder,
             retry_after=gateway.retry_after,
-            unserved=lambda name: "" if name in gateway.served else gateway.refused.get(name, ""),
+            unserved=self._unserved,
         )
         app.get("/", include_in_schema=False)(self._page)
         app.get("/status.json", include_in_schema=False)(self._status)
@@ -174,6 +174,11 @@ class Endpoints:
 
     # -- adapters ----------------------------------------------------------------------------------
 
+    def _unserved(self, name: str) -> str:
+        """Why a model of this name is not served, if its folder was refused."""
+        served = name in self._gateway.served or self._models.is_base_model(name)
+        return "" if served else self._gateway.refused.get(name, "")
+
     async def add(self, folder: Path, name: str = "") -> Adapter:
         """Serve an adapter, in place of the one of this name if its content is another.
 
@@ -182,7 +187,6 @@ class Endpoints:
         """
         gateway = self._gateway
         async with self._changing:
-            self._tidy()
             adapter = await asyncio.to_thread(
                 take,
                 folder,
@@ -220,7 +224,7 @@ class Endpoints:
             return await self._forget(name)
 
     async def _forget(self, name: str) -> bool:
-        # Its copy stays for now: the worker may load it again for sequences that use it.
+        # Its copy stays until ``_tidy``: the worker may load it again for sequences that use it.
         request = self._models.lora_requests.pop(name, None)
         gone = self._gateway.served.pop(name, None)
         if request is not None:
@@ -228,14 +232,13 @@ class Endpoints:
             self._gateway.say(f"adapter {name} is served no more")
         return gone is not None
 
-    def _tidy(self) -> None:
-        """Remove copies of what was served before, if nobody can be using them."""
-        if self._gateway.queue.under_way:
-            return
-        used = {adapter.folder for adapter in self._gateway.served.values()}
-        for copy in (self._gateway.folder / "adapters").iterdir():
-            if copy not in used:
-                shutil.rmtree(copy, ignore_errors=True)
+    async def _tidy(self) -> None:
+        """Remove copies of what was served before; nobody has been using any for a while."""
+        async with self._changing:
+            used = {adapter.folder for adapter in self._gateway.served.values()}
+            for copy in (self._gateway.folder / "adapters").iterdir():
+                if copy not in used:
+                    await asyncio.to_thread(shutil.rmtree, copy, ignore_errors=True)
 
     async def _look(self, folder: Path) -> None:
         """Serve what is in the folder, and no more what was in it."""
@@ -331,6 +334,8 @@ class Endpoints:
             now |= await asyncio.to_thread(self._counts)
             if before:
                 self._gateway.samples.append(_rates(before, now))
+            if not now["under_way"] and not before.get("under_way", 1.0):
+                await self._tidy()
             before = now
             await asyncio.sleep(SAMPLE_SECONDS)
 

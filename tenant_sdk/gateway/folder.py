@@ -14,7 +14,7 @@ METHOD = "symbiosis"  # of ``quantization_config``
 
 
 def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dtype: str) -> Path:
-    """Write what the tenant holds of the executor's model: embeddings, norms, biases, head; the tokenizer.
+    """Write what the tenant holds of the executor's model (all but frozen layers), and the tokenizer.
 
     Args:
         session: with the executor.
@@ -26,12 +26,14 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
     Raises:
         ModelMismatch: see ``session.load_model``.
         ConfigurationError: the executor serves no tokenizer.
+        StorageError: no room.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
     from tenant_sdk.model.loading import check_causal
     from tenant_sdk.model.remote_weight import RemoteWeight
+    from tenant_sdk.storage import disk_errors
 
     check_causal(session.executor)
     model = session.load_model(dtype=dtype, progress=False)
@@ -43,11 +45,12 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
     if any(member.expert is not None for group in session.manifest.groups for member in group.members):
         # transformers has all experts of a layer in one tensor; vLLM reads them one by one.
         kept = revert_weight_conversion(model, kept)
-    save_file(
-        {name: each.detach().contiguous() for name, each in kept.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    with disk_errors(folder, "what this side holds of the model", "TMPDIR names another place."):
+        save_file(
+            {name: each.detach().contiguous() for name, each in kept.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
     # What transformers does not know of might mean something to vLLM, and it is a peer's.
     known = type(model.config)().to_dict()
     config = {name: value for name, value in model.config.to_dict().items() if name in known}

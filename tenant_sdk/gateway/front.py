@@ -95,7 +95,7 @@ class Front:
     def _away(self) -> Refusal | None:
         """What would be told after the patience, if executors are known to be away."""
         status = Status.read(self._folder)
-        if not status.failing or status.failure == Failure.HERE:
+        if not status.failing or status.failure != Failure.AWAY:
             return None
         return told(status.failure, status.error, self._retry_after)
 

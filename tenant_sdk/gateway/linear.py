@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -25,7 +26,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from shared.errors import ModelMismatch
+from shared.errors import ModelMismatch, SymbiosisError
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
 from tenant_sdk.gateway.folder import METHOD
@@ -68,21 +69,25 @@ def asking(how: Asking) -> Iterator[None]:
         _asking.reset(before)
 
 
-def probe() -> None:
-    """Ask for a product of one row of chance, as any row, to see whether the executor is there.
-
-    Raises:
-        SymbiosisError: it is not.
-    """
-    group = session_here().groups[0]
-    group.product(Direction.FORWARD, 1, [torch.randn(1, group.info.inputs)], RequestClass.PREFILL)
-
-
 class Part(NamedTuple):
     """Members of one group, whose outputs lie one behind the other in a layer's output."""
 
     group: Group
     members: int
+
+
+_failed: list[Part] = []  # of the last layer whose products did
+
+
+def probe() -> None:
+    """Ask for what failed last, of one row of chance, to see whether executors are there.
+
+    Raises:
+        SymbiosisError: one is not.
+    """
+    for part in list(_failed) or [Part(session_here().groups[0], 1)]:
+        row = torch.randn(1, part.group.info.inputs)
+        part.group.product(Direction.FORWARD, part.members, [row], RequestClass.PREFILL)
 
 
 class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -138,17 +143,34 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
         how, count = _asking.get(), len(rows)
         if count < how.rows:
             rows = nn.functional.pad(rows, (0, 0, 0, how.rows - count))
-        pending = [
-            part.group.submit(Direction.FORWARD, part.members, [rows], how.request_class)
-            for part in self._parts
-        ]
-        if self.meanwhile is not None:
-            self.meanwhile(x)
-        answers = [answer[:count] for each in pending for answer in each.result()]
+        try:
+            pending = [
+                part.group.submit(Direction.FORWARD, part.members, [rows], how.request_class)
+                for part in self._parts
+            ]
+            if self.meanwhile is not None:
+                self.meanwhile(x)
+            answers = [answer[:count] for each in pending for answer in each.result()]
+        except SymbiosisError:
+            _failed[:] = self._parts
+            raise
         out = answers[0] if len(answers) == 1 else torch.cat(answers, dim=-1)
         if bias is not None:
             out = out + bias
         return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def check_adaptable(model: nn.Module) -> None:
+    """Whether every layer of the executor's takes adapters in vLLM, which leaves out what is for others.
+
+    Raises:
+        ModelMismatch: some do not.
+    """
+    adapted = [each for each in model.modules() if isinstance(each, BaseLayerWithLoRA)]
+    fine = {id(each) for layer in adapted for each in layer.modules()}
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "quant_method", None), RemoteLinearMethod) and id(layer) not in fine:
+            raise ModelMismatch(f"vLLM takes no adapters on {name}; start the gateway without --adapters")
 
 
 @register_quantization_config(METHOD)

@@ -210,7 +210,7 @@ def _prepare(
     from tenant_sdk.gateway import endpoints
 
     with open_session(dataclasses.replace(config, experts="local")) as session:
-        say("downloading embeddings, norms and the head")
+        say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
         write_folder(session, given, folder, options.dtype)
         longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
         if options.context is not None and longest is not None and options.context > longest:

@@ -18,7 +18,7 @@ from shared.wire.header import RequestClass
 from tenant_sdk.cli_options import NAMES
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.doorkeeper import Failure
-from tenant_sdk.gateway.linear import Asking, asking, probe
+from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, probe
 from tenant_sdk.gateway.status import Status
 
 if current_platform.is_cpu():
@@ -55,6 +55,8 @@ class Worker(Base):  # type: ignore[misc]
         try:
             super().load_model(*arguments, **options)
             self.vllm_config.quant_config.check_complete()
+            if self.vllm_config.lora_config is not None:
+                check_adaptable(self.model_runner.model)
         except (SymbiosisError, ValueError) as error:
             ours = isinstance(error, SymbiosisError)
             why = in_options(str(error), NAMES) if ours else f"vLLM does not take this: {error}"
@@ -125,8 +127,12 @@ class Worker(Base):  # type: ignore[misc]
                 waited, failed_at = 0.0, status.failed_at
                 try:
                     probe()
-                except SymbiosisError:
-                    continue  # as before
+                except SymbiosisError as error:  # which may be another: back with another model, say
+                    status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)
+                    continue
+                except Exception:  # or nobody would look again, and all would be refused
+                    log.exception("cannot look whether the executor is back")
+                    continue
                 if status.failed_at == failed_at:
                     self._write(failing=False)
 

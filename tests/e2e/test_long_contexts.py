@@ -74,11 +74,11 @@ def generated(folder: Path, *arguments: object) -> tuple[float, float, Sequence[
 
 
 def test_two_layers_are_in_memory(tmp_path: Path) -> None:
-    """16,384 tokens, 12 layers of 16 MiB: two of them are in memory, with host all."""
-    disk = generated(tmp_path / "disk", 12, "disk", 16_384, "fill")
-    host = generated(tmp_path / "host", 12, "host", 16_384, "fill")
+    """16,384 tokens, 20 layers of 16 MiB: two of them are in memory, with host all."""
+    disk = generated(tmp_path / "disk", 20, "disk", 16_384, "fill")
+    host = generated(tmp_path / "host", 20, "host", 16_384, "fill")
     assert disk[2] == host[2]
-    assert host[1] - disk[1] > 8 * 16
+    assert host[1] - disk[1] > 8 * 16  # both have some 60 MiB of chance
     assert disk[1] - disk[0] < 3 * 16
     assert not list((tmp_path / "disk" / "spilled").iterdir())
 

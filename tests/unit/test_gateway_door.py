@@ -225,8 +225,10 @@ def test_while_the_provider_is_known_to_be_away_nobody_waits(tmp_path: Path) -> 
     assert run(there)[0]["status"] == 200
 
 
-def test_what_failed_here_is_tried_again(tmp_path: Path) -> None:
-    Status(failure=Failure.HERE, error="NaN", failing=True).write(tmp_path)
+@pytest.mark.parametrize("failure", [Failure.HERE, Failure.WRONG])
+def test_what_is_not_away_is_tried_again(tmp_path: Path, failure: Failure) -> None:
+    """A session that got a wrong answer refuses at once by itself; another model may be gone again."""
+    Status(failure=failure, error="NaN", failing=True).write(tmp_path)
     assert run(front(answering(200, b"yes"), tmp_path))[0]["status"] == 200
 
 
