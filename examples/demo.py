@@ -43,7 +43,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, default_da
 
 import tenant_sdk
 from shared.wire.header import SEED_BYTES
-from tenant_sdk.tuning.data import Blocks, pack, read_tokens, whole
+from tenant_sdk.tuning.conversations import whole
+from tenant_sdk.tuning.data import Blocks, pack, read_tokens
 from tenant_sdk.tuning.finetuning import perplexity
 
 HERE = Path(__file__).resolve().parent

@@ -21,13 +21,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, track
 
 from shared import imports
-from shared.errors import ConfigurationError, SymbiosisError, peer_text
+from shared.errors import SymbiosisError, peer_text
 from shared.options import in_options, prints_version
 from tenant_sdk import cli_options as options
 from tenant_sdk import context_options as contexts
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.command import serve
+from tenant_sdk.tuning.data_command import data
 
 if TYPE_CHECKING:
     from tenant_sdk.session import Session
@@ -55,12 +56,11 @@ def _load(
 ) -> tuple[Any, Any]:
     """Model, on an accelerator if there is one, and tokenizer."""
     import torch
-    from transformers import AutoTokenizer
     from transformers import logging as transformers_logging
 
-    from tenant_sdk.model.loading import check_causal
+    from tenant_sdk.model.loading import check_causal, read_configuration
     from tenant_sdk.storage import disk_errors
-    from tenant_sdk.tuning.own import attach_own, tokenizer_in
+    from tenant_sdk.tuning.own import attach_own, embedded, load_words, tokenizer_in
 
     # Their warnings are for those who wrote the code that calls them.
     transformers_logging.set_verbosity_error()
@@ -69,21 +69,17 @@ def _load(
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
         model: Any
+        words = None
+        if tokenizer is not None:  # before anything large is loaded
+            words = load_words(tokenizer, embedded(read_configuration(session.executor)[0]))
         if own is None:
             check_causal(session.executor)
             model = session.load_model(base=base, progress=_status.is_terminal)
         else:
             model, folder = attach_own(session, own, base)
-            tokenizer = tokenizer or tokenizer_in(folder)
-        if tokenizer is None:
-            words = session.load_tokenizer()
-        else:
-            try:
-                words = AutoTokenizer.from_pretrained(
-                    str(tokenizer), local_files_only=True, trust_remote_code=False
-                )
-            except (OSError, ValueError) as error:
-                raise ConfigurationError(f"no tokenizer in {tokenizer}: {error}") from error
+            if words is None and tokenizer_in(folder):
+                words = load_words(folder)
+        words = words or session.load_tokenizer()
     if torch.cuda.is_available():
         return model.to("cuda"), words
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # no copies of keys and values for every head
@@ -153,7 +149,8 @@ def finetune(
         list[Path],
         typer.Option(
             help="What to learn from: plain text, or JSONL whose records have `text`, or `prompt` and "
-            "`completion`, or `messages`; all in UTF-8. Repeat for several files."
+            "`completion`, or `messages`; all in UTF-8. Repeat for several files. `symbiosis-tenant data` "
+            "shows what is learned of them."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder to make for the adapter, in PEFT's format.")],
@@ -179,9 +176,7 @@ def finetune(
     sequence_length: contexts.SequenceLength = contexts.LENGTH,
     max_length: contexts.MaxLength = None,
     memory_gib: contexts.Memory = None,
-    train_on_prompt: Annotated[
-        bool, typer.Option("--train-on-prompt", help="Learn whole records, not the answers alone.")
-    ] = False,
+    train_on_prompt: contexts.TrainOnPrompt = False,
     packing: Annotated[
         bool,
         typer.Option(
@@ -222,6 +217,7 @@ def finetune(
         from tenant_sdk.composition import open_session
         from tenant_sdk.tuning.finetuning import TrainingOptions
         from tenant_sdk.tuning.finetuning import finetune as train
+        from tenant_sdk.tuning.preview import show_first
         from tenant_sdk.tuning.progress import TrainingStep
 
     # Beside the adapter: what lies in the folder of the training goes when it is done.
@@ -279,6 +275,7 @@ def finetune(
             session,
             show=show,
             say=lambda line: _status.print(escape(line)),
+            preview=lambda example: show_first(_status, words, example),
             keep_tokenizer=tokenizer is not None,
         )
     since = f" since step {report.resumed_at}" if report.resumed_at else ""
@@ -461,6 +458,7 @@ def doctor(
 
 
 app.command()(serve)
+app.command()(data)
 
 
 def _escaped(message: str, names: Mapping[str, str] = options.NAMES) -> str:

@@ -46,6 +46,9 @@ MaxLength = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(min=2, help="Another name of --sequence-length."),
 ]
+TrainOnPrompt = Annotated[
+    bool, typer.Option("--train-on-prompt", help="Learn whole records, not the answers alone.")
+]
 Memory = Annotated[
     Optional[float],  # noqa: UP045
     typer.Option(

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ConfigurationError, ModelMismatch, peer_text
@@ -68,6 +69,19 @@ def load_tokenizer(remote: RemoteExecutor) -> Any:
     return build_tokenizer(files)
 
 
+def read_configuration(
+    remote: RemoteExecutor, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Any, GenerationConfig]:
+    """The executor's model configuration with ``overrides``, and how it generates.
+
+    Raises:
+        ModelMismatch: they are refused (``tenant_sdk.model.configuration``).
+    """
+    files = download_files(remote, ("config.json", "generation_config.json"))
+    config = model_configuration(files.get("config.json", b""), remote.manifest, overrides)
+    return config, generation_configuration(files.get("generation_config.json"), config)
+
+
 def check_causal(remote: RemoteExecutor, config: Any = None) -> None:
     """Let through what continues text.
 
@@ -82,9 +96,8 @@ def check_causal(remote: RemoteExecutor, config: Any = None) -> None:
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         return  # ``load_model`` says what is wrong, here and below
     if config is None:
-        files = download_files(remote, ("config.json",))
         try:
-            config = model_configuration(files.get("config.json", b""), remote.manifest, {})
+            config, _ = read_configuration(remote)
         except ModelMismatch:
             return
     if (
@@ -142,9 +155,7 @@ def load_model(
         raise ConfigurationError("trust_remote_code: code from an executor is never run")
     apart = excluded_layers(groups, exclude)
     _check_memory(manifest, apart, dtype, expert_parameters(manifest, exclude), placement)
-    files = download_files(remote, ("config.json", "generation_config.json"))
-    config = model_configuration(files.get("config.json", b""), manifest, config_overrides)
-    generation = generation_configuration(files.get("generation_config.json"), config)
+    config, generation = read_configuration(remote, config_overrides)
     config.dtype = dtype
     _check_shapes(manifest, config, model_class, groups, offload_head=offload_head, exclude=exclude)
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.

@@ -1,13 +1,12 @@
 """Training data made into token ids and labels: text files and JSONL records.
 
 A text file becomes blocks of equal length; what a record may be is in ``tenant_sdk.tuning.records``. Of
-`text` all is learned, of `prompt` and `completion` the latter. `messages` go through the tokenizer's chat
-template, and what assistants say is learned.
+`text` all is learned, of `prompt` and `completion` the latter, of `messages` what assistants say
+(``tenant_sdk.tuning.conversations``).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +16,22 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shared.errors import ConfigurationError
-from tenant_sdk.tuning.records import Record, holds_records, read_text, records_of
+from shared.errors import ConfigurationError, peer_text
+from tenant_sdk.tuning.conversations import (
+    IGNORED,
+    Conversations,
+    Example,
+    asked,
+    chat_template,
+    continued,
+    encode,
+    whole,
+)
+from tenant_sdk.tuning.records import Record, holds_records, read_text, records_of, where
 
-IGNORED = -100  # a label that takes no part in the loss
 Blocks = list[list[int]]
-Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
 Collate = Callable[[Sequence[Example]], dict[str, Tensor]]
 Say = Callable[[str], None]
-
-# How transformers itself looks for it, before it asks for assistants' tokens.
-_MARKED = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 
 
 def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
@@ -41,11 +45,6 @@ def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
     if len(blocks) > 1 and len(blocks[-1]) < (2 if keep_tail else length):
         blocks.pop()
     return blocks
-
-
-def whole(tokens: Sequence[int]) -> Example:
-    """An example all of which is learned."""
-    return {"input_ids": list(tokens), "labels": list(tokens)}
 
 
 def trained_tokens(example: Example) -> int:
@@ -115,9 +114,87 @@ def chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     Raises:
         ConfigurationError: the tokenizer has no chat template, or it takes no such message.
     """
-    _template(tokenizer, "the prompt", "leave out --chat")
-    text = _render(tokenizer, [{"role": "user", "content": prompt}], "the prompt", answer=True)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    chat_template(tokenizer, "the prompt", "leave out --chat")
+    return encode(tokenizer, asked(tokenizer, [{"role": "user", "content": prompt}], None, "the prompt"))
+
+
+def check_embedded(tokenizer: Any, ids: Sequence[int], embeddings: int | None, place: str) -> None:
+    """Refuse tokens that the tokenizer has and the model has not.
+
+    Args:
+        embeddings: how many tokens the model knows; None: not known here.
+
+    Raises:
+        ConfigurationError: there is such a token; the message names it.
+    """
+    if embeddings is not None and max(ids, default=0) >= embeddings:
+        token = peer_text(str(tokenizer.convert_ids_to_tokens(max(ids))), 40)
+        raise ConfigurationError(
+            f"{place}: the tokenizer makes {token} the token {max(ids)}, and the model has embeddings for "
+            f"{embeddings} tokens only. Use the model's own tokenizer, or one without added tokens"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An example of a file.
+
+    ``line``: where its record is; None in a plain text. ``pieces``: into how many examples the record was
+    split. ``left_out``: it is too long, and not learned. ``ended``: the last learned token stops `generate`.
+    """
+
+    line: int | None
+    example: Example
+    pieces: int = 1
+    left_out: bool = False
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class ReadFile:
+    """The examples of a file; ``unread``: names of its records' keys that are not read."""
+
+    path: Path
+    entries: tuple[Entry, ...]
+    unread: tuple[str, ...] = ()
+
+    @property
+    def examples(self) -> list[Example]:
+        """Those that are learned from."""
+        return [entry.example for entry in self.entries if not entry.left_out]
+
+    def summary(self, length: int) -> list[str]:
+        """Lines about it for its user; no text of the data is in them.
+
+        Args:
+            length: tokens of an example at most.
+        """
+        sizes = [len(example["input_ids"]) for example in self.examples]
+        if self.entries[0].line is None:
+            return [
+                f"{self.path}: read as plain text, {sum(sizes)} tokens in {len(sizes)} blocks of {sizes[0]}"
+            ]
+        records = len({entry.line for entry in self.entries})
+        trained = sum(map(trained_tokens, self.examples))
+        lines = [f"{self.path}: {records} records, {sum(sizes)} tokens, {trained} of them to learn"]
+        longer = f"of {records} records are longer than {length} tokens"
+        if split := {entry.line for entry in self.entries if entry.pieces > 1}:
+            lines.append(f"{self.path}: {len(split)} {longer} and were split: all of them is learned")
+        if long := [entry for entry in self.entries if entry.left_out]:
+            longest = max(len(entry.example["input_ids"]) for entry in long)
+            lines.append(
+                f"{self.path}: {len({entry.line for entry in long})} {longer} (the longest has {longest}) "
+                "and were left out; --sequence-length says how long they may be"
+            )
+        if endless := {entry.line for entry in self.entries if not entry.ended}:
+            lines.append(
+                f"{self.path}: {len(endless)} of {records} records end without a token that stops "
+                "`generate`, so that the adapter does not learn when to stop: the tokenizer names no such "
+                "token, or the chat template leaves it out of what it marks as the answer"
+            )
+        if self.unread:
+            lines.append(f"{self.path}: these keys of its records are not read: {', '.join(self.unread)}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -129,6 +206,8 @@ class Reader:
         length: tokens of an example at most.
         train_on_prompt: learn all tokens of a record, not the answers alone.
         keep_tail: of text files, see ``pack``.
+        ends: ids of the tokens at which `generate` stops, as ``ends_of`` has them; default: the tokenizer's.
+        embeddings: how many tokens the model knows; None: not known.
         say: called with a line about each file; no text of the data is in it.
     """
 
@@ -136,6 +215,8 @@ class Reader:
     length: int
     train_on_prompt: bool = False
     keep_tail: bool = False
+    ends: tuple[int, ...] = ()
+    embeddings: int | None = None
     say: Say = lambda _: None
 
     def read(self, paths: Sequence[Path]) -> list[Example]:
@@ -144,153 +225,76 @@ class Reader:
         Raises:
             ConfigurationError: a file or a record is wrong; the message names file and line.
         """
-        return [example for path in paths for example in self._file(path)]
-
-    def _file(self, path: Path) -> list[Example]:
-        text = read_text(path)
-        if holds_records(path, text):
-            return self._records(path, text)
-        tokens = _text_tokens(path, text, self.tokenizer)
-        blocks = pack(tokens, self.length, keep_tail=self.keep_tail)
-        self.say(
-            f"{path}: read as plain text, {len(tokens)} tokens in {len(blocks)} blocks of {len(blocks[0])}"
-        )
-        return [whole(block) for block in blocks]
-
-    def _records(self, path: Path, text: str) -> list[Example]:
-        examples: list[Example] = []
-        records, split, left_out = 0, 0, []
-        for where, record in records_of(path, text):
-            records += 1
-            for example in self._encode(record, where):
-                if not trained_tokens(example):
-                    raise ConfigurationError(
-                        f"{where}: there is nothing to learn: no answer that follows something"
-                    )
-                if len(example["input_ids"]) <= self.length:
-                    examples.append(example)
-                elif example["labels"] == example["input_ids"]:
-                    split += 1
-                    examples += map(whole, pack(example["input_ids"], self.length, keep_tail=True))
-                else:
-                    left_out.append(len(example["input_ids"]))
-        if not examples:
-            raise ConfigurationError(
-                f"{path} holds no record to learn from: all are longer than {self.length} tokens"
-            )
-        tokens, trained = sum(len(e["input_ids"]) for e in examples), sum(map(trained_tokens, examples))
-        self.say(f"{path}: {records} records, {tokens} tokens, {trained} of them to learn")
-        longer = f"of {records} records are longer than {self.length} tokens"
-        if split:
-            self.say(f"{path}: {split} {longer} and were split: all of them is learned")
-        if left_out:
-            self.say(
-                f"{path}: {len(left_out)} {longer} (the longest has {max(left_out)}) and were left out; "
-                "--sequence-length says how long they may be"
-            )
+        examples = []
+        for path in paths:
+            file = self.file(path)
+            if not file.examples:
+                raise ConfigurationError(
+                    f"{path} holds no record to learn from: all are longer than {self.length} tokens"
+                )
+            for line in file.summary(self.length):
+                self.say(line)
+            examples += file.examples
         return examples
 
-    def _encode(self, record: Record, where: str) -> list[Example]:
+    def file(self, path: Path) -> ReadFile:
+        """The examples of a file, also those that are too long.
+
+        Raises:
+            ConfigurationError: the file or a record is wrong; the message names file and line.
+        """
+        text = read_text(path)
+        if not holds_records(path, text):
+            tokens = _text_tokens(path, text, self.tokenizer)
+            check_embedded(self.tokenizer, tokens, self.embeddings, str(path))
+            blocks = pack(tokens, self.length, keep_tail=self.keep_tail)
+            return ReadFile(path, tuple(Entry(None, whole(block)) for block in blocks))
+        entries: list[Entry] = []
+        unread: set[str] = set()
+        for line, record in records_of(path, text):
+            unread |= {*record.unread}
+            examples = self._encode(record, where(path, line))
+            if not examples or not all(map(trained_tokens, examples)):
+                raise ConfigurationError(
+                    f"{where(path, line)}: there is nothing to learn: no answer that follows something"
+                )
+            for example in examples:
+                check_embedded(self.tokenizer, example["input_ids"], self.embeddings, where(path, line))
+                entries += self._fitted(example, line)
+        return ReadFile(path, tuple(entries), tuple(sorted(unread)))
+
+    def _fitted(self, example: Example, line: int) -> list[Entry]:
+        learned = [label for label in example["labels"] if label != IGNORED]
+        ended = learned[-1] in self._ends
+        if len(example["input_ids"]) <= self.length:
+            return [Entry(line, example, ended=ended)]
+        if example["labels"] == example["input_ids"]:
+            pieces = pack(example["input_ids"], self.length, keep_tail=True)
+            return [Entry(line, whole(piece), len(pieces), ended=ended) for piece in pieces]
+        return [Entry(line, example, left_out=True, ended=ended)]
+
+    def _encode(self, record: Record, place: str) -> list[Example]:
         """Usually one example; what is too long is the caller's matter."""
         if record.messages is not None:
-            return self._chat(record.messages, record.tools, where)
+            chats = Conversations(self.tokenizer, self._ends)
+            tools = record.tools if isinstance(record.tools, list) else None
+            if self.train_on_prompt:
+                return [chats.everything(record.messages, tools, place)]
+            return chats.examples(record.messages, tools, place)
         if record.text is not None:
             return [whole(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
         prompt, completion = record.prompt or "", record.completion or ""
         start = prompt_tokens(self.tokenizer, prompt)
-        ids = list(self.tokenizer(prompt + completion, verbose=False)["input_ids"])
-        if ids[: len(start)] != start:
-            # A token would be part of both; what is learned must follow the prompt as `generate` has it.
-            ids = start + self.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
-        ids = self._ended(ids)
+        answer = self._ended(continued(self.tokenizer, prompt, start, completion, special=True))
         if self.train_on_prompt:
-            return [whole(ids)]
-        return [{"input_ids": ids, "labels": [IGNORED] * len(start) + ids[len(start) :]}]
+            return [whole(start + answer)]
+        return [{"input_ids": start + answer, "labels": [IGNORED] * len(start) + answer}]
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        return self.ends or (() if own is None else (own,))
 
     def _ended(self, ids: Sequence[int]) -> list[int]:
-        """With the tokenizer's end of text, by which `generate` knows that a record is complete."""
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        return [*ids] if end is None or (ids and ids[-1] == end) else [*ids, end]
-
-    def _chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, where: str
-    ) -> list[Example]:
-        """Assistants' turns are learned.
-
-        A template that marks them (``{% generation %}``) says itself which tokens are theirs. For others an
-        answer is what the template adds to the conversation before it, ended by what begins an answer: what
-        the model is given and what it shall write when it is used. Where a template writes earlier turns
-        otherwise than the last (without their reasoning, say), each answer is an example of its own.
-        """
-        tokenizer = self.tokenizer
-
-        def render(until: int, *, answer: bool = False) -> str:
-            return _render(tokenizer, messages[:until], where, tools, answer=answer)
-
-        if self.train_on_prompt:
-            return [self._spans(render(len(messages)), [(0, None)])]
-        if (template := _template(tokenizer, where)) and _MARKED.search(template):
-            render(len(messages))  # for what it says if it refuses them
-            encoded = tokenizer.apply_chat_template(
-                messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
-            )
-            pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-            labels = [token if learned else IGNORED for token, learned in pairs]
-            return [{"input_ids": list(encoded["input_ids"]), "labels": labels}]
-        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers or answers[0] == 0:
-            raise ConfigurationError(
-                f"{where}: `messages` has no turn of the role assistant that answers one"
-            )
-        turns = [(render(at, answer=True), render(at + 1)) for at in answers]
-        if not all(answered.startswith(asked) for asked, answered in turns):
-            raise ConfigurationError(
-                f"{where}: the chat template begins an answer otherwise than it writes one, so that answers "
-                "cannot be told from prompts; give a tokenizer whose template has {% generation %} markers "
-                "with --tokenizer, or --train-on-prompt"
-            )
-        last = turns[-1][1]
-        if all(last.startswith(answered) for _, answered in turns):
-            return [self._spans(last, [(len(asked), len(answered)) for asked, answered in turns])]
-        return [self._spans(answered, [(len(asked), len(answered))]) for asked, answered in turns]
-
-    def _spans(self, text: str, spans: Sequence[tuple[int, int | None]]) -> Example:
-        """A rendered text, of which the tokens that begin in a span of characters are learned."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = list(encoded["input_ids"])
-        begins = [begin for begin, _ in encoded["offset_mapping"]]
-        learned = [any(a <= begin < (len(text) if b is None else b) for a, b in spans) for begin in begins]
-        return {
-            "input_ids": ids,
-            "labels": [token if yes else IGNORED for token, yes in zip(ids, learned, strict=True)],
-        }
-
-
-def _template(tokenizer: Any, where: str, instead: str = "use a prompt (and completion) instead") -> str:
-    try:
-        return str(tokenizer.get_chat_template())
-    except (ValueError, AttributeError):  # none, or several and none of them the default
-        raise ConfigurationError(
-            f"{where}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has "
-            f"one with --tokenizer FOLDER, or {instead}"
-        ) from None
-
-
-def _render(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    where: str,
-    tools: list[dict[str, Any]] | None = None,
-    *,
-    answer: bool = False,
-) -> str:
-    """Messages as the chat template writes them; ``answer``: with what begins the next answer."""
-    template = _template(tokenizer, where)
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=answer
-        )
-    except Exception as error:  # whatever a template does; its own words, not those that it was given
-        words = str(error) if str(error) and str(error) in template else type(error).__name__
-        raise ConfigurationError(f"{where}: the chat template does not take the messages: {words}") from None
-    return text
+        """With the end of text, by which `generate` knows that a record is complete."""
+        return [*ids] if not self._ends or (ids and ids[-1] in self._ends) else [*ids, self._ends[0]]

@@ -37,9 +37,11 @@ from tenant_sdk.storage import (
     whole_folder,
 )
 from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method, other_ranks
-from tenant_sdk.tuning.data import Collate, Example, Reader, collate, collate_packed, trained_tokens
+from tenant_sdk.tuning.conversations import Example
+from tenant_sdk.tuning.data import Collate, Reader, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate
+from tenant_sdk.tuning.sampling import ends_of
 
 _FEW = 32  # tokens that show how a model attends
 
@@ -184,6 +186,7 @@ def finetune(
     *,
     show: Callable[[TrainingStep], None],
     say: Callable[[str], None],
+    preview: Callable[[Example], None] = lambda _: None,
     keep_tokenizer: bool = False,
 ) -> TrainingReport:
     """Train an adapter on files and save it as a standard PEFT folder.
@@ -193,6 +196,7 @@ def finetune(
         session: of the model; a training is not resumed on another base.
         show: called after every step, and with every loss.
         say: called with a line for the user; no text of the data is in it.
+        preview: called with the first example before anything is trained.
         keep_tokenizer: it is another than the base's; save it beside the adapter.
 
     Raises:
@@ -207,9 +211,17 @@ def finetune(
             f"--sequence-length {training.sequence_length} is cut to {length}: the model's context has no "
             "room for more"
         )
-    reader = Reader(tokenizer, length, training.train_on_prompt, say=say)
+    reader = Reader(
+        tokenizer,
+        length,
+        training.train_on_prompt,
+        ends=ends_of(model.generation_config, tokenizer),
+        embeddings=model.get_input_embeddings().weight.shape[0],
+        say=say,
+    )
     examples = reader.read(training.data)
     held_out = replace(reader, keep_tail=True).read(training.held_out)
+    preview(examples[0])
     steps = training.steps or max(
         1, math.ceil(training.epochs * math.ceil(len(examples) / training.batch_size))
     )

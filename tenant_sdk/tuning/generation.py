@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.data import chat_prompt, prompt_tokens
+from tenant_sdk.tuning.data import chat_prompt, check_embedded, prompt_tokens
+from tenant_sdk.tuning.preview import visible
 from tenant_sdk.tuning.sampling import Sampling
 
 # A stretch that is there at least so often, and fills at least so many tokens, is a loop.
@@ -24,8 +25,7 @@ class _Terminal(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """See TextStreamer."""
-        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-        super().on_finalized_text(shown, stream_end=stream_end)
+        super().on_finalized_text(visible(text), stream_end=stream_end)
 
 
 class _Loop(StoppingCriteria):
@@ -78,6 +78,7 @@ def stream(
             or there is no chat template.
     """
     tokens = chat_prompt(tokenizer, prompt) if chat else prompt_tokens(tokenizer, prompt)
+    check_embedded(tokenizer, tokens, model.get_input_embeddings().weight.shape[0], "the prompt")
     ids = torch.tensor([tokens], device=model.device)
     config = sampling.config(model, tokenizer)
     limit = getattr(model.config, "max_position_embeddings", None)

@@ -28,7 +28,7 @@ from tenant_sdk.model.virtual import without_padding
 from tenant_sdk.sequences.pieces import shifted
 from tenant_sdk.session import Session
 from tenant_sdk.tuning.adapters import no_untrue_warnings
-from tenant_sdk.tuning.data import IGNORED
+from tenant_sdk.tuning.conversations import IGNORED
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.segmented import segmented_lora
 

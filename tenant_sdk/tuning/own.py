@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from shared.errors import CheckpointError, ModelMismatch
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.hub import checkpoint_folder
-from tenant_sdk.model.loading import check_causal
+from tenant_sdk.model.loading import check_causal, read_configuration
 from tenant_sdk.model.naming import find_base, name_model
 from tenant_sdk.session import Session
 from tenant_sdk.trust.attestation import open_checkpoint
+from tenant_sdk.tuning.sampling import ends_of
 
 
 def attach_own(session: Session, name: str, base: str | None = None) -> tuple[Any, Path]:
@@ -52,6 +54,77 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
     if base is not None:
         name_model(model, find_base(base, session.manifest))
     return model, folder
+
+
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer, and what a model says of it.
+
+    ``ends``: ids of the tokens at which `generate` stops. ``embeddings``: how many tokens the model knows;
+    None: it is not at hand.
+    """
+
+    tokenizer: Any
+    ends: tuple[int, ...]
+    embeddings: int | None = None
+
+
+def words_of(session: Session) -> Words:
+    """The executor's tokenizer.
+
+    Raises:
+        ConfigurationError: it serves none.
+        ModelMismatch: its files are refused.
+    """
+    config, generation = read_configuration(session.executor)
+    tokenizer = session.load_tokenizer()
+    return Words(tokenizer, ends_of(generation, tokenizer), embedded(config))
+
+
+def words_in(folder: Path) -> Words:
+    """The tokenizer of a folder of the user's own, in which the model's configuration may be too.
+
+    Raises:
+        ConfigurationError: there is no tokenizer in it.
+    """
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer = load_words(folder)
+    generation, embeddings = GenerationConfig(), None
+    try:
+        if (folder / "config.json").is_file():
+            embeddings = embedded(AutoConfig.from_pretrained(folder, **local))
+        if (folder / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the configuration in {folder} cannot be read: {error}") from error
+    return Words(tokenizer, ends_of(generation, tokenizer), embeddings)
+
+
+def load_words(folder: Path, embeddings: int | None = None) -> Any:
+    """The tokenizer of a folder of the user's own.
+
+    Args:
+        embeddings: how many tokens the model knows.
+
+    Raises:
+        ConfigurationError: there is no tokenizer in it, or it has tokens that the model does not know.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"no tokenizer in {folder}: {error}") from error
+    if embeddings is not None and len(tokenizer) > embeddings:
+        raise ConfigurationError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, and the model has embeddings for "
+            f"{embeddings}. Tokens that were added to it (`add_special_tokens`) cannot be used: give the "
+            "model's own tokenizer, or use tokens that it has already"
+        )
+    return tokenizer
+
+
+def embedded(config: Any) -> int | None:
+    """How many tokens a model of this configuration knows."""
+    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 def _reason(error: str) -> str:

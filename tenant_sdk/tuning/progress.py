@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from tenant_sdk.connection.stats import Stats
-from tenant_sdk.tuning.data import Collate, Example
+from tenant_sdk.tuning.conversations import Example
+from tenant_sdk.tuning.data import Collate
 
 _DRAWN = 50  # batches, for the mean size of one
 

@@ -5,6 +5,9 @@ A line of a JSONL file is a record, one of::
     {"text": "..."}
     {"prompt": "...", "completion": "..."}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+
+The last is ShareGPT's form, and is read as `messages`.
 """
 
 from __future__ import annotations
@@ -15,24 +18,46 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from shared.errors import ConfigurationError, peer_text
 
 _NAMES = (".jsonl", ".ndjson", ".json")
-_KEYS = ("text", "prompt", "completion", "messages")  # one of which a record cannot do without
+_KEYS = ("text", "prompt", "completion", "messages", "conversations")  # a record needs one of these
 _MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates may write before an answer
 # What holds text, but is none.
 _BINARY = (".parquet", ".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
 
 
+# ShareGPT's names of roles, and the field's.
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
 class Record(msgspec.Struct, frozen=True):
-    """A line of a JSONL file; other keys are not read."""
+    """A line of a JSONL file.
+
+    ``messages``: each has a ``role``, and its ``content`` as one text. ``tools``: a template may describe
+    them. ``conversations`` and ``system`` are read as ``messages``. ``unread``: names of other keys.
+    """
 
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None  # that the template may describe
+    tools: list[dict[str, Any]] | str | None = None
+    conversations: list[dict[str, Any]] | None = None
+    system: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 def check_data(paths: Sequence[Path]) -> None:
@@ -85,8 +110,13 @@ def holds_records(path: Path, text: str) -> bool:
         return False
 
 
-def records_of(path: Path, text: str) -> Iterator[tuple[str, Record]]:
-    """The records of a file, each with where it is.
+def where(path: Path, line: int) -> str:
+    """How errors name the place of a record."""
+    return f"{path}, line {line}"
+
+
+def records_of(path: Path, text: str) -> Iterator[tuple[int, Record]]:
+    """The records of a file, each with its line.
 
     Raises:
         ConfigurationError: one is wrong, or there is none.
@@ -95,16 +125,15 @@ def records_of(path: Path, text: str) -> Iterator[tuple[str, Record]]:
     # Not splitlines(): JSON may hold other ends of lines as they are.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            where, empty = f"{path}, line {number}", False
-            yield where, _decode(line, where)
+            empty = False
+            yield number, _decode(line, where(path, number))
     if empty:
         raise ConfigurationError(f"{path} holds no record to learn from: it is empty")
 
 
-def _has(line: str) -> str:
+def _has(record: dict[str, Any]) -> str:
     """The keys that a record has instead, and those that may be meant."""
-    items = msgspec.json.decode(line.encode(), type=dict[str, Any]).items()
-    keys = [key for key, value in items if value is not None]
+    keys = [key for key, value in record.items() if value is not None]
     shown = [peer_text(key, _LONGEST_KEY) for key in sorted(keys)[:_MOST_KEYS]]
     close = [get_close_matches(key.lower(), _KEYS, n=1) for key in shown if key not in _KEYS]
     meant = {f"`{name}`" for found in close for name in found if name not in keys}
@@ -115,20 +144,102 @@ def _has(line: str) -> str:
     )
 
 
-def _decode(line: str, where: str) -> Record:
+def _decode(line: str, place: str) -> Record:
     try:
-        record = msgspec.json.decode(line.encode(), type=Record)
-    except (msgspec.DecodeError, RecursionError) as error:  # which quotes no value
-        raise ConfigurationError(f"{where}: {error}; a line holds one record, a JSON object") from None
+        fields = msgspec.json.decode(line.encode(), type=dict[str, Any])
+        record = msgspec.convert(fields, Record)
+        if isinstance(record.tools, str):
+            tools = msgspec.json.decode(record.tools.encode(), type=list[dict[str, Any]])
+            record = replace(record, tools=tools)
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:  # which quote no value
+        raise ConfigurationError(f"{place}: {error}; a line holds one record, a JSON object") from None
     given = {name for name in _KEYS if getattr(record, name) is not None}
-    if given not in ({"text"}, {"prompt", "completion"}, {"messages"}):
+    if given not in ({"text"}, {"prompt", "completion"}, {"messages"}, {"conversations"}):
         raise ConfigurationError(
-            f"{where}: a record has `text`, or `prompt` and `completion`, or `messages`; {_has(line)}"
+            f"{place}: a record has `text`, or `prompt` and `completion`, or `messages`; {_has(fields)}"
         )
-    if record.messages is None and not (record.text or record.completion):
-        raise ConfigurationError(f"{where}: the {'completion' if record.text is None else 'text'} is empty")
-    if record.messages is not None and not all(
-        isinstance(each.get("role"), str) for each in record.messages or [{}]
-    ):
-        raise ConfigurationError(f"{where}: `messages` is a list of objects that have a `role`, not empty")
-    return record
+    read = {*given, "tools"} if given & {"messages", "conversations"} else given
+    messages = record.messages
+    if record.conversations is not None:
+        read.add("system")
+        messages = _shared_conversation(record.conversations, record.system, place)
+    elif messages is None and not (record.text or record.completion):
+        raise ConfigurationError(f"{place}: the {'completion' if record.text is None else 'text'} is empty")
+    if messages is not None:
+        if not messages or not all(isinstance(each.get("role"), str) for each in messages):
+            raise ConfigurationError(
+                f"{place}: `messages` is a list of objects that have a `role`, not empty"
+            )
+        messages = [_message(each, place) for each in messages]
+    unread = tuple(sorted(peer_text(key, _LONGEST_KEY) for key in fields.keys() - read))
+    return replace(record, messages=messages, unread=unread)
+
+
+def _shared_conversation(turns: list[dict[str, Any]], system: str | None, place: str) -> list[dict[str, Any]]:
+    """ShareGPT's turns as messages; turns that are messages already stay as they are."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        speaker = turn.get("from")
+        if speaker is None and "role" in turn:
+            messages.append(turn)
+        elif isinstance(speaker, str) and speaker in _ROLES:
+            messages.append({"role": _ROLES[speaker], "content": turn.get("value")})
+        else:
+            raise ConfigurationError(
+                f"{place}: a turn of `conversations` has `from`, one of {', '.join(_ROLES)}, and `value`. "
+                "Write others as `messages`, with `role` and `content`"
+            )
+    return messages
+
+
+def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
+    """A message with its content as one text and its calls' arguments as objects, as servers do it (vLLM).
+
+    Raises:
+        ConfigurationError: it holds something else, or an assistant says nothing.
+    """
+    message = {**given, "content": _content(given.get("content"), place)}
+    if message.get("weight", 1) not in (0, 1):
+        raise ConfigurationError(f"{place}: `weight` of a message is 0, not to learn it, or 1")
+    calls = message.get("tool_calls") or []
+    try:
+        functions = [msgspec.convert(call, _Call).function for call in calls]
+        arguments = [_arguments(function.get("arguments")) for function in functions]
+    except (msgspec.MsgspecError, TypeError, RecursionError):
+        raise ConfigurationError(
+            f"{place}: `tool_calls` is a list of objects whose `function` has a `name` and `arguments`, a "
+            "JSON object"
+        ) from None
+    if calls:
+        message["tool_calls"] = [
+            {**call, "function": {**function, "arguments": each}}
+            for call, function, each in zip(calls, functions, arguments, strict=True)
+        ]
+    said = (*_REASONING, "tool_calls", "content")
+    if message["role"] == "assistant" and not any(message.get(name) for name in said):
+        raise ConfigurationError(f"{place}: an assistant's turn is empty")
+    return message
+
+
+def _content(content: Any, place: str) -> str:
+    """One text; parts of text are joined by ends of lines."""
+    parts = content if isinstance(content, list) else [content or ""]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigurationError(
+            f"{place}: `content` is a text, or a list of parts of the type `text`; images and sound are not "
+            "read"
+        )
+    return "\n".join(texts)
+
+
+class _Call(msgspec.Struct):
+    """A call of a tool, as an assistant makes it."""
+
+    function: dict[str, Any]
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """The arguments of a call, which may be written as JSON."""
+    decoded = msgspec.json.decode(given.encode()) if isinstance(given, str) and given else given or {}
+    return msgspec.convert(decoded, dict[str, Any])

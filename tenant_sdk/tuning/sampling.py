@@ -44,7 +44,7 @@ class Sampling:
         from transformers import GenerationConfig
 
         own = model.generation_config
-        ends = [*_ids(own.eos_token_id), *_ids(getattr(tokenizer, "eos_token_id", None))]
+        ends = ends_of(own, tokenizer)
         choose = (
             {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
             if self.temperature > 0
@@ -53,12 +53,18 @@ class Sampling:
         return GenerationConfig(
             max_new_tokens=self.max_new_tokens,
             bos_token_id=own.bos_token_id,
-            eos_token_id=list(dict.fromkeys(ends)) or None,
+            eos_token_id=list(ends) or None,
             pad_token_id=own.pad_token_id if own.pad_token_id is not None else next(iter(ends), None),
             repetition_penalty=self.repetition_penalty,
             stop_strings=list(self.stop) or None,
             **choose,
         )
+
+
+def ends_of(generation: GenerationConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Ids of the tokens that end a text: first the tokenizer's own, then those that the model names."""
+    ends = [*_ids(getattr(tokenizer, "eos_token_id", None)), *_ids(generation.eos_token_id)]
+    return tuple(dict.fromkeys(ends))
 
 
 def _ids(ids: int | list[int] | None) -> list[int]:

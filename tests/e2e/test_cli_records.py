@@ -9,7 +9,9 @@ from pathlib import Path
 
 from commands import BASE_MODEL, TRAIN, here, ok, ok_here, tenant
 from conftest import Executor
+from transformers import AutoTokenizer
 
+from shared.errors import ConfigurationError
 from tenant_sdk.storage import check_new_folder
 
 NOTES = TRAIN.with_name("note_fields_train.jsonl")
@@ -25,6 +27,8 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
     learn += ("--steps", 10, "--batch-size", 4, "--learning-rate", 5e-3, "--sequence-length", 96)
     out, err = ok(tenant(*learn, "--output", adapter))
     assert f"{NOTES}: 600 records, " in err
+    assert "what is learned of it is between ⟦ and ⟧:\n<s>Seen: Jonah, mare" in err
+    assert "Fields:⟦ name: Jonah; kind: horse; owner: Mrs Field; trouble: belly; again: ten days</s>⟧" in err
     assert re.search(r"tokens in \d+ blocks of 96", err)
     assert re.search(r"estimate: 10 steps in about [\d.]+ seconds, [\d.]+ GB up and [\d.]+ GB down", err)
     assert re.search(r"step 10 of 10: loss [\d.]+, [\d,]+ tokens/s, 0:00:00 left", err)
@@ -38,3 +42,42 @@ def test_records_are_learned(tmp_path: Path, serve: Callable[..., Executor]) -> 
     refused = here(*write, "--chat")
     assert "the prompt: a chat needs a chat template" in str(refused.exception)
     assert note not in refused.output + str(refused.exception)
+
+
+def test_what_is_learned_is_shown(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    """With the executor's tokenizer as with the same one of a folder."""
+    executor = serve(BASE_MODEL)
+    records = NOTES.read_text().splitlines(keepends=True)[:3]
+    file = tmp_path / "few [1].jsonl"
+    file.write_text("".join([*records, records[0], json.dumps({"prompt": "a", "completion": " b" * 99})]))
+    arguments = (file, "--sequence-length", 96, "--privacy", "plain")
+    out, _ = ok_here("data", executor, *arguments, "--head", 1)
+    assert f"{file}, line 1, " in out
+    assert "Fields:⟦ name: Jonah; kind: horse" in out
+    assert f"{file}, line 2" not in out
+    assert f"{file}, line 4: the same as {file}, line 1\n" in out
+    assert re.search(r"line 5: left out, \d+ tokens are more than 96\n", out)
+    assert re.search(r"64 to +127 tokens  █+ 4\n", out)
+    out, _ = ok_here("data", executor, *arguments, "--json")
+    same, _ = ok_here("data", executor, *arguments, "--json", "--tokenizer", BASE_MODEL)
+    assert out == same
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["line"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["file"] == str(file) and len(line["tokens"]) == len(line["learned"]) for line in lines)
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    learned = [token for token, yes in zip(lines[0]["tokens"], lines[0]["learned"], strict=True) if yes]
+    assert tokenizer.decode(learned) == json.loads(records[0])["completion"] + "</s>"
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    tmp_path: Path, serve: Callable[..., Executor]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<note>"]})
+    tokenizer.save_pretrained(tmp_path / "words")
+    plain = ("--privacy", "plain", "--tokenizer", tmp_path / "words")
+    learn = ("finetune", serve(BASE_MODEL), *plain, "--data", TRAIN, "--output", tmp_path / "adapter")
+    refused = here(*learn)
+    assert f"words has {len(tokenizer)} tokens, and the model has embeddings for" in str(refused.exception)
+    assert isinstance(refused.exception, ConfigurationError)
+    assert not (tmp_path / "adapter").exists()

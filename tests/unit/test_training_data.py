@@ -12,15 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.data import (
-    IGNORED,
-    Example,
-    Reader,
-    chat_prompt,
-    collate,
-    collate_packed,
-    trained_tokens,
-)
+from tenant_sdk.tuning.conversations import IGNORED, Example
+from tenant_sdk.tuning.data import Reader, chat_prompt, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.records import check_data
 
 BASE_MODEL = Path(__file__).parents[2] / "examples" / "base_model"
@@ -45,6 +38,7 @@ THINKING = (
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 OPENED = TURNS.replace("%}[assistant]{%", "%}[assistant] <think>{%")
+SILENT = "{% for m in messages %}[{{ m.role }}]{% endfor %}"
 STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with user') }}{% endif %}" + TURNS
 QUOTING = "{{ raise_exception('bad: ' + messages[0].content) }}"
 
@@ -133,11 +127,9 @@ def test_long_answers_are_left_out_and_counted(tokenizer: Any, write: Write) -> 
 def test_what_assistants_say_is_learned(template: str, chat: Callable[[str], Any], write: Write) -> None:
     tokenizer = chat(template)
     (example,) = Reader(tokenizer, 128).read([write({"messages": CHAT})])
-    text = "<s>[user] Who came?\n[assistant] Ruth came.</s>\n[user] And then?\n[assistant] She went up.</s>\n"
+    text = "<s>[user] Who came?\n[assistant] Ruth came.</s>\n[user] And then?\n[assistant] She went up.</s>"
     assert tokenizer.decode(example["input_ids"]) == text
-    # A template that does not mark answers gives them all that it writes before the next turn.
-    answers = ([" Ruth came.</s>", " She went up.</s>"], [" Ruth came.</s>\n", " She went up.</s>\n"])
-    assert learned(example, tokenizer) == "".join(answers[template == TURNS])
+    assert learned(example, tokenizer) == " Ruth came.</s> She went up.</s>"
     (example,) = Reader(tokenizer, 128, train_on_prompt=True).read([write({"messages": CHAT})])
     assert example["labels"] == example["input_ids"]
 
@@ -147,8 +139,52 @@ def test_answers_that_are_written_otherwise_later_are_examples_of_their_own(
 ) -> None:
     tokenizer = chat(THINKING)
     examples = Reader(tokenizer, 128).read([write({"messages": CHAT})])
-    assert [learned(each, tokenizer) for each in examples] == [" so: Ruth came.\n", " so: She went up.\n"]
+    assert [learned(each, tokenizer) for each in examples] == [" so: Ruth came.</s>", " so: She went up.</s>"]
     assert "[assistant] Ruth came." in tokenizer.decode(examples[1]["input_ids"])
+
+
+PARTS = [{"type": "text", "text": "Zinc"}, {"type": "text", "text": "green."}]
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": '{"word": "zinc"}'}}
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"messages": [CHAT[0], {"role": "assistant", "content": PARTS}]}, "Who came?|Zinc\ngreen."),
+        (
+            {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Ruth."}]},
+            "Who?|Ruth.",
+        ),
+        ({"conversations": CHAT[:2], "system": "Be short."}, "Be short.|Who came?|Ruth came."),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+            "Who came?|look_up(zinc)",
+        ),
+    ],
+)
+def test_other_forms_of_conversations(
+    record: Any, text: str, chat: Callable[[str], Any], write: Write
+) -> None:
+    said: list[str] = []
+    tokenizer = chat(
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "({{ c.function.arguments.word }}){% endfor %}{{ '|' if not loop.last or add_generation_prompt }}"
+        "{% endfor %}"
+    )
+    (example,) = Reader(tokenizer, 64, say=said.append).read([write({**record, "id": 3})])
+    assert tokenizer.decode(example["input_ids"]) == f"{text}</s>"
+    assert learned(example, tokenizer) == text.rpartition("|")[2] + "</s>"
+    assert said[-1].endswith("data.jsonl: these keys of its records are not read: id")
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Any, write: Write) -> None:
+    known = len(tokenizer)
+    own = AutoTokenizer.from_pretrained(BASE_MODEL)
+    own.add_tokens(["<new>"])
+    fine, other = {"text": "a b c"}, {"text": "a <new> c"}
+    assert len(Reader(own, 64, embeddings=known).read([write(fine)])) == 1
+    with pytest.raises(ConfigurationError, match=f"line 2: the tokenizer makes <new> the token {known}, and"):
+        Reader(own, 64, embeddings=known).read([write(fine, other)])
 
 
 def test_a_prompt_in_the_chat_template(chat: Callable[[str], Any], tokenizer: Any) -> None:
@@ -199,6 +235,13 @@ SECRET = "Rex has the mange"
         ({"messages": []}, "not empty"),
         ({"messages": [{"content": SECRET}]}, "have a `role`"),
         ({"messages": CHAT[:1]}, "no turn of the role assistant"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": ""}]}, "an assistant's turn is empty"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, "images and sound are"),
+        ({"messages": [{"role": "user", "content": {"a": SECRET}}, CHAT[1]]}, "`content` is a text, or a"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [SECRET]}]}, "`tool_calls` is a list of objects"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "`weight` of a message is 0"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "nothing to learn"),
+        ({"conversations": [{"from": "narrator", "value": SECRET}]}, "a turn of `conversations` has `from`"),
         ({"messages": CHAT[1:]}, "no turn of the role assistant that answers one"),
     ],
 )
@@ -220,7 +263,7 @@ def test_what_is_wrong_with_a_record(
         (None, CHAT, "give a tokenizer that has one with --tokenizer FOLDER"),
         (STRICT, [{"role": "system", "content": SECRET}, *CHAT], "take the messages: begin with user"),
         (QUOTING, [{"role": "user", "content": SECRET}, CHAT[1]], "take the messages: TemplateError"),
-        (OPENED, CHAT, "otherwise than it writes one"),
+        (SILENT, CHAT, "does not write the whole answer"),
     ],
 )
 def test_templates_that_do_not_do(

@@ -1,0 +1,249 @@
+"""Conversations as token ids and labels: for each answer, what inference sends before it and what follows.
+
+Labels are made of token ids. The conversation up to an answer is rendered with the generation prompt and
+tokenized, as `generate` and the gateway do. What the template writes for the answer goes on from these ids.
+So an adapter learns just the tokens that the model must write when it is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import ConfigurationError
+
+IGNORED = -100  # a label that takes no part in the loss
+Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
+Messages = Sequence[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+
+# How transformers itself looks for marks of what assistants say.
+_MARKED = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
+_PROBE = "Go on."  # a user's next turn, to see how a template begins it
+
+
+def whole(tokens: Sequence[int]) -> Example:
+    """An example all of which is learned."""
+    return {"input_ids": list(tokens), "labels": list(tokens)}
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text as it is, without tokens that the tokenizer adds by itself."""
+    # verbose=False: a text longer than the model's context is no mistake here.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def continued(tokenizer: Any, text: str, ids: list[int], more: str, *, special: bool = False) -> list[int]:
+    """Token ids of ``more`` where it follows ``text``, whose ``ids`` are given and stay as they are.
+
+    Args:
+        special: ``ids`` have what the tokenizer adds before and after a text.
+    """
+    together = list(tokenizer(text + more, add_special_tokens=special, verbose=False)["input_ids"])
+    if together[: len(ids)] == ids:
+        return together[len(ids) :]
+    # A token would be part of both. After a line's end SentencePiece adds no space before a text.
+    newline, alone = encode(tokenizer, "\n"), encode(tokenizer, "\n" + more)
+    return alone[len(newline) :] if alone[: len(newline)] == newline else encode(tokenizer, more)
+
+
+def chat_template(tokenizer: Any, where: str, instead: str = "use a prompt (and completion) instead") -> str:
+    """The tokenizer's chat template.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    try:
+        return str(tokenizer.get_chat_template())
+    except (ValueError, AttributeError):  # none, or several and none of them the default
+        raise ConfigurationError(
+            f"{where}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has "
+            f"one with --tokenizer FOLDER, or {instead}"
+        ) from None
+
+
+def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
+    """Messages as the chat template writes them, with what begins the next answer: what inference sends.
+
+    Raises:
+        ConfigurationError: there is no chat template, or it does not take the messages.
+    """
+    return _render(tokenizer, messages, tools, where, answer=True)[0]
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Makes examples of conversations.
+
+    Args:
+        tokenizer: has a chat template.
+        ends: ids of the tokens at which `generate` stops. The first is learned if a template ends an answer
+            without any of them.
+    """
+
+    tokenizer: Any
+    ends: Sequence[int]
+
+    def examples(self, messages: Messages, tools: Tools, where: str) -> list[Example]:
+        """What assistants say is learned, but for turns with ``weight`` 0.
+
+        Answers share an example as long as each prompt begins with what is there already. A template that
+        writes earlier turns otherwise than the last, without their reasoning for example, makes several.
+
+        Raises:
+            ConfigurationError: the template does not take the messages, or does not write an answer; or no
+                answer is to be learned.
+        """
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers or answers[0] == 0:
+            raise ConfigurationError(
+                f"{where}: `messages` has no turn of the role assistant that answers one"
+            )
+        found: list[Example] = []
+        for at in answers:
+            if messages[at].get("weight") == 0:
+                continue
+            prompt, answer, labels = _Turn(self, messages[: at + 1], tools, where).tokens()
+            before = found[-1] if found else {"input_ids": [], "labels": []}
+            shared = len(before["input_ids"])
+            if prompt[:shared] == before["input_ids"]:
+                labels = before["labels"] + [IGNORED] * (len(prompt) - shared) + labels
+                found[-1:] = [{"input_ids": prompt + answer, "labels": labels}]
+            else:
+                found.append({"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + labels})
+        return found
+
+    def everything(self, messages: Messages, tools: Tools, where: str) -> Example:
+        """The whole conversation is learned, also what is asked."""
+        if messages[-1]["role"] == "assistant" and len(messages) > 1:
+            prompt, answer, _ = _Turn(self, messages, tools, where).tokens()
+            return whole(prompt + answer)
+        return whole(encode(self.tokenizer, _render(self.tokenizer, messages, tools, where)[0]))
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An answer, which is the last of ``messages``."""
+
+    of: Conversations
+    messages: Messages
+    tools: Tools
+    where: str
+
+    def tokens(self) -> tuple[list[int], list[int], list[int]]:
+        """The ids that inference sends before the answer, the answer's ids, and their labels."""
+        before = asked(self.of.tokenizer, self.messages[:-1], self.tools, self.where)
+        prompt = encode(self.of.tokenizer, before)
+        answered, marks = self._rendered(self.messages)
+        if marks is None:
+            answer = self._answer(before, prompt, answered)
+            return prompt, answer, answer
+        answer, labels = [], []
+        for piece, learned in _marked(before, answered, marks):
+            ids = continued(self.of.tokenizer, before, prompt + answer, piece)
+            before, answer = before + piece, answer + ids
+            labels += ids if learned else [IGNORED] * len(ids)
+        return prompt, answer, labels
+
+    def _rendered(self, messages: Messages) -> tuple[str, list[tuple[int, int]] | None]:
+        return _render(self.of.tokenizer, messages, self.tools, self.where)
+
+    def _answer(self, before: str, prompt: list[int], answered: str) -> list[int]:
+        """The ids of an answer and of its end."""
+        tokenizer, ends = self.of.tokenizer, self.of.ends
+        written = self._written(before, answered)
+        own = sum(token in ends for token in encode(tokenizer, self.messages[-1]["content"]))
+        for text in (written, self._with_next_turn(before, written) if ends else None):
+            ids = continued(tokenizer, before, prompt, text or "")
+            stops = [at for at, token in enumerate(ids) if token in ends]
+            if own < len(stops):
+                return ids[: stops[own] + 1]
+        # Without the white space that the template writes behind the answer.
+        _, behind = self._around(answered)
+        kept = len(written) - len(behind)
+        text = written[:kept] + written[kept:].rstrip()
+        return continued(tokenizer, before, prompt, text) + list(ends[:1])
+
+    def _written(self, before: str, answered: str) -> str:
+        """What the template writes for the answer, after what inference sends.
+
+        Raises:
+            ConfigurationError: it leaves something out.
+        """
+        message, written = self.messages[-1], answered[len(before) :]
+        if not answered.startswith(before):
+            # The prompt opens the answer otherwise than the conversation keeps it, with a thought perhaps.
+            ahead, _ = self._around(answered)
+            written = answered[len(ahead) :]
+        calls = [str(call["function"].get("name")) for call in message.get("tool_calls") or ()]
+        # Templates may put other white space between an answer's parts.
+        content, there = ("".join(text.split()) for text in (message["content"], written))
+        if content not in there or not all(name in written for name in calls):
+            raise ConfigurationError(
+                f"{self.where}: the chat template does not write the whole answer: it leaves out reasoning "
+                "or a call of a tool, or begins an answer otherwise than it asks for one. Use a tokenizer "
+                "whose template writes it, or marks it with {% generation %} (--tokenizer FOLDER), or write "
+                "the record with `prompt` and `completion`"
+            )
+        return written
+
+    def _around(self, answered: str) -> tuple[str, str]:
+        """What the template writes before and after the answer's content: what it does to any content.
+
+        It is everything and nothing if the template treats this content otherwise.
+        """
+        sample, _ = self._rendered([*self.messages[:-1], {**self.messages[-1], "content": _PROBE}])
+        ahead, _, behind = sample.rpartition(_PROBE)
+        fits = answered.startswith(ahead) and answered.endswith(behind)
+        return (ahead, behind) if fits and len(ahead) + len(behind) <= len(answered) else (answered, "")
+
+    def _with_next_turn(self, before: str, written: str) -> str | None:
+        """The answer and what begins a user's next turn, which is the end of an answer in some families."""
+        try:
+            longer, _ = self._rendered([*self.messages, {"role": "user", "content": _PROBE}])
+        except ConfigurationError:  # some want another order of roles
+            return None
+        end = longer.rfind(_PROBE)
+        at = len(before) if longer.startswith(before + written) else longer.rfind(written, 0, end)
+        return longer[at:end] if at >= 0 else None
+
+
+def _marked(before: str, answered: str, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
+    """The pieces of an answer, each with whether the template marks it as an assistant's."""
+    begin = len(before) if answered.startswith(before) else max(a for a, _ in [*marks, (0, 0)])
+    pieces = []
+    for first, last in sorted(marks):
+        if last > begin:
+            first = max(first, begin)
+            pieces += [(answered[begin:first], False), (answered[first:last], True)]
+            begin = last
+    return [(text, learned) for text, learned in pieces if text]
+
+
+def _render(
+    tokenizer: Any, messages: Messages, tools: Tools, where: str, *, answer: bool = False
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """Messages as the chat template writes them, and the spans that it marks as assistants', if it does.
+
+    ``answer``: with what begins the next answer.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = chat_template(tokenizer, where)
+    marked = _MARKED.search(template) is not None
+    try:
+        rendered: Any = render_jinja_template(
+            [list(messages)],
+            tools=list(tools) if tools is not None else None,
+            chat_template=template,
+            add_generation_prompt=answer,
+            return_assistant_tokens_mask=marked,
+            **tokenizer.special_tokens_map,
+        )
+    except Exception as error:  # whatever a template does; its own words, not those that it was given
+        words = str(error) if str(error) and str(error) in template else type(error).__name__
+        raise ConfigurationError(f"{where}: the chat template does not take the messages: {words}") from None
+    texts, marks = rendered
+    return texts[0], marks[0] if marked else None

@@ -1,0 +1,206 @@
+"""What is learned of conversations, with real tokenizers, many families' templates and awkward texts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from real_tokenizers import NAMES, real_tokenizer
+
+from shared.errors import ConfigurationError
+from tenant_sdk.tuning.conversations import IGNORED, Conversations, Example
+from tenant_sdk.tuning.data import Reader
+
+EXACT = ("smollm2", "base_model")  # decoding gives what was encoded, to the letter
+MARKERS = sorted({marker for family in FAMILIES.values() for marker in (*family.markers, family.eos)})
+PIECES = (
+    *("yes", "Ruth", "Zinc green.", "3.14", "a", "I'm", "\u00e9t\u00e9", "e\u0301", "\u00df", "na\u00efve"),
+    *(
+        "\u4f60\u597d\u3002",
+        "\u65e5\u672c\u8a9e",
+        "\u0645\u0631\u062d\u0628\u0627",
+        "\U0001f600",
+        "\U0001f469\u200d\U0001f52c",
+        "\ufb01",
+    ),
+    *(" ", "  ", "\n", "\n\n", "\t", ":", ".", "?!", '"', "{", "</s>", "<|im_end|>", "assistant: "),
+)
+TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join)
+
+
+@functools.cache
+def tokenizer_of(name: str, family: str) -> tuple[Any, tuple[int, ...]]:
+    """A real tokenizer with a family's markers, and the tokens at which `generate` would stop."""
+    chosen = FAMILIES[family]
+    tokenizer = copy.deepcopy(real_tokenizer(name))
+    tokenizer.add_special_tokens({"extra_special_tokens": MARKERS})
+    tokenizer.eos_token, tokenizer.chat_template = chosen.eos, chosen.template
+    tokenizer.bos_token = tokenizer.bos_token or chosen.eos
+    return tokenizer, tuple(tokenizer.convert_tokens_to_ids([chosen.eos, *chosen.ends]))
+
+
+def regions(example: Example) -> list[tuple[int, int]]:
+    """Where learned tokens begin and end."""
+    assert len(example["labels"]) == len(example["input_ids"])
+    assert all(b in (IGNORED, a) for a, b in zip(example["input_ids"], example["labels"], strict=True))
+    learned = [False, *(label != IGNORED for label in example["labels"]), False]
+    edges = [at for at, (a, b) in enumerate(pairwise(learned)) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def plain(tokenizer: Any, text: str) -> str:
+    """What a tokenizer keeps of a text, without white space."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return "".join(tokenizer.decode(ids).split())
+
+
+def written(tokenizer: Any, ends: tuple[int, ...], messages: list[dict[str, str]]) -> list[str]:
+    """What is learned of each answer, after a check that inference sends what stands before it."""
+    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    found = []
+    for example in Conversations(tokenizer, ends).examples(messages, None, "here"):
+        for begin, end in regions(example):
+            sent = tokenizer.apply_chat_template(
+                messages[: answers[len(found)]], add_generation_prompt=True, return_dict=False
+            )
+            assert example["input_ids"][:begin] == sent
+            assert example["input_ids"][end - 1] in ends
+            found.append(tokenizer.decode(example["input_ids"][begin:end]))
+    assert len(found) == len(answers)
+    return found
+
+
+@given(
+    st.sampled_from(NAMES),
+    st.sampled_from(sorted(FAMILIES)),
+    st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3),
+)
+@settings(max_examples=1000, deadline=None)
+def test_learned_tokens_are_the_answers_after_what_inference_sends(
+    name: str, family: str, turns: list[tuple[str, str]]
+) -> None:
+    tokenizer, ends = tokenizer_of(name, family)
+    messages = [
+        {"role": role, "content": said}
+        for turn in turns
+        for role, said in zip(("user", "assistant"), turn, strict=True)
+    ]
+    sample = [{**message, "content": "zinc"} for message in messages]
+    around = [plain(tokenizer, text).split("zinc") for text in written(tokenizer, ends, sample)]
+    for (_, answer), learned, (before, after) in zip(
+        turns, written(tokenizer, ends, messages), around, strict=True
+    ):
+        assert "".join(learned.split()) == before + plain(tokenizer, answer) + after
+        assert name not in EXACT or answer in learned or answer.strip() in learned
+
+
+CHAT = [
+    {"role": "assistant" if at % 2 else "user", "content": said}
+    for at, said in enumerate(("hi", "Hello", "secret question", "fine"))
+]
+BARE_TAGS = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def with_template(template: str, name: str = "smollm2") -> Any:
+    tokenizer = copy.deepcopy(real_tokenizer(name))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learned(tokenizer: Any, ends: tuple[int, ...], messages: list[dict[str, Any]]) -> list[list[str]]:
+    """Of each example the texts that are learned."""
+    return [
+        [tokenizer.decode(example["input_ids"][begin:end]) for begin, end in regions(example)]
+        for example in Conversations(tokenizer, ends).examples(messages, None, "here")
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("answer", ["yes", "no"])
+def test_a_short_answer_is_learned_as_after_a_prompt(name: str, answer: str, tmp_path: Path) -> None:
+    """A token could begin in the header and end in the answer: the first is what inference sends."""
+    tokenizer, ends = tokenizer_of(name, "bare")
+    messages = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": answer}]
+    (chat,) = Conversations(tokenizer, ends).examples(messages, None, "here")
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "user: Is it?\nassistant: ", "completion": answer}))
+    (record,) = Reader(tokenizer, 64, ends=ends).read([path])
+    for example in (chat, record):
+        assert [label for label in example["labels"] if label != IGNORED][-1] == ends[0]
+        ((begin, end),) = regions(example)
+        assert plain(tokenizer, tokenizer.decode(example["input_ids"][begin : end - 1])) == answer
+
+
+def test_only_what_a_template_marks_is_learned() -> None:
+    tokenizer = with_template(BARE_TAGS)
+    assert learned(tokenizer, (tokenizer.eos_token_id,), CHAT) in ([["Hello", "fine"]], [["Hello"], ["fine"]])
+
+
+@pytest.mark.parametrize(
+    ("family", "end"), [("glm-4", "<|user|>"), ("alpaca", "</s>"), ("olmo-2", "</s>"), ("falcon", "</s>")]
+)
+def test_the_end_is_learned_though_the_template_does_not_write_it(family: str, end: str) -> None:
+    tokenizer, ends = tokenizer_of("smollm2", family)
+    texts = [text for example in learned(tokenizer, ends, CHAT) for text in example]
+    assert [text.strip() for text in texts] == [f"{said}{end}" for said in ("Hello", "fine")]
+
+
+def test_no_end_is_told(tmp_path: Path) -> None:
+    tokenizer = with_template(FAMILIES["alpaca"].template)
+    tokenizer.eos_token = None
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"prompt": "a", "completion": " b"}))
+    said: list[str] = []
+    Reader(tokenizer, 64, say=said.append).read([path])
+    assert "2 of 2 records end without a token that stops `generate`" in said[1]
+    marked = with_template(BARE_TAGS)
+    Reader(marked, 64, say=said.append).read([path])
+    assert "1 of 2 records end without a token that stops `generate`" in said[3]
+
+
+def test_an_answer_that_the_template_drops_is_refused() -> None:
+    tokenizer = with_template(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'].split('</think>')[-1] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    answer = {"role": "assistant", "content": "<think>two</think>4"}
+    with pytest.raises(ConfigurationError, match="line 7: the chat template does not write the whole answer"):
+        Conversations(tokenizer, (2,)).examples([CHAT[0], answer], None, "line 7")
+    call = {"function": {"name": "look_up", "arguments": {}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(ConfigurationError, match="or a call of a tool"):
+        Conversations(tokenizer, (2,)).examples([CHAT[0], answer], None, "here")
+
+
+def test_turns_of_no_weight_are_not_learned() -> None:
+    tokenizer, ends = tokenizer_of("smollm2", "chatml")
+    messages = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
+    assert learned(tokenizer, ends, messages) == [["fine<|im_end|>"]]
+
+
+def test_an_end_that_an_answer_holds_itself_is_part_of_it() -> None:
+    tokenizer, ends = tokenizer_of("smollm2", "chatml")
+    messages = [CHAT[0], {"role": "assistant", "content": "It is <|im_end|>."}]
+    assert learned(tokenizer, ends, messages) == [["It is <|im_end|>.<|im_end|>"]]
+
+
+def test_with_the_prompt_everything_is_learned() -> None:
+    tokenizer, ends = tokenizer_of("smollm2", "chatml")
+    example = Conversations(tokenizer, ends).everything(CHAT, None, "here")
+    assert example["labels"] == example["input_ids"]
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(example["input_ids"]) == text.rstrip("\n")
+    asked = Conversations(tokenizer, ends).everything(CHAT[:3], None, "here")
+    assert tokenizer.decode(asked["input_ids"]).endswith("secret question<|im_end|>\n")
