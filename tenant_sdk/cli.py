@@ -21,13 +21,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, track
 
 from shared import imports
-from shared.errors import ConfigurationError, SymbiosisError, peer_text
+from shared.errors import SymbiosisError, peer_text
 from shared.options import in_options, prints_version
 from tenant_sdk import cli_options as options
 from tenant_sdk import context_options as contexts
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.command import serve
+from tenant_sdk.profiles import approve
 
 if TYPE_CHECKING:
     from tenant_sdk.session import Session
@@ -55,12 +56,11 @@ def _load(
 ) -> tuple[Any, Any]:
     """Model, on an accelerator if there is one, and tokenizer."""
     import torch
-    from transformers import AutoTokenizer
     from transformers import logging as transformers_logging
 
     from tenant_sdk.model.loading import check_causal
     from tenant_sdk.storage import disk_errors
-    from tenant_sdk.tuning.own import attach_own, tokenizer_in
+    from tenant_sdk.tuning.own import attach_own, own_tokenizer, tokenizer_in
 
     # Their warnings are for those who wrote the code that calls them.
     transformers_logging.set_verbosity_error()
@@ -75,15 +75,7 @@ def _load(
         else:
             model, folder = attach_own(session, own, base)
             tokenizer = tokenizer or tokenizer_in(folder)
-        if tokenizer is None:
-            words = session.load_tokenizer()
-        else:
-            try:
-                words = AutoTokenizer.from_pretrained(
-                    str(tokenizer), local_files_only=True, trust_remote_code=False
-                )
-            except (OSError, ValueError) as error:
-                raise ConfigurationError(f"no tokenizer in {tokenizer}: {error}") from error
+        words = session.load_tokenizer() if tokenizer is None else own_tokenizer(tokenizer)
     if torch.cuda.is_available():
         return model.to("cuda"), words
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # no copies of keys and values for every head
@@ -372,12 +364,12 @@ def generate(
         from tenant_sdk.sequences.contexts import LongContext, default_place
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.generation import stream
-        from tenant_sdk.tuning.own import tokenizer_in
+        from tenant_sdk.tuning.own import not_used, tokenizer_in
 
     place = LongContext(kv or "host", kv_memory_gib, kv_folder, memory_gib)
     _say_connecting(config)
-    if tokenizer is None and adapter is not None and (tokenizer := tokenizer_in(adapter)):
-        _status.print(f"tokenizer: the one in {escape(str(adapter))}")
+    if tokenizer is None and adapter is not None and tokenizer_in(adapter):
+        _status.print(escape(not_used(adapter)))
     with open_session(config) as session:
         ready, words = _load(session, tokenizer, model)
         if adapter is not None:
@@ -461,6 +453,13 @@ def doctor(
 
 
 app.command()(serve)
+
+
+@app.command()
+def trust(profile: Annotated[Path, typer.Argument(help="A symbiosis.toml that you have read.")]) -> None:
+    """Let commands that run in a profile's folder, and name no other, use it until it changes."""
+    path = approve(profile)
+    _results.print(f"{escape(str(path))} is used by commands in {escape(str(path.parent))} until it changes")
 
 
 def _escaped(message: str, names: Mapping[str, str] = options.NAMES) -> str:

@@ -1,4 +1,8 @@
-"""A tenant's own copy of the model, for those who have one: only its frozen layers run on the executor."""
+"""What is a tenant's own: a copy of the model, of which only frozen layers run remotely; a tokenizer.
+
+A tokenizer is a tenant's own if its folder was named for that (``--tokenizer``, ``--model``), and in no other
+case. It decides how many rows a text has, which the provider sees, and its options may name files to read.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from shared.errors import CheckpointError, ModelMismatch
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.hub import checkpoint_folder
 from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
@@ -59,6 +63,28 @@ def _reason(error: str) -> str:
     if unknown := re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", error):
         return f"AutoModelForCausalLM does not load a {unknown[1]}"
     return error.partition("\n")[0][:200].rstrip(". ")
+
+
+def own_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder that its user has named.
+
+    Raises:
+        ConfigurationError: there is none, or no such folder.
+    """
+    if not folder.is_dir():  # transformers would look for a model of that name
+        raise ConfigurationError(f"there is no folder {folder} to take a tokenizer from")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"no tokenizer in {folder}: {error}") from error
+
+
+def not_used(adapter: Path) -> str:
+    """What to say of a tokenizer that came with an adapter, whose author may be the provider."""
+    return (
+        f"the tokenizer in {adapter} is not used: the provider sees how many tokens a text has, so that "
+        f"whoever made it could learn of the text. If you trust them: --tokenizer {adapter}"
+    )
 
 
 def tokenizer_in(folder: Path) -> Path | None:
