@@ -390,7 +390,7 @@ def generate(
 @app.command()
 def fingerprint(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint that you trust: folder, or NAME[@REVISION].")
+        Path, typer.Argument(help="Checkpoint that you trust: folder, or hub:NAME[@REVISION].")
     ],
     output: Annotated[Path, typer.Option(help="File to write; an existing one is replaced.")],
     key_env: Annotated[

@@ -450,14 +450,14 @@ Tokenizer = Annotated[
 Model = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
-        metavar="FOLDER|NAME[@REVISION]",
+        metavar="FOLDER|hub:NAME[@REVISION]",
         help="Your own copy of the model, also at a hub: all but its frozen layers is taken from it.",
     ),
 ]
 Base = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
-        metavar="FOLDER|NAME[@REVISION]",
+        metavar="FOLDER|hub:NAME[@REVISION]",
         help="Where the adapter will say that its base is, for use without an executor.",
     ),
 ]

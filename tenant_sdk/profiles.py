@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.hub import HUB
 from shared.options import check_options, read_options, rename
 from shared.ownership import check_own, check_secret
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
@@ -259,6 +260,11 @@ def _beside(folder: Path, name: str) -> Path:
     return path.resolve() if ".." in path.parts else path
 
 
+def _checkpoint(folder: Path, name: str) -> Path | str:
+    """As ``_beside``, but for a model of a hub."""
+    return name if name.startswith(HUB) else _beside(folder, name)
+
+
 def names_in(profile: str | Path, found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
     """How errors name what a session has from a profile, as ``in_options`` wants it: by its key there.
 
@@ -299,7 +305,7 @@ def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str
         if not url:
             raise ConfigurationError(f"{where}: it has no url")
         local = is_local(url)
-        urls.append(f"{LOCAL}{_beside(folder, url.removeprefix(LOCAL))}" if local else url)
+        urls.append(f"{LOCAL}{_checkpoint(folder, url.removeprefix(LOCAL))}" if local else url)
         whose = f"mask source {at} in {path.name}"
         tokens.append(_secret(table, "token", f"the token of {party_name(url)}", whose, folder).get("token"))
         authorities.append(ca if ca in (None, SYSTEM) else _beside(folder, ca))

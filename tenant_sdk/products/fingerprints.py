@@ -165,7 +165,7 @@ def write_fingerprints(
     """Make the fingerprints of a checkpoint that the tenant trusts.
 
     Args:
-        folder: the checkpoint, or its name at a hub.
+        folder: the checkpoint, or ``hub:NAME[@REVISION]``.
         output: the file, made with permissions for its owner alone; an existing one is replaced.
         key: to write it under; default: a new one.
         numerics: of the executors whose answers will be checked: ``ring`` or ``ring-fine``.

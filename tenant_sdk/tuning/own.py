@@ -25,7 +25,7 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
     """A causal language model from the tenant's own checkpoint, frozen and attached; and its folder.
 
     Args:
-        name: folder, or name at a hub (``shared.hub``).
+        name: folder, or ``hub:NAME[@REVISION]`` (``shared.hub``).
         base: what adapters shall say that their base is; default: this.
 
     Raises:

@@ -39,17 +39,25 @@ def test_from_a_hub_to_an_adapter_that_needs_no_executor(
         here = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "cache"), "COLUMNS": "200"}
         for name, value in here.items():
             monkeypatch.setenv(name, value)
-        executor = serve_process(Path("clinic/base"), "--numerics", RING)
+        executor = serve_process(Path("hub:clinic/base"), "--numerics", RING)
         log = executor.log.read_text() if executor.log else ""
         assert f"clinic/base is clinic/base@{COMMIT} today" in " ".join(log.split())
-        where = ("--mask-source", f"local:clinic/base@{COMMIT}")
+        where = ("--mask-source", f"local:hub:clinic/base@{COMMIT}")
         more = ("--data", TRAIN, "--steps", 2, "--batch-size", 2, "--sequence-length", 16)
         run = tenant(
-            "finetune", executor, *where, *more, "--output", adapter, "--base", "clinic/base", secrets=here
+            "finetune",
+            executor,
+            *where,
+            *more,
+            "--output",
+            adapter,
+            "--base",
+            "hub:clinic/base",
+            secrets=here,
         )
         ok(run)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
-    write_fingerprints(f"clinic/base@{COMMIT}", tmp_path / "prints")  # in this process, from the cache
+    write_fingerprints(f"hub:clinic/base@{COMMIT}", tmp_path / "prints")  # in this process, from the cache
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("clinic/base", COMMIT)
     record = json.loads((adapter / "symbiosis.json").read_text())
@@ -101,10 +109,10 @@ def test_the_tenants_own_copy(
     assert run(*say, "--allow-other-base").exit_code == 0
 
 
-def test_an_adapter_remembers_the_tokenizer_that_it_was_trained_with(
+def test_an_adapter_keeps_the_tokenizer_that_it_was_trained_with(
     tmp_path: Path, serve: Callable[..., Executor]
 ) -> None:
-    """From a folder of its own, with a chat template that the executor's has not."""
+    """From a folder of its own, with a chat template that the executor's has not; its user names it again."""
     tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "words")
@@ -120,17 +128,16 @@ def test_an_adapter_remembers_the_tokenizer_that_it_was_trained_with(
     assert learned.exit_code == 0, learned.exception
     assert AutoTokenizer.from_pretrained(adapter).chat_template == tokenizer.chat_template
     say = ("--prompt", "So?", "--chat", "--max-new-tokens", 2, "--adapter", adapter)
-    written = run("generate", *say)
+    written = run("generate", *say, "--tokenizer", adapter)
     assert written.exit_code == 0, written.exception
-    assert f"tokenizer: the one in {adapter}\n" in written.stderr
     assert "session: " in written.stderr
     assert "%|" not in learned.stderr + written.stderr  # bars are for terminals
-    quiet = run("generate", *say, "--quiet")
+    quiet = run("generate", *say, "--tokenizer", adapter, "--quiet")
     assert quiet.stdout == written.stdout
-    assert quiet.stderr.splitlines()[-1] == f"tokenizer: the one in {adapter}"
-    given = run("generate", *say, "--tokenizer", BASE_MODEL)
-    assert "the one in" not in given.stderr
-    assert "or leave out --chat" in str(given.exception)
+    assert "is not used" not in written.stderr + quiet.stderr
+    unnamed = run("generate", *say)
+    assert f"the tokenizer in {adapter} is not used" in unnamed.stderr
+    assert "or leave out --chat" in str(unnamed.exception)
 
 
 def test_a_copy_that_is_not_quite_the_executors(tmp_path: Path, serve: Callable[..., Executor]) -> None:

@@ -156,7 +156,7 @@ def test_a_base_that_cannot_be(
         session.load_model(base=tmp_path / "other", progress=False)
     with pytest.raises(CheckpointError, match="not a checkpoint folder"):
         find_base(tmp_path, session.manifest)
-    with pytest.raises(ConfigurationError, match="neither a folder here nor a name at a hub"):
+    with pytest.raises(ConfigurationError, match="neither a folder here nor a model of a hub"):
         find_base("missing", session.manifest)
     assert find_base("/models/tiny", session.manifest).name == "/models/tiny"
     assert "no folder /models/tiny here" in caplog.text
