@@ -54,7 +54,7 @@ def find_base(given: str | Path, manifest: Manifest) -> Base:
     if not Path(text).is_absolute():
         raise ConfigurationError(
             f"the base {text!r} is neither a folder here nor a model of a hub ({HUB}ORGANISATION/NAME, or "
-            "with @REVISION); a folder of the machine that will load the adapter is named by its absolute path"
+            "with @REVISION); a folder of the machine that will load the adapter has an absolute path"
         )
     log.warning("there is no folder %s here; adapters will say that their base is there elsewhere", text)
     return Base(text)
