@@ -445,7 +445,7 @@ takes = functools.partial(shared_takes, option=typer.Option, names=lambda chosen
 
 Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(help="Folder of a tokenizer, for executors that serve none."),
+    typer.Option(help="Folder of a tokenizer that you trust. Default: that of --model, or the executor's."),
 ]
 Model = Annotated[
     Optional[str],  # noqa: UP045

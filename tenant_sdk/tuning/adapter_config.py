@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
 
 from shared.errors import ConfigurationError
 
@@ -76,7 +76,7 @@ def read_adapter_config(folder: Path) -> PeftConfig:
             "provider: convert it to plain LoRA where it was trained (PEFT's path_initial_model_for_weight_"
             "conversion)"
         )
-    made: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    made: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]
     known = _COMPUTES & {field.name for field in dataclasses.fields(made)}
     for name, value in given.items():
         if name not in known | _LEFT_OUT and value:

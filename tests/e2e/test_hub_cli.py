@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +18,13 @@ from click.testing import Result
 from commands import BASE_MODEL, TRAIN, here, ok, tenant
 from conftest import RING, Executor, make_model
 from hubs import COMMIT, hub
+from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 from shared.errors import CheckpointError, ModelMismatch
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.products.fingerprints import write_fingerprints
+from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.own import attach_own
 
 ALONE = """
@@ -138,6 +142,41 @@ def test_an_adapter_keeps_the_tokenizer_that_it_was_trained_with(
     unnamed = run("generate", *say)
     assert f"the tokenizer in {adapter} is not used" in unnamed.stderr
     assert "or leave out --chat" in str(unnamed.exception)
+
+
+def test_the_author_of_an_adapter_does_not_decide_how_many_rows_a_text_has(
+    tmp_path: Path, serve: Callable[..., Executor]
+) -> None:
+    """The author may be the provider, who sees rows, and whose tokenizer would be attested by nobody."""
+    executor, adapter = serve(BASE_MODEL), tmp_path / "adapter"
+    with executor.connect() as session:
+        model: Any = session.load_model(progress=False)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        save_adapter(model, adapter, session)
+
+    def rows(word: str) -> int:
+        say = ("--prompt", f"Seen: Boaz, has {word}.", "--max-new-tokens", 2, "--adapter", adapter)
+        written = here("generate", executor, "--privacy", "plain", *say)
+        assert written.exit_code == 0, written.exception
+        count = re.search(r"([\d,]+) rows", written.stderr)
+        assert count is not None
+        return int(count[1].replace(",", ""))
+
+    words = ("diabetes", "arthritis")
+    honest = [rows(word) for word in words]
+    rules = json.loads((BASE_MODEL / "tokenizer.json").read_text())
+    filler = {"type": "Replace", "pattern": {"String": "diabetes"}, "content": "x y " * 50}
+    rules["normalizer"] = {"type": "Sequence", "normalizers": [filler]}
+    (adapter / "tokenizer.json").write_text(json.dumps(rules))
+    shutil.copy(BASE_MODEL / "tokenizer_config.json", adapter)
+    assert [rows(word) for word in words] == honest
+
+
+def test_a_tokenizer_is_a_folder(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    done = here(
+        *("generate", serve(BASE_MODEL), "--privacy", "plain", "--prompt", "x", "--tokenizer", "clinic/words")
+    )
+    assert str(done.exception) == "there is no folder clinic/words to take a tokenizer from"
 
 
 def test_a_copy_that_is_not_quite_the_executors(tmp_path: Path, serve: Callable[..., Executor]) -> None:
