@@ -339,6 +339,23 @@ def test_the_text_that_a_prompt_began_with_is_not_read(
     fixed_result(loaded, token_ids())
 
 
+def test_tokens_that_switch_an_adapter_on_change_no_rows(
+    session: tenant_sdk.Session, folder: Path, tmp_path: Path
+) -> None:
+    """The provider would see them in how many rows there are."""
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8]
+    )
+    peft.get_peft_model(load_local(folder), config).save_pretrained(tmp_path, save_embedding_layers=False)
+    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path, session)
+    counts = []
+    for text in ([1, 2, 7, 8, 3], [1, 2, 8, 7, 3]):
+        before = session.stats.rows, session.stats.requests
+        loaded.generate(input_ids=torch.tensor([text]), max_new_tokens=3, min_new_tokens=3)
+        counts.append((session.stats.rows - before[0], session.stats.requests - before[1]))
+    assert counts[0] == counts[1]
+
+
 # -- what users are told --------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from provider.cli import app as provider_app
+from provider.config import ServeConfig
+from provider.dev import Development
 from provider.serve.certificates import DEFAULT_HOSTS, own_certificate, write_certificates
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError
@@ -149,6 +151,12 @@ def tenant_options(path: Path) -> None:
     raise_it(CliRunner().invoke(app, words).exception)
 
 
+def development(path: Path) -> None:
+    config = ServeConfig(model_dir=path, dev=True, dev_dir=path.parent, port=0)
+    with Development(config):
+        pytest.fail("it started")
+
+
 def raise_it(error: BaseException | None) -> None:
     assert error is not None
     raise error
@@ -170,6 +178,7 @@ def raise_it(error: BaseException | None) -> None:
         ("client.key", lambda path: client_context(None, (path.with_name("client.pem"), path))),
         ("client.pem", lambda path: client_context(None, (path, path.with_name("client.key")))),
         ("prints", fingerprints),
+        ("symbiosis.toml", development),
     ],
 )
 def test_every_file_that_says_whom_to_trust(
