@@ -167,8 +167,8 @@ def _user_folder() -> Path:
 def profile_here() -> Path | None:
     """``./symbiosis.toml``, if there is one: a file that nobody has named, so its user must have approved it.
 
-    It may have come with an archive. Whoever wrote it chooses who is sent what, which programs run and which
-    secrets are used: there is no key with which it would be harmless.
+    It may have come with an archive. Its author chooses the executors, the programs that run and the secrets
+    that are used: there is no key with which it would be harmless.
 
     Raises:
         ConfigurationError: it was not approved as it is now, or others could change it.
@@ -181,7 +181,7 @@ def profile_here() -> Path | None:
     if approved != _digest(path):
         why = "has changed since you approved it" if approved else "was not approved by you"
         raise ConfigurationError(
-            f"{path} {why}, and nobody has named it: it says who is sent what, and which programs run for "
+            f"{path} {why}, and nobody has named it: it chooses the executors, and programs that run for "
             f"tokens. Read it, then `symbiosis-tenant trust {HERE}`; or name another: profile=FILE"
         )
     return path

@@ -82,8 +82,8 @@ def own_tokenizer(folder: Path) -> Any:
 def not_used(adapter: Path) -> str:
     """What to say of a tokenizer that came with an adapter, whose author may be the provider."""
     return (
-        f"the tokenizer in {adapter} is not used: the provider sees how many tokens a text has, so that "
-        f"whoever made it could learn of the text. If you trust them: --tokenizer {adapter}"
+        f"the tokenizer in {adapter} is not used: it decides how many tokens a text has, which the provider "
+        f"sees. If you trust its author: --tokenizer {adapter}"
     )
 
 

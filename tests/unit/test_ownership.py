@@ -1,4 +1,4 @@
-"""Files that say whom to trust: whoever could have written them shows, wherever on the way to them."""
+"""Files that say whom to trust are refused if others could have written them."""
 
 from __future__ import annotations
 
