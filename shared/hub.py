@@ -1,7 +1,7 @@
 """Models by the names that a hub has for them: ``hub:organisation/name``, or with ``@revision``.
 
-A name without ``hub:`` in front is a folder, so that a folder that is not there is no download. Only weights in
-safetensors and text files are fetched, once, into the cache of huggingface_hub, which also reads
+A name without ``hub:`` in front is a folder, so that a folder that is not there is no download. Only weights
+in safetensors and text files are fetched, once, into the cache of huggingface_hub, which also reads
 ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and who is logged in.
 """
 
