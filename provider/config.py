@@ -64,7 +64,7 @@ class ServeConfig:
 
     model_dir: Annotated[
         Path,
-        Option(_SERVED, "Folder with safetensors, or NAME[@REVISION] at a hub.", argument=True),
+        Option(_SERVED, "Folder with safetensors, or hub:NAME[@REVISION].", argument=True),
     ]
     numerics: Annotated[
         str,

@@ -20,6 +20,7 @@ from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.ownership import check_own
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Development:
     port, and earlier tokens are valid for another day.
 
     Raises:
-        ConfigurationError: the folder cannot be used.
+        ConfigurationError: the folder cannot be used, or others could change what is in it.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -80,6 +81,7 @@ class Development:
         """Make what is missing, and start the mask source, which loads the model by itself."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own(self._profile)  # or tenants would refuse it
             self._check_profile()
             port = self._source_port()
             self._tokens = [_party(self._folder / name) for name in ("provider", "masks")]
@@ -138,6 +140,7 @@ class Development:
             self.check()
         source = json.loads(self._ready.read_bytes())["url"]
         recorded = self._config.transcript is not None
+        self._profile.touch(0o600)
         self._profile.write_text(
             _PROFILE.format(
                 first=_FIRST_LINE,

@@ -126,7 +126,7 @@ def serve(
     """Load a checkpoint and serve it to this process.
 
     Args:
-        model_dir: folder with safetensors, or the name of a model at a hub.
+        model_dir: folder with safetensors, or a model of a hub (``hub:NAME[@REVISION]``).
         numerics: ``ring``, ``ring-fine``, ``float32`` or ``bfloat16``.
         tokens: ask tenants for one of these; default: for none.
         options: others of ``BaseExecutor``.

@@ -76,7 +76,7 @@ class ExecutorProcess:
             "--ready-file": ready,
             "--port": port,
         }
-        command = [sys.executable, "-m", "provider.cli", "serve", str(self.model)]
+        command = [sys.executable, "-P", "-m", "provider.cli", "serve", str(self.model)]
         command += [str(word) for option in options.items() for word in option]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -26,8 +26,8 @@ from security.executors import AuditError
 _ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS, ANSWER_SECONDS = 600.0, 120.0  # vLLM takes minutes to import where others compute
 NO_GATEWAY = (
-    "no environment with vLLM was found: make one, .venv-gateway in the project with `pip install "
-    "'symbiosis[gateway-cpu]'` ([gateway] with a GPU), or name its python with --gateway"
+    "no environment with vLLM was found: make one with `make gateway`, which is .venv-gateway in the "
+    "project's folder, or name another one's python with --gateway"
 )
 
 

@@ -30,8 +30,8 @@ class Checkpoint:
     """Names, shapes and lazily read tensors of a checkpoint folder.
 
     Args:
-        folder: contains ``config.json`` and ``model.safetensors``, or shards with their index; or the name
-            of a model at a hub (``shared.hub``).
+        folder: contains ``config.json`` and ``model.safetensors``, or shards with their index; or a model
+            of a hub, ``hub:NAME[@REVISION]`` (``shared.hub``).
 
     Raises:
         CheckpointError: folder or model missing, no safetensors file, or a file that cannot be read.

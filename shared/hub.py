@@ -1,7 +1,8 @@
-"""Models by the names that a hub has for them: ``organisation/name``, or ``organisation/name@revision``.
+"""Models by the names that a hub has for them: ``hub:organisation/name``, or with ``@revision``.
 
-A folder of that name always wins. Only weights in safetensors and text files are fetched, once, into the
-cache of huggingface_hub, which also reads ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and who is logged in.
+A name without ``hub:`` in front is a folder, so that a folder that is not there is no download. Only weights
+in safetensors and text files are fetched, once, into the cache of huggingface_hub, which also reads
+``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and who is logged in.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shared.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+HUB = "hub:"  # in front of a name that is looked up at a hub
 # A part never looks like a path: it begins with a letter or digit, and what is absolute has three parts.
 _PART = r"[A-Za-z0-9](?:\w|-(?!-)|\.(?!\.)){0,95}"
 _ID = re.compile(rf"({_PART}/{_PART})(?:@({_PART}(?:/{_PART}){{0,3}}))?", re.ASCII)
@@ -42,7 +44,7 @@ class HubId(NamedTuple):
 
 
 def hub_id(text: str | Path) -> HubId | None:
-    """What a text names at a hub, if it could be a name there; nothing is asked."""
+    """What a text without ``hub:`` names at a hub, if it could be a name there; nothing is asked."""
     found = _ID.fullmatch(str(text))
     return HubId(*found.groups()) if found else None
 
@@ -56,21 +58,40 @@ def id_of_snapshot(folder: str | Path) -> HubId | None:
     return hub_id(f"{name}@{snapshot.name}")
 
 
+def asked_of_hub(name: str | Path) -> HubId | None:
+    """The model of a hub that a user names, or None: it is a folder. Nothing is asked.
+
+    Raises:
+        CheckpointError: it is no name at a hub; or it would be one with ``hub:``, and is no folder.
+    """
+    text = str(name)
+    if text.startswith(HUB):
+        if wanted := hub_id(text.removeprefix(HUB)):
+            return wanted
+        raise CheckpointError(
+            f"{text!r} is no name at a hub: that is {HUB}ORGANISATION/NAME, or with @REVISION"
+        )
+    if hub_id(text) and not Path(text).exists():
+        raise CheckpointError(f"there is no folder {text} here; a model of a hub is named {HUB}{text}")
+    return None
+
+
 def checkpoint_folder(name: str | Path) -> Path:
     """The folder of a checkpoint that is given as one, or as a model of a hub, which is downloaded once.
 
     Raises:
-        CheckpointError: the hub has no such model, or none that can be used, or cannot be asked.
+        CheckpointError: see ``asked_of_hub``; the hub has no such model, or none that can be used, or cannot
+            be asked.
     """
-    wanted = hub_id(name)
-    if wanted is None or Path(name).exists():
+    wanted = asked_of_hub(name)
+    if wanted is None:
         return Path(name)
     folder = _download(wanted)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{wanted} has no weights in safetensors at the hub, and other formats (pickle .bin files) are "
-            "never read. Name a revision that has them (NAME@REVISION), or convert it where you trust it: "
-            "`AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)`, and give FOLDER"
+            f"never read. Name a revision that has them ({HUB}NAME@REVISION), or convert it where you trust "
+            "it: `AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)`, and give FOLDER"
         )
     found = HubId(wanted.name, folder.name)
     if wanted.commit:
@@ -126,7 +147,7 @@ def _explained(wanted: HubId) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{wanted.name} is neither a folder here nor a model of the hub that you may see: look at the "
+            f"{wanted.name} is not a model of the hub that you may see: look at the "
             "spelling; if it is private, log in with `hf auth login` or set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
@@ -136,7 +157,7 @@ def _explained(wanted: HubId) -> Iterator[None]:
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{wanted} is not a folder, not (or not whole) in the cache, and the hub cannot be asked: "
+            f"{wanted} is not (or not whole) in the cache, and the hub cannot be asked: "
             f"{_first_line(error.__cause__ or error)}. Connect to the network, unset HF_HUB_OFFLINE if it is "
             "set, or give a folder that holds the checkpoint"
         ) from error

@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from shared.errors import CheckpointError, ConfigurationError, SymbiosisError
+from shared.ownership import check_own
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 # ``name=value`` as errors write it; the value may be a word, a quoted one, or several in brackets.
@@ -132,8 +133,10 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
         kinds: of every option the type that TOML has for its values.
 
     Raises:
-        ConfigurationError: no such file, not TOML, a key that is no option, or a value of another type.
+        ConfigurationError: no such file, not TOML, a key that is no option, or a value of another type; or
+            others could change it.
     """
+    check_own(path)
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -61,7 +61,7 @@ def quantizer_of(said: Mapping[str, Any]) -> Any:
     if method == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
         raise CheckpointError(
             "the checkpoint was quantised by compressed-tensors, which needs the package of that name: "
-            "pip install 'symbiosis[quantised]'"
+            "pip install '.[quantised]' in a checkout of this project"
         )
     try:
         quantizer = AutoHfQuantizer.from_config({**said, "dequantize": True}, pre_quantized=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from tenant_sdk import context_options as contexts
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.command import serve
+from tenant_sdk.profiles import approve
 from tenant_sdk.tuning.data_command import data
 
 if TYPE_CHECKING:
@@ -49,41 +49,6 @@ def _root(
     ] = False,
 ) -> None:
     """Use a language model whose frozen layers a provider hosts, keeping text and adapters here."""
-
-
-def _load(
-    session: Session, tokenizer: Path | None, own: str | None, base: str | None = None
-) -> tuple[Any, Any]:
-    """Model, on an accelerator if there is one, and tokenizer."""
-    import torch
-    from transformers import logging as transformers_logging
-
-    from tenant_sdk.model.loading import check_causal, read_configuration
-    from tenant_sdk.storage import disk_errors
-    from tenant_sdk.tuning.own import attach_own, embedded, load_words, tokenizer_in
-
-    # Their warnings are for those who wrote the code that calls them.
-    transformers_logging.set_verbosity_error()
-    if not _status.is_terminal:  # where a bar is drawn anew, each time a line
-        transformers_logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
-        model: Any
-        words = None
-        if tokenizer is not None:  # before anything large is loaded
-            words = load_words(tokenizer, embedded(read_configuration(session.executor)[0]))
-        if own is None:
-            check_causal(session.executor)
-            model = session.load_model(base=base, progress=_status.is_terminal)
-        else:
-            model, folder = attach_own(session, own, base)
-            if words is None and tokenizer_in(folder):
-                words = load_words(folder)
-        words = words or session.load_tokenizer()
-    if torch.cuda.is_available():
-        return model.to("cuda"), words
-    os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # no copies of keys and values for every head
-    return model, words
 
 
 @contextmanager
@@ -217,6 +182,7 @@ def finetune(
         from tenant_sdk.composition import open_session
         from tenant_sdk.tuning.finetuning import TrainingOptions
         from tenant_sdk.tuning.finetuning import finetune as train
+        from tenant_sdk.tuning.own import load
         from tenant_sdk.tuning.preview import show_first
         from tenant_sdk.tuning.progress import TrainingStep
 
@@ -256,7 +222,7 @@ def finetune(
         open_session(config) as session,
         Progress(*columns, console=_status) as bar,
     ):
-        adapted, words = _load(session, tokenizer, model, base)
+        adapted, words = load(session, tokenizer, model, base, bars=_status.is_terminal)
         task = bar.add_task("training", total=None, loss="", speed="", visible=False)
 
         def show(now: TrainingStep) -> None:
@@ -369,14 +335,14 @@ def generate(
         from tenant_sdk.sequences.contexts import LongContext, default_place
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.generation import stream
-        from tenant_sdk.tuning.own import tokenizer_in
+        from tenant_sdk.tuning.own import load, not_used, tokenizer_in
 
     place = LongContext(kv or "host", kv_memory_gib, kv_folder, memory_gib)
     _say_connecting(config)
-    if tokenizer is None and adapter is not None and (tokenizer := tokenizer_in(adapter)):
-        _status.print(f"tokenizer: the one in {escape(str(adapter))}")
+    if tokenizer is None and adapter is not None and tokenizer_in(adapter):
+        _status.print(escape(not_used(adapter)))
     with open_session(config) as session:
-        ready, words = _load(session, tokenizer, model)
+        ready, words = load(session, tokenizer, model, bars=_status.is_terminal)
         if adapter is not None:
             ready = load_adapter(ready, adapter, session, allow_other_base=allow_other_base)
         if kv is None:
@@ -395,7 +361,7 @@ def generate(
 @app.command()
 def fingerprint(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint that you trust: folder, or NAME[@REVISION].")
+        Path, typer.Argument(help="Checkpoint that you trust: folder, or hub:NAME[@REVISION].")
     ],
     output: Annotated[Path, typer.Option(help="File to write; an existing one is replaced.")],
     key_env: Annotated[
@@ -459,6 +425,13 @@ def doctor(
 
 app.command()(serve)
 app.command()(data)
+
+
+@app.command()
+def trust(profile: Annotated[Path, typer.Argument(help="A symbiosis.toml that you have read.")]) -> None:
+    """Let commands that run in a profile's folder, and name no other, use it until it changes."""
+    path = approve(profile)
+    _results.print(f"{escape(str(path))} is used by commands in {escape(str(path.parent))} until it changes")
 
 
 def _escaped(message: str, names: Mapping[str, str] = options.NAMES) -> str:

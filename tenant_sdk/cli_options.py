@@ -16,7 +16,7 @@ from shared.options import takes as shared_takes
 from tenant_sdk.config import EXPERTS, PRIVACY_MODES, VERIFY_MODES, SessionConfig, for_each
 from tenant_sdk.connection.places import Place
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of, url_of
-from tenant_sdk.profiles import HERE, Secret, merged, names_in, read_profile, revealed
+from tenant_sdk.profiles import HERE, Secret, merged, names_in, profile_here, read_profile, revealed
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class ExecutorOptions:
             _EXECUTORS,
             "TOML file of a session: executors, their authorities, where their tokens are, privacy; a path, "
             "or NAME for ~/.config/symbiosis/NAME.toml. Default without --provider: ./symbiosis.toml, if "
-            "it is there. Options given here win, and so do those in the file of --config.",
+            "you have approved it (`trust`). Options given here win, as do those in the file of --config.",
             metavar="FILE",
         ),
     ] = None
@@ -259,8 +259,8 @@ class ExecutorOptions:
             if value is not None and value is not False and value != []
         }
         profile = self.profile
-        if profile is None and "provider" not in given and HERE.is_file():
-            profile = str(HERE.absolute())
+        if profile is None and "provider" not in given and (found_here := profile_here()):
+            profile = str(found_here)
             typer.echo(f"using {HERE} of this folder", err=True)
         arguments = given
         if profile is not None:
@@ -445,19 +445,19 @@ takes = functools.partial(shared_takes, option=typer.Option, names=lambda chosen
 
 Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(help="Folder of a tokenizer, for executors that serve none."),
+    typer.Option(help="Folder of a tokenizer that you trust. Default: that of --model, or the executor's."),
 ]
 Model = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
-        metavar="FOLDER|NAME[@REVISION]",
+        metavar="FOLDER|hub:NAME[@REVISION]",
         help="Your own copy of the model, also at a hub: all but its frozen layers is taken from it.",
     ),
 ]
 Base = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
-        metavar="FOLDER|NAME[@REVISION]",
+        metavar="FOLDER|hub:NAME[@REVISION]",
         help="Where the adapter will say that its base is, for use without an executor.",
     ),
 ]

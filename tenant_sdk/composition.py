@@ -86,7 +86,8 @@ def connect(
             source; needs a provider with ring numerics. ``noise-bank`` and ``plain`` are worth little or
             nothing (SECURITY.md).
         mask_sources: who computes the effects of masks: ``wss://`` or ``ipc://`` URLs of executors of the
-            same weights, each one or replicas as above, or ``local:FOLDER`` with the checkpoint.
+            same weights, each one or replicas as above, or ``local:FOLDER`` with the checkpoint, or
+            ``local:hub:NAME[@REVISION]``.
             ``one-time`` needs at least one and its masks are hidden while any of them does not collude with
             the provider; ``noise-bank`` takes one, by default the provider itself, as in the paper, which
             therefore sees every mask.

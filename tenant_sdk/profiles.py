@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
-import stat
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
+
 from shared.errors import ConfigurationError, SymbiosisError
+from shared.hub import HUB
 from shared.options import check_options, read_options, rename
+from shared.ownership import check_own, check_secret
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
+from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.operators import SYSTEM
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else
+HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else, once it is approved
 COMMAND_SECONDS = 60.0  # a person may have to unlock a key ring
 
 
@@ -54,7 +59,7 @@ class Secret:
         """The secret.
 
         Raises:
-            ConfigurationError: it is not there, or others could read it.
+            ConfigurationError: it is not there, or others could read or change it.
         """
         if self.command:
             return self._of_command()
@@ -77,12 +82,8 @@ class Secret:
 
     def _of_file(self, file: Path) -> str:
         try:
-            with file.open(encoding="utf-8") as opened:
-                if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
-                    raise ConfigurationError(
-                        f"others can read {file}, which holds {self.what}: `chmod 600 {file}`"
-                    )
-                value = opened.read().strip()
+            check_secret(file, self.what)
+            value = file.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigurationError(f"cannot read {self.what} from {file}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -155,16 +156,82 @@ def profile_path(name: str | Path) -> Path:
     text = os.path.expanduser(name)
     if isinstance(name, Path) or "/" in text or text.endswith(".toml"):
         return Path(text)
+    return _user_folder() / f"{text}.toml"
+
+
+def _user_folder() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".config"
-    return folder / "symbiosis" / f"{text}.toml"
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "symbiosis"
+
+
+def profile_here() -> Path | None:
+    """``./symbiosis.toml``, if there is one: a file that nobody has named, so its user must have approved it.
+
+    It may have come with an archive. Its author chooses the executors, the programs that run and the secrets
+    that are used: there is no key with which it would be harmless.
+
+    Raises:
+        ConfigurationError: it was not approved as it is now, or others could change it.
+    """
+    if not HERE.is_file():
+        return None
+    path = HERE.resolve()
+    check_own(HERE)
+    approved = _approvals().get(str(path))
+    if approved != _digest(path):
+        why = "has changed since you approved it" if approved else "was not approved by you"
+        raise ConfigurationError(
+            f"{path} {why}, and nobody has named it: it chooses the executors, and programs that run for "
+            f"tokens. Read it, then `symbiosis-tenant trust {HERE}`; or name another: profile=FILE"
+        )
+    return path
+
+
+def approve(path: Path) -> Path:
+    """Let command lines that run in its folder use a profile until it changes; its path without links.
+
+    Raises:
+        ConfigurationError: see ``read_profile``.
+        StorageError: the approval cannot be kept.
+    """
+    check_own(path)
+    path = path.resolve()
+    read_profile(path)
+    file = _user_folder() / "approved.json"
+    approvals = _approvals() | {str(path): _digest(path)}
+    with disk_errors(file, "the approval", "Then approve it again."):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
+            opened.write(msgspec.json.format(msgspec.json.encode(approvals)))
+        temporary.replace(file)
+    return path
+
+
+def _approvals() -> dict[str, str]:
+    """Of profiles, by their paths without links, the SHA-256 of what was approved."""
+    file = _user_folder() / "approved.json"
+    check_own(file)
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{file} cannot be used: {error}. Remove it, and approve again") from error
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_profile(name: str | Path) -> dict[str, Any]:
     """The arguments of ``connect`` that a profile has, each ``token`` and key as a ``Secret`` yet to be read.
 
     Raises:
-        ConfigurationError: no such file, an unknown key, a value of another type.
+        ConfigurationError: no such file, an unknown key, a value of another type; or others could change it.
     """
     path = profile_path(name)
     if path != Path(name) and not path.exists() and Path(f"{name}.toml").is_file():
@@ -191,6 +258,11 @@ def _beside(folder: Path, name: str) -> Path:
     """A path of a profile, which is relative to its folder, without detours."""
     path = folder / os.path.expanduser(name)
     return path.resolve() if ".." in path.parts else path
+
+
+def _checkpoint(folder: Path, name: str) -> Path | str:
+    """As ``_beside``, but for a model of a hub."""
+    return name if name.startswith(HUB) else _beside(folder, name)
 
 
 def names_in(profile: str | Path, found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
@@ -233,7 +305,7 @@ def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str
         if not url:
             raise ConfigurationError(f"{where}: it has no url")
         local = is_local(url)
-        urls.append(f"{LOCAL}{_beside(folder, url.removeprefix(LOCAL))}" if local else url)
+        urls.append(f"{LOCAL}{_checkpoint(folder, url.removeprefix(LOCAL))}" if local else url)
         whose = f"mask source {at} in {path.name}"
         tokens.append(_secret(table, "token", f"the token of {party_name(url)}", whose, folder).get("token"))
         authorities.append(ca if ca in (None, SYSTEM) else _beside(folder, ca))

@@ -81,7 +81,7 @@ class Session:
             model_class: another transformers class around the same base model, such as
                 ``AutoModelForSequenceClassification``; default: the checkpoint's own.
             base: where the base model is found without any executor, which adapters will say: a folder, whose
-                weights are then compared, or ``NAME[@REVISION]`` at a hub. Default: the provider's word, if
+                weights are then compared, or ``hub:NAME[@REVISION]``. Default: the provider's word, if
                 that is a name at a hub; ``""``: nothing. PEFT's ``save_pretrained`` asks the hub about such a
                 name; ``save_adapter`` asks nobody.
             progress: show a progress bar.

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import ssl
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shared.errors import ConfigurationError
+from shared.ownership import check_own, check_secret
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +102,11 @@ def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) ->
         client_ca: if given, tenants must also show a certificate that this authority signed.
 
     Raises:
-        ConfigurationError: a file is missing or does not fit, or others can read the key.
+        ConfigurationError: a file is missing or does not fit, or others can read the key or change a file.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if client_ca is not None:
+        check_own(client_ca)
         try:
             context.load_verify_locations(client_ca)
         except ssl.SSLError as error:
@@ -224,8 +225,8 @@ def _load(context: ssl.SSLContext, folder: Path) -> None:
     key = folder / "server.key"
     if b"PRIVATE KEY-----" not in _read(folder, "server.key"):
         raise _unusable(folder, "server.key holds no private key in PEM form")
-    if key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise ConfigurationError(f"anybody on this machine can read the private key: chmod 600 {key}")
+    check_own(folder / "server.pem")
+    check_secret(key, "the private key", group=True)
 
     def encrypted() -> str:  # instead of asking on a terminal
         raise _unusable(

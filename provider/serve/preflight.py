@@ -13,7 +13,7 @@ from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from provider.workers.actors import check_ray
 from shared.errors import ConfigurationError
-from shared.hub import hub_id
+from shared.hub import asked_of_hub
 from shared.options import check_model_folder
 
 
@@ -25,7 +25,7 @@ def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
     """
     if config.launcher == "ray":
         check_ray()
-    if config.model_dir.exists() or hub_id(config.model_dir) is None:
+    if asked_of_hub(config.model_dir) is None:
         check_model_folder(config.model_dir)
     if not config.dev:
         own_certificate(config.certificates, config.client_ca)

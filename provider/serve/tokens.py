@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import logging
 import os
-import pwd
 import re
 import secrets
 import stat
@@ -19,6 +18,7 @@ import msgspec
 
 from provider.serve.descriptors import none_left
 from shared.errors import AuthenticationError, ConfigurationError
+from shared.ownership import check_own, user_name
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +104,15 @@ class TokenFile:
             raise ConfigurationError(f"{self.path} is not a token file: {error}") from error
         return {name: [StoredToken(kept)] if isinstance(kept, str) else kept for name, kept in found.items()}
 
+    def _trusted(self) -> _Tokens:
+        """The file's tokens, as those whom it lets in: nobody else may have written it."""
+        check_own(self.path)
+        return self._read()
+
     def _last_good(self) -> _Tokens:
         """The file's tokens, or those that it had when it could be used; each change is logged once."""
         try:
-            self._last = self._read()
+            self._last = self._trusted()
         except ConfigurationError as error:
             if self._last is None or none_left(error):  # which is no fault of the file's
                 raise
@@ -122,7 +127,7 @@ class TokenFile:
 
     def check_readable(self) -> int:
         """Number of tenants who have a valid token; raises ConfigurationError if the file cannot be used."""
-        self._last = self._read()
+        self._last = self._trusted()
         return sum(1 for count in self._valid(self._last).values() if count)
 
     def valid(self, tenant: str) -> int:
@@ -208,7 +213,7 @@ class TokenFile:
                 os.fchown(descriptor, old.st_uid, old.st_gid)
             except PermissionError:
                 self._temporary.unlink(missing_ok=True)
-                owner = _user(old.st_uid)
+                owner = user_name(old.st_uid)
                 raise ConfigurationError(
                     f"{self.path} belongs to {owner}; run this as that user: sudo -u {owner} ..."
                 ) from None
@@ -284,13 +289,6 @@ class TokenFile:
                     shown(max(ends)),
                     extra={"tenant": tenant, "seconds": round(days * 86400)},
                 )
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
 
 
 def sha256_of(token: str) -> str:

@@ -52,7 +52,8 @@ def check_ray() -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigurationError(
-            "launcher='ray' needs Ray, which is not installed: pip install 'symbiosis[ray]'"
+            "launcher='ray' needs Ray, which is not installed: pip install '.[ray]' in a "
+            "checkout of this project"
         )
 
 

@@ -26,6 +26,7 @@ from shared.errors import (
     peer_seconds,
     peer_text,
 )
+from shared.ownership import check_own, check_secret
 from shared.wire.header import SUBPROTOCOL
 from shared.wire.messages import ErrorInfo, decode
 from tenant_sdk.connection.key_exchange import prefer
@@ -67,9 +68,12 @@ def client_context(
         option: with which ``ca`` is given.
 
     Raises:
-        ConfigurationError: a file is missing or does not hold what it should, or ``check_environment``.
+        ConfigurationError: a file is missing or does not hold what it should, others could change it or read
+            the key, or ``check_environment``.
     """
     check_environment()
+    if ca is not None:
+        check_own(ca)
     try:
         context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
     except (OSError, ssl.SSLError) as error:
@@ -84,7 +88,9 @@ def client_context(
     ssl.RAND_add(os.urandom(32), 32.0)
     if client_certificate is not None:
         certificate, key = client_certificate
+        check_own(certificate)
         try:
+            check_secret(key, "the private key", group=True)
             context.load_cert_chain(certificate, key)
         except (OSError, ssl.SSLError) as error:
             raise ConfigurationError(

@@ -105,6 +105,7 @@ def take(
     name: str = "",
     most_rank: int = RANKS[-1],
     allow_other_base: bool = False,
+    within: Path | None = None,
 ) -> Adapter:
     """Check an adapter and copy it, so that what is served is what was checked, and only that.
 
@@ -113,15 +114,19 @@ def take(
         copies: where copies lie, each under the digest of its content.
         manifest: of the base that it must be for.
         name: default: the folder's.
+        within: the folder that adapters are taken from; None: wherever they are.
 
     Raises:
-        ConfigurationError: no adapter, a damaged one, or one that is more than LoRA of linear layers.
+        ConfigurationError: no adapter, a damaged one, one that is more than LoRA of linear layers, or one
+            that is not below ``within``.
         ModelMismatch: it was made for another base.
         StorageError: no room for the copy.
     """
     name = name or source.name
     if not _NAME.fullmatch(name):
         raise ConfigurationError(f"{name[:80]!r} is no name for a model: letters, digits and . _ @ : - are")
+    if within is not None:
+        _check_below(within, source)
     check_adapter_folder(source)
     with disk_errors(copies, f"a copy of {source}", "The adapter is not served until then."):
         content = {each: (source / each).read_bytes() for each in (CONFIG, WEIGHTS)}
@@ -145,6 +150,19 @@ def take(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return Adapter(name, source, folder, rank, notes)
+
+
+def _check_below(folder: Path, source: Path) -> None:
+    """Refuse an adapter that is elsewhere, or of which a file is, also by a link.
+
+    Raises:
+        ConfigurationError: it, or one of its files, is not below the folder.
+    """
+    for path in (source, *(source / each for each in (CONFIG, WEIGHTS, RECORD))):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigurationError(
+                f"adapters are taken from below {folder} alone, and {path} leads out of it: put a copy there"
+            )
 
 
 def _config(folder: Path) -> dict[str, Any]:

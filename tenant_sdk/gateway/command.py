@@ -12,7 +12,7 @@ import typer
 from shared import imports
 from shared.errors import ConfigurationError
 from tenant_sdk import cli_options as options
-from tenant_sdk.profiles import HERE, profile_path
+from tenant_sdk.profiles import profile_here, profile_path
 
 _SERVER, _MODEL = "Server", "Model and adapters"
 
@@ -157,8 +157,8 @@ def _plain(connection: options.SessionOptions) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for field in dataclasses.fields(connection):
         value = getattr(connection, field.name)
-        if field.name == "profile" and value is None and connection.provider is None and HERE.is_file():
-            value = HERE
+        if field.name == "profile" and value is None and connection.provider is None:
+            value = profile_here()
         if value in (None, False, []):
             continue
         if field.name == "profile":

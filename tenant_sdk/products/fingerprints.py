@@ -22,6 +22,7 @@ from safetensors.torch import load, save
 
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
 from shared.wire.header import RINGS, Direction, member_indices
@@ -48,7 +49,7 @@ class StoredFingerprints:
 
     Raises:
         ConfigurationError: no such file, no key, or a file that this key did not write: another one's,
-            truncated, or changed by somebody.
+            truncated, or changed by somebody; or one that others could change.
     """
 
     def __init__(self, path: str | Path, key: str | None) -> None:
@@ -56,6 +57,7 @@ class StoredFingerprints:
             raise ConfigurationError(
                 f"{path} is encrypted: give fingerprint_key=KEY, as `symbiosis-tenant fingerprint` printed it"
             )
+        check_own(path)
         try:
             data = _fernet(key).decrypt(Path(path).read_bytes())
             self._tensors = load(data)
@@ -163,7 +165,7 @@ def write_fingerprints(
     """Make the fingerprints of a checkpoint that the tenant trusts.
 
     Args:
-        folder: the checkpoint, or its name at a hub.
+        folder: the checkpoint, or ``hub:NAME[@REVISION]``.
         output: the file, made with permissions for its owner alone; an existing one is replaced.
         key: to write it under; default: a new one.
         numerics: of the executors whose answers will be checked: ``ring`` or ``ring-fine``.

@@ -291,7 +291,7 @@ def finetune(
     if not base_of(model).name:
         say(
             "the adapter's card does not say where its base is found; "
-            "--base FOLDER or NAME[@REVISION] would have it said"
+            "--base FOLDER or hub:NAME[@REVISION] would have it said"
         )
     return report
 

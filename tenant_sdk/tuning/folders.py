@@ -13,6 +13,7 @@ from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.session import Session
 from tenant_sdk.storage import check_adapter_folder
+from tenant_sdk.tuning.adapter_config import read_adapter_config
 from tenant_sdk.tuning.adapters import no_untrue_warnings
 from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
 
@@ -43,7 +44,7 @@ def save_adapter(
         base: where the base model is found, as for ``session.load_model``; default: what the model says, or
             else what the provider calls it.
         training: a ``transformers.Trainer`` that has trained it, or figures by name; see ``training_of``.
-        tokenizer: another than the base's, to save beside the adapter; `generate` uses it there.
+        tokenizer: another than the base's, to save beside the adapter; `generate --tokenizer` takes it there.
         options: others of PEFT's ``save_pretrained``.
 
     Raises:
@@ -103,6 +104,9 @@ def load_adapter(
 ) -> Any:
     """A PEFT model with the adapter of a standard PEFT folder.
 
+    The folder may be anybody's: nothing in it is run, or leads to another file or a model hub, and a
+    tokenizer in it is not read.
+
     Args:
         model: whose frozen layers are the session's; gets the adapter, in place.
         allow_other_base: load it although it was made for another base; a folder without ``symbiosis.json``
@@ -110,7 +114,7 @@ def load_adapter(
         trainable: go on training it; default: for inference.
 
     Raises:
-        ConfigurationError: there is no adapter in the folder, or it is damaged.
+        ConfigurationError: there is no adapter in the folder, it is damaged, or of a kind that is not loaded.
         ModelMismatch: it was made for another base model.
     """
     folder = Path(folder)
@@ -118,9 +122,10 @@ def load_adapter(
     record = None if allow_other_base else Provenance.read(folder)
     if record is not None and (differs := record.check(session.manifest, folder)):
         log.warning("%s", differs)
+    config = read_adapter_config(folder)
     try:
         with no_untrue_warnings():
-            return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+            return PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModelMismatch(
             f"the adapter in {folder} was made for another base model: {_first(str(error))}"

@@ -1,29 +1,78 @@
-"""A tenant's own copy of the model, for those who have one: only its frozen layers run on the executor."""
+"""What is a tenant's own: a copy of the model, of which only frozen layers run remotely; a tokenizer.
+
+A tokenizer is a tenant's own if its folder was named for that (``--tokenizer``, ``--model``), and in no other
+case. It decides how many rows a text has, which the provider sees, and its options may name files to read.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import logging as transformers_logging
 
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.hub import checkpoint_folder
 from tenant_sdk.model.loading import check_causal, read_configuration
 from tenant_sdk.model.naming import find_base, name_model
 from tenant_sdk.session import Session
+from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.attestation import open_checkpoint
 from tenant_sdk.tuning.sampling import ends_of
+
+
+def load(
+    session: Session, tokenizer: Path | None, own: str | None, base: str | None = None, *, bars: bool
+) -> tuple[Any, Any]:
+    """A model, on an accelerator if there is one, and its tokenizer, as the command line wants them.
+
+    Args:
+        tokenizer: folder that the user has named.
+        own: the user's own copy of the model, see ``attach_own``.
+        base: see there.
+        bars: show progress bars, which need a terminal.
+
+    Raises:
+        ConfigurationError: there is no such tokenizer, or it has more tokens than the model.
+    """
+    # Warnings of transformers are for those who wrote the code that calls it.
+    transformers_logging.set_verbosity_error()
+    if not bars:  # where a bar is drawn anew, each time a line
+        transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    with disk_errors(Path(tempfile.gettempdir()), "temporary files", "Then run again."):
+        words = None
+        if tokenizer is not None:  # before anything large is loaded
+            words = own_tokenizer(tokenizer, embedded(read_configuration(session.executor)[0]))
+        model: Any
+        if own is None:
+            check_causal(session.executor)
+            model = session.load_model(base=base, progress=bars)
+        else:
+            model, folder = attach_own(session, own, base)
+            if words is None and tokenizer_in(folder):
+                words = own_tokenizer(folder)
+        if words is None:
+            words = session.load_tokenizer()
+    if torch.cuda.is_available():
+        return model.to("cuda"), words
+    os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # no copies of keys and values for every head
+    return model, words
 
 
 def attach_own(session: Session, name: str, base: str | None = None) -> tuple[Any, Path]:
     """A causal language model from the tenant's own checkpoint, frozen and attached; and its folder.
 
     Args:
-        name: folder, or name at a hub (``shared.hub``).
+        name: folder, or ``hub:NAME[@REVISION]`` (``shared.hub``).
         base: what adapters shall say that their base is; default: this.
 
     Raises:
@@ -88,7 +137,7 @@ def words_in(folder: Path) -> Words:
         ConfigurationError: there is no tokenizer in it.
     """
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    tokenizer = load_words(folder)
+    tokenizer = own_tokenizer(folder)
     generation, embeddings = GenerationConfig(), None
     try:
         if (folder / "config.json").is_file():
@@ -100,15 +149,29 @@ def words_in(folder: Path) -> Words:
     return Words(tokenizer, ends_of(generation, tokenizer), embeddings)
 
 
-def load_words(folder: Path, embeddings: int | None = None) -> Any:
-    """The tokenizer of a folder of the user's own.
+def embedded(config: Any) -> int | None:
+    """How many tokens a model of this configuration knows."""
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def _reason(error: str) -> str:
+    """The first line of an error; of hundreds of configuration classes, only the one that was not found."""
+    if unknown := re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", error):
+        return f"AutoModelForCausalLM does not load a {unknown[1]}"
+    return error.partition("\n")[0][:200].rstrip(". ")
+
+
+def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
+    """The tokenizer of a folder that its user has named.
 
     Args:
-        embeddings: how many tokens the model knows.
+        embeddings: how many tokens the model knows; None: that is not looked at.
 
     Raises:
-        ConfigurationError: there is no tokenizer in it, or it has tokens that the model does not know.
+        ConfigurationError: there is none, or no such folder; or it has tokens that the model does not know.
     """
+    if not folder.is_dir():  # transformers would look for a model of that name
+        raise ConfigurationError(f"there is no folder {folder} to take a tokenizer from")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -122,16 +185,12 @@ def load_words(folder: Path, embeddings: int | None = None) -> Any:
     return tokenizer
 
 
-def embedded(config: Any) -> int | None:
-    """How many tokens a model of this configuration knows."""
-    return getattr(config.get_text_config(), "vocab_size", None)
-
-
-def _reason(error: str) -> str:
-    """The first line of an error; of hundreds of configuration classes, only the one that was not found."""
-    if unknown := re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", error):
-        return f"AutoModelForCausalLM does not load a {unknown[1]}"
-    return error.partition("\n")[0][:200].rstrip(". ")
+def not_used(adapter: Path) -> str:
+    """What to say of a tokenizer that came with an adapter, whose author may be the provider."""
+    return (
+        f"the tokenizer in {adapter} is not used: it decides how many tokens a text has, which the provider "
+        f"sees. If you trust its author: --tokenizer {adapter}"
+    )
 
 
 def tokenizer_in(folder: Path) -> Path | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,8 @@ def check(
         for name in ("another", "base"):  # neither is served, and the base model is all the same
             (folder / "adapters" / name).mkdir()
             (folder / "adapters" / name / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+        shutil.copytree(folder / "adapters" / "one", folder / "elsewhere")
+        (folder / "adapters" / "linked").symlink_to(folder / "elsewhere")
         options += ("--adapters", folder / "adapters")
         assert expected["one"] != expected["base"]
     provider, masks = (serve(base, numerics="ring-fine") for _ in range(2))
@@ -147,6 +150,8 @@ def check(
                 client.completions.create(model="base", prompt="what is <beyond>?")
             with pytest.raises(openai.NotFoundError, match="holds no adapter" if adapted else "not exist"):
                 client.completions.create(model="another", prompt="who is that?")
+            with pytest.raises(openai.NotFoundError, match="leads out of it" if adapted else "not exist"):
+                client.completions.create(model="linked", prompt="who is that?")
             for name, (tokens, logarithms) in expected.items():
                 (said,) = client.completions.create(
                     model=name,

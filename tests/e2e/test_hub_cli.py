@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +18,13 @@ from click.testing import Result
 from commands import BASE_MODEL, TRAIN, here, ok, tenant
 from conftest import RING, Executor, make_model
 from hubs import COMMIT, hub
+from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 from shared.errors import CheckpointError, ModelMismatch
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.products.fingerprints import write_fingerprints
+from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.own import attach_own
 
 ALONE = """
@@ -39,17 +43,25 @@ def test_from_a_hub_to_an_adapter_that_needs_no_executor(
         here = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "cache"), "COLUMNS": "200"}
         for name, value in here.items():
             monkeypatch.setenv(name, value)
-        executor = serve_process(Path("clinic/base"), "--numerics", RING)
+        executor = serve_process(Path("hub:clinic/base"), "--numerics", RING)
         log = executor.log.read_text() if executor.log else ""
         assert f"clinic/base is clinic/base@{COMMIT} today" in " ".join(log.split())
-        where = ("--mask-source", f"local:clinic/base@{COMMIT}")
+        where = ("--mask-source", f"local:hub:clinic/base@{COMMIT}")
         more = ("--data", TRAIN, "--steps", 2, "--batch-size", 2, "--sequence-length", 16)
         run = tenant(
-            "finetune", executor, *where, *more, "--output", adapter, "--base", "clinic/base", secrets=here
+            "finetune",
+            executor,
+            *where,
+            *more,
+            "--output",
+            adapter,
+            "--base",
+            "hub:clinic/base",
+            secrets=here,
         )
         ok(run)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
-    write_fingerprints(f"clinic/base@{COMMIT}", tmp_path / "prints")  # in this process, from the cache
+    write_fingerprints(f"hub:clinic/base@{COMMIT}", tmp_path / "prints")  # in this process, from the cache
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("clinic/base", COMMIT)
     record = json.loads((adapter / "symbiosis.json").read_text())
@@ -101,10 +113,10 @@ def test_the_tenants_own_copy(
     assert run(*say, "--allow-other-base").exit_code == 0
 
 
-def test_an_adapter_remembers_the_tokenizer_that_it_was_trained_with(
+def test_an_adapter_keeps_the_tokenizer_that_it_was_trained_with(
     tmp_path: Path, serve: Callable[..., Executor]
 ) -> None:
-    """From a folder of its own, with a chat template that the executor's has not."""
+    """From a folder of its own, with a chat template that the executor's has not; its user names it again."""
     tokenizer = AutoTokenizer.from_pretrained(BASE_MODEL)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "words")
@@ -120,17 +132,51 @@ def test_an_adapter_remembers_the_tokenizer_that_it_was_trained_with(
     assert learned.exit_code == 0, learned.exception
     assert AutoTokenizer.from_pretrained(adapter).chat_template == tokenizer.chat_template
     say = ("--prompt", "So?", "--chat", "--max-new-tokens", 2, "--adapter", adapter)
-    written = run("generate", *say)
+    written = run("generate", *say, "--tokenizer", adapter)
     assert written.exit_code == 0, written.exception
-    assert f"tokenizer: the one in {adapter}\n" in written.stderr
     assert "session: " in written.stderr
     assert "%|" not in learned.stderr + written.stderr  # bars are for terminals
-    quiet = run("generate", *say, "--quiet")
+    quiet = run("generate", *say, "--tokenizer", adapter, "--quiet")
     assert quiet.stdout == written.stdout
-    assert quiet.stderr.splitlines()[-1] == f"tokenizer: the one in {adapter}"
-    given = run("generate", *say, "--tokenizer", BASE_MODEL)
-    assert "the one in" not in given.stderr
-    assert "or leave out --chat" in str(given.exception)
+    assert "is not used" not in written.stderr + quiet.stderr
+    unnamed = run("generate", *say)
+    assert f"the tokenizer in {adapter} is not used" in unnamed.stderr
+    assert "or leave out --chat" in str(unnamed.exception)
+
+
+def test_the_author_of_an_adapter_does_not_decide_how_many_rows_a_text_has(
+    tmp_path: Path, serve: Callable[..., Executor]
+) -> None:
+    """The author may be the provider, who sees rows, and whose tokenizer would be attested by nobody."""
+    executor, adapter = serve(BASE_MODEL), tmp_path / "adapter"
+    with executor.connect() as session:
+        model: Any = session.load_model(progress=False)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        save_adapter(model, adapter, session)
+
+    def rows(word: str) -> int:
+        say = ("--prompt", f"Seen: Boaz, has {word}.", "--max-new-tokens", 2, "--adapter", adapter)
+        written = here("generate", executor, "--privacy", "plain", *say)
+        assert written.exit_code == 0, written.exception
+        count = re.search(r"([\d,]+) rows", written.stderr)
+        assert count is not None
+        return int(count[1].replace(",", ""))
+
+    words = ("diabetes", "arthritis")
+    honest = [rows(word) for word in words]
+    rules = json.loads((BASE_MODEL / "tokenizer.json").read_text())
+    filler = {"type": "Replace", "pattern": {"String": "diabetes"}, "content": "x y " * 50}
+    rules["normalizer"] = {"type": "Sequence", "normalizers": [filler]}
+    (adapter / "tokenizer.json").write_text(json.dumps(rules))
+    shutil.copy(BASE_MODEL / "tokenizer_config.json", adapter)
+    assert [rows(word) for word in words] == honest
+
+
+def test_a_tokenizer_is_a_folder(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    done = here(
+        *("generate", serve(BASE_MODEL), "--privacy", "plain", "--prompt", "x", "--tokenizer", "clinic/words")
+    )
+    assert str(done.exception) == "there is no folder clinic/words to take a tokenizer from"
 
 
 def test_a_copy_that_is_not_quite_the_executors(tmp_path: Path, serve: Callable[..., Executor]) -> None:

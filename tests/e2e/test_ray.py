@@ -18,7 +18,7 @@ from conftest import RING, Executor
 from test_torchrun import LOCAL, MASKED, SECONDS, free_port, logits, other_rank, ready, tree, wait_until
 
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'symbiosis[ray]'"
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"
 )
 RAY = ["--numerics", RING, "--launcher", "ray", "--workers"]
 

@@ -136,7 +136,7 @@ def test_no_cluster(ray: MagicMock, address: str, said: str) -> None:
 
 def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'symbiosis\[ray\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"):
         check_ray()
 
 

@@ -156,7 +156,7 @@ def test_a_base_that_cannot_be(
         session.load_model(base=tmp_path / "other", progress=False)
     with pytest.raises(CheckpointError, match="not a checkpoint folder"):
         find_base(tmp_path, session.manifest)
-    with pytest.raises(ConfigurationError, match="neither a folder here nor a name at a hub"):
+    with pytest.raises(ConfigurationError, match="neither a folder here nor a model of a hub"):
         find_base("missing", session.manifest)
     assert find_base("/models/tiny", session.manifest).name == "/models/tiny"
     assert "no folder /models/tiny here" in caplog.text
@@ -255,6 +255,105 @@ def test_a_damaged_record(content: bytes, session: tenant_sdk.Session, saved: Pa
     (saved / "symbiosis.json").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"symbiosis\.json is damaged"):
         tenant_sdk.load_adapter(session.load_model(progress=False), saved, session)
+
+
+# -- from anybody ---------------------------------------------------------------------------------
+
+
+def change(folder: Path, **fields: Any) -> None:
+    config = read(folder, "adapter_config.json") | fields
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"megatron_config": {"tensor_model_parallel_size": 1}, "megatron_core": "evil"},
+            "has megatron_config",
+        ),
+        ({"layer_replication": [[0, 100_000]]}, "has layer_replication"),
+        ({"arrow_config": {"top_k": 1}}, "has arrow_config"),
+        ({"corda_config": {"cache_file": "/etc/passwd"}}, "has corda_config"),
+        ({"lora_ga_config": {"cache_file": "/etc/passwd"}}, "has lora_ga_config"),
+        ({"use_dora": True}, "has use_dora: True"),
+        ({"what_a_later_peft_reads": "/etc/passwd"}, "has what_a_later_peft_reads: '/etc/passwd'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "begun with changes to the base's weights"),
+        ({"init_lora_weights": "loftq"}, "begun with changes to the base's weights"),
+        ({"peft_type": "XLORA", "adapters": {"0": "evil/adapter"}}, "of the kind 'XLORA'"),
+        ({"peft_type": "SHADOW", "shadow_model": "evil/model"}, "of the kind 'SHADOW'"),
+        ({"peft_type": "MULTITASK_PROMPT_TUNING"}, "of the kind 'MULTITASK_PROMPT_TUNING'"),
+        ({"peft_type": ["LORA"]}, r"of the kind \['LORA'\]"),
+        ({"task_type": "NONE"}, "cannot be used: Invalid task type"),
+    ],
+)
+@pytest.mark.usefixtures("no_hub")
+def test_what_no_folder_may_ask_for(
+    fields: dict[str, Any], said: str, session: tenant_sdk.Session, saved: Path
+) -> None:
+    change(saved, **fields)
+    with pytest.raises(ConfigurationError, match=said):
+        tenant_sdk.load_adapter(session.load_model(progress=False), saved, session)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_where_a_folder_says_that_it_comes_from_leads_nowhere(
+    session: tenant_sdk.Session, saved: Path, tmp_path: Path
+) -> None:
+    """PEFT would ask a hub about the base's name, and that is the author's choice, whenever it saves."""
+    change(
+        saved,
+        base_model_name_or_path="evil/base",
+        revision="evil",
+        auto_mapping={"base_model_class": "x", "parent_library": "evil"},
+        runtime_config={"ephemeral_gpu_offload": True},
+        eva_config={"rho": 2.0},
+        init_lora_weights="eva",
+        peft_version="99.0",
+        use_dora=False,
+        what_a_later_peft_reads=None,
+    )
+    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), saved, session, trainable=True)
+    loaded.save_pretrained(tmp_path / "again")
+    assert "evil" not in (tmp_path / "again" / "adapter_config.json").read_text()
+    assert loaded.peft_config["default"].runtime_config.ephemeral_gpu_offload is False
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_a_damaged_configuration(content: bytes, session: tenant_sdk.Session, saved: Path) -> None:
+    (saved / "adapter_config.json").write_bytes(content)
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        tenant_sdk.load_adapter(session.load_model(progress=False), saved, session)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_the_text_that_a_prompt_began_with_is_not_read(
+    session: tenant_sdk.Session, folder: Path, tmp_path: Path
+) -> None:
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    peft.get_peft_model(load_local(folder), config).save_pretrained(tmp_path, save_embedding_layers=False)
+    words = {"tokenizer_name_or_path": "evil/words", "tokenizer_kwargs": {"trust_remote_code": True}}
+    change(tmp_path, prompt_tuning_init="TEXT", prompt_tuning_init_text="x", **words)
+    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path, session)
+    assert loaded.peft_config["default"].tokenizer_name_or_path is None
+    fixed_result(loaded, token_ids())
+
+
+def test_tokens_that_switch_an_adapter_on_change_no_rows(
+    session: tenant_sdk.Session, folder: Path, tmp_path: Path
+) -> None:
+    """The provider would see them in how many rows there are."""
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8]
+    )
+    peft.get_peft_model(load_local(folder), config).save_pretrained(tmp_path, save_embedding_layers=False)
+    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path, session)
+    counts = []
+    for text in ([1, 2, 7, 8, 3], [1, 2, 8, 7, 3]):
+        before = session.stats.rows, session.stats.requests
+        loaded.generate(input_ids=torch.tensor([text]), max_new_tokens=3, min_new_tokens=3)
+        counts.append((session.stats.rows - before[0], session.stats.requests - before[1]))
+    assert counts[0] == counts[1]
 
 
 # -- what users are told --------------------------------------------------------------------------

@@ -175,6 +175,7 @@ def test_a_folder_of_them(own: Path) -> None:
     (watched / "broken").mkdir()
     (watched / "broken" / CONFIG).write_text("{")
     assert [path.name for path in folders_in(watched)] == ["broken", "notes"]
+
     assert largest_rank(watched) == 16  # as most adapters have
     change(own, r=40)
     assert largest_rank(watched) == 64
@@ -198,3 +199,24 @@ def test_the_folder_of_the_model(llama: Executor, tmp_path: Path) -> None:
 class _NoTokenizer:
     def save_pretrained(self, folder: Path) -> None:
         """The tiny model has none."""
+
+
+@pytest.mark.parametrize("what", ["the folder", CONFIG, WEIGHTS, "symbiosis.json"])
+def test_links_out_of_the_folder_are_refused_whoever_asks(
+    what: str, saved: Path, own: Path, copies: Path, manifest: Manifest
+) -> None:
+    """The watcher finds them, and the management interface is asked for them."""
+    watched = own.parent
+    (watched / "inside").symlink_to("notes")
+    assert take(watched / "inside", copies, manifest, within=watched).name == "inside"
+    if what == "the folder":
+        shutil.rmtree(own)
+        own.symlink_to(saved)
+    else:
+        (own / what).unlink()
+        (own / what).symlink_to(saved / what)
+    with pytest.raises(ConfigurationError, match=r"from below \S+/watched alone, and \S+ leads out of it"):
+        take(own, copies, manifest, within=watched)
+    with pytest.raises(ConfigurationError, match="alone"):
+        take(watched / ".." / ".." / saved.name, copies, manifest, within=watched)
+    assert len(list(copies.iterdir())) == 1

@@ -13,7 +13,9 @@ import pytest
 from hubs import COMMIT, hub
 
 from shared.checkpoint import Checkpoint
+from shared.errors import CheckpointError
 from shared.hub import checkpoint_folder, hub_id, id_of_snapshot
+from tenant_sdk.profiles import read_profile
 
 ROOT = Path(__file__).parents[2]
 ASK = """
@@ -23,7 +25,7 @@ from shared.hub import checkpoint_folder, hub_id, pinned
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(name)s %(message)s")
 for name in sys.argv[2:]:
     try:
-        found = checkpoint_folder(name) if sys.argv[1] == "download" else pinned(hub_id(name))
+        found = checkpoint_folder(f"hub:{name}") if sys.argv[1] == "download" else pinned(hub_id(name))
         print("FOUND", found)
     except CheckpointError as error:
         print("ERROR", error)
@@ -71,10 +73,43 @@ def test_folders_of_a_cache_have_the_hubs_name(tmp_path: Path, checkpoint: Calla
     assert id_of_snapshot(tmp_path / "snapshots" / COMMIT) is None
 
 
-def test_a_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "clinic" / "tiny").mkdir(parents=True)
+def test_a_folder_and_a_name_are_never_mistaken_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_download: None
+) -> None:
+    """A folder that is mistyped, or not mounted, is not replaced by what a stranger uploads."""
     monkeypatch.chdir(tmp_path)
-    assert checkpoint_folder("clinic/tiny") == Path("clinic/tiny")  # and no hub is asked
+    said = "there is no folder clinic/tiny here; a model of a hub is named hub:clinic/tiny"
+    for given in ("clinic/tiny", Path("clinic/tiny")):
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint_folder(given)
+    source = profile_source(tmp_path, "local:hub:clinic/tiny@v1")
+    assert source == "local:hub:clinic/tiny@v1"
+    for place in ("local:clinic/tiny", "local:./clinic/tiny"):
+        with pytest.raises(CheckpointError, match="not a checkpoint folder"):
+            Checkpoint(profile_source(tmp_path, place).removeprefix("local:"))
+    for name in ("hub:", "hub:tiny", "hub:/a/b", "hub:a/b/c", "hub:../b", "hub:a/b@"):
+        with pytest.raises(CheckpointError, match="is no name at a hub: that is hub:ORGANISATION/NAME"):
+            checkpoint_folder(name)
+    (tmp_path / "clinic" / "tiny").mkdir(parents=True)
+    assert checkpoint_folder("clinic/tiny") == Path("clinic/tiny")
+    with pytest.raises(AssertionError, match="downloaded clinic/tiny"):
+        checkpoint_folder("hub:clinic/tiny")
+
+
+@pytest.fixture
+def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever downloads fails the test."""
+
+    def downloaded(name: str, **_: object) -> None:
+        raise AssertionError(f"downloaded {name}")
+
+    monkeypatch.setattr("shared.hub._download", lambda wanted: downloaded(wanted.name))
+
+
+def profile_source(folder: Path, url: str) -> str:
+    (folder / "p.toml").write_text(f'provider = "wss://a"\n[[mask_sources]]\nurl = "{url}"\n')
+    (source,) = read_profile(folder / "p.toml")["mask_sources"]
+    return str(source)
 
 
 def test_a_model_is_fetched_once_and_pinned(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
@@ -112,12 +147,12 @@ def test_every_failure_says_what_to_do(tmp_path: Path, checkpoint: Callable[[str
     with hub(models, gated={"clinic/gated"}) as served:
         nothing, revision, gated, old = ask(served.url, tmp_path / "cache", "download", *names)
         unpinned = ask(served.url, tmp_path / "cache", "pin", "clinic/nothing")
-    assert "clinic/nothing is neither a folder here nor a model of the hub that you may see" in nothing
+    assert "clinic/nothing is not a model of the hub that you may see" in nothing
     assert "the hub has clinic/tiny, but not the revision v9" in revision
     assert "clinic/gated is gated: accept its conditions" in gated
     assert "clinic/old has no weights in safetensors at the hub" in old
     assert "save_pretrained(FOLDER)" in old
-    assert unpinned[0].startswith("ERROR clinic/nothing is neither")
+    assert unpinned[0].startswith("ERROR clinic/nothing is not a model")
     (offline,) = ask(served.url, tmp_path / "cache", "download", "clinic/other", HF_HUB_OFFLINE="1")
     assert "unset HF_HUB_OFFLINE" in offline
     (nobody,) = ask(served.url, tmp_path / "cache", "download", "clinic/other")

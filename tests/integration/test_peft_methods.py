@@ -135,7 +135,7 @@ def test_trains_as_locally(
         elsewhere = PeftModel.from_pretrained(load_local(folder), tmp_path / "remote").eval()
         assert relative_error(fixed_result(elsewhere, token_ids()), trained) < 1e-5
         # ... and trained without any executor, used here.
-        here = PeftModel.from_pretrained(session.load_model(progress=False), local.adapter).eval()
+        here = tenant_sdk.load_adapter(session.load_model(progress=False), local.adapter, session).eval()
         assert relative_error(fixed_result(here, token_ids()), local.result) < 1e-5
 
 

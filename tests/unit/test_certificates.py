@@ -274,7 +274,7 @@ def another(path: Path) -> None:
             lambda path: path.write_text(path.read_text()[:60] + path.read_text()[80:]),
             "server.key or server.pem is damaged",
         ),
-        ("server.key", lambda path: path.chmod(0o604), "anybody on this machine can read the private key"),
+        ("server.key", lambda path: path.chmod(0o604), "server.key, which holds the private key: `chmod 600"),
     ],
 )
 def test_files_that_cannot_be_used(

@@ -20,6 +20,7 @@ OURS_ALLOWED = {
 ROOMS = {
     "shared": [
         "errors",
+        "ownership",
         "options",
         "forks",
         "memory",

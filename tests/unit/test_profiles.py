@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ def generate(*words: object) -> tuple[str, str]:
     """The error, and what was said."""
     result = CliRunner().invoke(app, ["generate", "--prompt", "x", *map(str, words)])
     return str(result.exception), result.output
+
+
+def trust(*words: object) -> None:
+    result = CliRunner().invoke(app, ["trust", *map(str, words)])
+    assert result.exit_code == 0, result.exception
 
 
 def of_the_profile(folder: Path) -> dict[str, Any]:
@@ -204,6 +210,8 @@ def test_which_file_it_is(
     error = generate("--profile", "symbiosis")[0]
     assert "cannot read /configuration/symbiosis/symbiosis.toml: No such file or directory; to name " in error
     assert error.endswith("the file here: --profile ./symbiosis.toml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
+    trust("symbiosis.toml")
     error, said = generate()
     assert (error, "using symbiosis.toml of this folder" in said) == ("enough", True)
     error, said = generate("--provider", "wss://x", "--token-env", "OTHER", "--privacy", "plain")
@@ -214,6 +222,79 @@ def test_which_file_it_is(
     (tmp_path / "symbiosis.toml").unlink()
     assert "which executor? Give --provider URL, or --profile FILE" in generate()[0]
     assert "Give provider=URL, or profile=FILE" in connect()
+
+
+def test_a_file_that_nobody_has_named_is_not_used_before_it_is_approved(
+    opened: list[SessionConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have come with an archive: its command does not run, its variable goes nowhere."""
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    file = unpacked / "symbiosis.toml"
+    file.write_text(
+        'provider = "wss://evil"\nprivacy = "plain"\ntoken_command = ["sh", "-c", "echo t | tee ran"]'
+    )
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
+    monkeypatch.chdir(unpacked)
+    for words in ((), ("--token-env", "OTHER"), ("--pad-rows", 0)):
+        error, said = generate(*words)
+        assert f"{file} was not approved by you, and nobody has named it" in error
+        assert "`symbiosis-tenant trust symbiosis.toml`; or name another: --profile FILE" in error
+        assert "using" not in said
+    result = CliRunner().invoke(app, ["doctor"])
+    assert "was not approved by you" in str(result.exception)
+    assert not opened
+    assert not (unpacked / "ran").exists()
+
+    assert generate("--profile", "./symbiosis.toml")[0] == "enough"  # named, so its user means it
+    assert opened.pop().token == "t"
+    trust(file)
+    approved = tmp_path / "configuration" / "symbiosis" / "approved.json"
+    assert stat.S_IMODE(approved.stat().st_mode) == 0o600
+    assert generate()[0] == "enough"
+    file.write_text(file.read_text() + "\npad_rows = 0\n")
+    assert "has changed since you approved it" in generate()[0]
+    trust(file)
+    assert generate()[0] == "enough"
+    # The same file elsewhere may have another program beside it.
+    (tmp_path / "copy").mkdir()
+    monkeypatch.chdir(tmp_path / "copy")
+    Path("symbiosis.toml").write_text(file.read_text())
+    assert "was not approved by you" in generate()[0]
+    Path("symbiosis.toml").unlink()
+    Path("symbiosis.toml").symlink_to(file)
+    assert generate()[0] == "enough"
+    assert Secret("x", command=("pwd",), folder=Path("symbiosis.toml").resolve().parent).read() == str(
+        unpacked
+    )
+
+
+def test_an_approved_file_that_others_can_write_is_refused(
+    opened: list[SessionConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "symbiosis.toml"
+    trust(file)
+    approved = tmp_path / "configuration" / "symbiosis" / "approved.json"
+    for path in (file, approved, tmp_path):
+        before = path.stat().st_mode
+        path.chmod(before | 0o002)
+        assert f"others can write to {path}" in generate()[0]
+        path.chmod(before)
+    assert generate()[0] == "enough"
+    for content in (b"{", b"[]", b'{"a": 1}', b"\xff"):
+        approved.write_bytes(content)
+        assert "approved.json cannot be used" in generate()[0]
+
+
+def test_what_is_no_profile_is_not_approved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
+    (tmp_path / "symbiosis.toml").write_text("prvider = 1")
+    for name, message in (("symbiosis.toml", "did you mean provider?"), ("none.toml", "No such file")):
+        result = CliRunner().invoke(app, ["trust", str(tmp_path / name)])
+        assert message in str(result.exception)
+    assert not (tmp_path / "configuration").exists()
 
 
 @pytest.mark.parametrize(
@@ -249,7 +330,7 @@ def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
     for mode in (0o640, 0o604, 0o620):
         file.write_text("t0k3n")
         file.chmod(mode)
-        with pytest.raises(ConfigurationError, match=r"others can read .*`chmod 600 "):
+        with pytest.raises(ConfigurationError, match=r"others can (read|write to) .*`chmod (600|go-w) "):
             Secret("the token", file=file).read()
     file.chmod(0o600)
     assert Secret("the token", file=file).read() == "t0k3n"

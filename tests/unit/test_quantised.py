@@ -29,7 +29,7 @@ from shared.quantised import awq_weight, gptq_weight
 pytestmark = needs_rules
 COMPRESSED = ("float-quantized", "pack-quantized")
 needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("compressed_tensors") is None, reason="pip install 'symbiosis[quantised]'"
+    importlib.util.find_spec("compressed_tensors") is None, reason="pip install '.[quantised]'"
 )
 METHODS = [
     pytest.param(each, marks=[needs_package] if each in COMPRESSED else [])
@@ -260,7 +260,7 @@ def test_a_package_that_is_missing_is_named(
 ) -> None:
     folder, _ = quantised("float-quantized", "mistral")
     monkeypatch.setattr("shared.quantised.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match=r"pip install 'symbiosis\[quantised\]'"):
+    with pytest.raises(CheckpointError, match=r"pip install '\.\[quantised\]'"):
         BaseExecutor(folder, numerics="float32")
 
 

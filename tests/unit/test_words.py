@@ -60,6 +60,19 @@ def test_no_error_spells_an_option_for_one_kind_of_user_alone() -> None:
         assert not spelled.findall(path.read_text()), path
 
 
+def test_no_text_suggests_to_install_the_package_of_somebody_else() -> None:
+    """The name at the package index is not this project's: it is installed from a checkout."""
+    suggested = re.compile(r"\bpip3? install[^\n`]*(?<![/.\w-])symbiosis\b|['\"`]symbiosis\[")
+    folders = ("shared", "provider", "tenant_sdk", "security", "tests", "examples", "benchmarks", "docs")
+    files = [path for folder in (*folders, "deploy", ".ci") for path in (ROOT / folder).rglob("*")]
+    kinds = {".py", ".md", ".html", ".jinja", ".yaml", ".yml", ".txt", ".service", ""}
+    texts = [path for path in (*files, *ROOT.iterdir()) if path.is_file() and path.suffix in kinds]
+    assert len(texts) > 400
+    for path in texts:
+        if path != Path(__file__):
+            assert not suggested.findall(path.read_text(errors="replace")), path
+
+
 WHERE = ("--provider", "wss://localhost:1", "--token-env", "T")
 MASKED = (*WHERE, "--mask-source", "wss://m")
 PYTHON = re.compile(

@@ -1,0 +1,109 @@
+"""Files that say whom to trust: nobody but their user and the system may be able to change them.
+
+Profiles, files of options, tokens, keys, authorities and fingerprints. Of each the whole way counts: a folder
+above it, or a link, that somebody else can replace leads to another file.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from shared.errors import ConfigurationError
+
+MOST_LINKS = 40  # as Linux follows
+SYSTEM = 0  # the user who can change everything anyway, and who owns what Kubernetes mounts
+
+
+def check_own(path: str | Path) -> None:
+    """Refuse a file that others than this user and the system could change, or put another in its place.
+
+    In a folder like ``/tmp``, where everybody may write and nobody may take away what is another's, it must
+    be the user's own. A file that cannot be found, or a pipe, is left to its reader.
+
+    Raises:
+        ConfigurationError: which part of the way it is, who could change it, and what to do.
+    """
+    try:
+        for place in _way(Path(path)):
+            state = place.lstat()
+            if state.st_uid not in (os.geteuid(), SYSTEM):
+                raise ConfigurationError(
+                    f"{path} is refused: {place} belongs to {user_name(state.st_uid)}, who could change it, "
+                    f"and you are {user_name(os.geteuid())}. Put a copy of your own into a folder of your own"
+                )
+            if not stat.S_ISLNK(state.st_mode) and _others_write(state):
+                raise ConfigurationError(
+                    f"{path} is refused: others can write to {place}. If all that is in it is yours: `chmod "
+                    f"go-w {place}`; or put a copy into a folder that only you can write to"
+                )
+    except OSError:
+        return  # its reader meets the same, and says what could not be read
+
+
+def check_secret(path: str | Path, what: str, *, group: bool = False) -> None:
+    """``check_own``, and refuse a file with a secret that others can read.
+
+    Args:
+        what: it holds.
+        group: its group may read it; that of a file of the system always may, which is how it is given to us.
+
+    Raises:
+        ConfigurationError: others can read or change it.
+        OSError: it cannot be found.
+    """
+    check_own(path)
+    state = os.stat(path)
+    given = group or (state.st_uid == SYSTEM != os.geteuid())
+    if state.st_mode & (stat.S_IRWXO if given else stat.S_IRWXO | stat.S_IRWXG):
+        raise ConfigurationError(f"others can read {path}, which holds {what}: `chmod 600 {path}`")
+
+
+def user_name(number: int) -> str:
+    """What a user is called, also one without a name."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _way(path: Path) -> Iterator[Path]:
+    """Every folder, link and file that a path leads through, from the root on, without detours."""
+    left, at, links = deque(path.absolute().parts), Path("/"), 0
+    while left:
+        name = left.popleft()
+        if name == "..":
+            at = at.parent
+            continue
+        place = at / name
+        yield place
+        if not place.is_symlink():
+            at = place
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise OSError("too many links")
+        left.extendleft(reversed(place.readlink().parts))
+
+
+def _others_write(state: os.stat_result) -> bool:
+    """Whether anybody but the owner can; a group that is the user's own does not count."""
+    if stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX:
+        return False  # what is in it is looked at as well
+    if state.st_mode & stat.S_IWOTH:
+        return True
+    return bool(state.st_mode & stat.S_IWGRP) and not _is_private(state.st_gid)
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is the one that some systems make for each user, with nobody else in it."""
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return (user.pw_gid, user.pw_name) == (group, found.gr_name) and set(found.gr_mem) <= {user.pw_name}

@@ -1,0 +1,90 @@
+"""``adapter_config.json`` of an adapter that may be anybody's: what of it PEFT is told.
+
+To PEFT some of its keys are names: of modules to import, of files and models to read, of tokenizers to load.
+None of them is needed for an adapter that has been trained, and none is passed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
+
+from shared.errors import ConfigurationError
+
+FILE = "adapter_config.json"
+_KINDS = frozenset(
+    "LORA ADALORA IA3 VERA LOHA LOKR OFT PREFIX_TUNING PROMPT_TUNING P_TUNING".split()  # noqa: SIM905
+)
+# Numbers, switches, and names of the model's own layers: they say what an adapter computes, and lead nowhere.
+_COMPUTES = frozenset(
+    """
+    task_type r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora
+    lora_bias modules_to_save layers_to_transform layers_pattern rank_pattern alpha_pattern target_parameters
+    trainable_token_indices ensure_weight_tying alora_invocation_tokens
+    target_r init_r tinit tfinal deltaT beta1 beta2 orth_reg_weight total_step
+    feedforward_modules
+    projection_prng_key save_projection vera_dropout d_initial
+    alpha rank_dropout module_dropout use_effective_conv2d decompose_both decompose_factor rank_dropout_scale
+    oft_block_size coft eps block_share use_cayley_neumann num_cayley_neumann_terms
+    num_virtual_tokens token_dim num_transformer_submodules num_attention_heads num_layers
+    encoder_hidden_size prefix_projection encoder_reparameterization_type encoder_num_layers encoder_dropout
+    """.split()  # noqa: SIM905
+)
+# How training began, where it was, and what only goes with a key that is refused. The weights in the folder
+# are enough without; some of these PEFT would follow.
+_LEFT_OUT = frozenset(
+    """
+    peft_type auto_mapping base_model_name_or_path revision peft_version inference_mode runtime_config
+    init_weights init_ia3_weights eva_config loftq_config qalora_group_size megatron_core
+    prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs
+    """.split()  # noqa: SIM905
+)
+_BEGINNINGS = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # that leave the base's weights as they are
+
+
+def read_adapter_config(folder: Path) -> PeftConfig:
+    """PEFT's configuration of the adapter in a folder.
+
+    Raises:
+        ConfigurationError: it is of another kind than those that work with remote layers, or asks for
+            something that nobody's folder may ask for.
+    """
+    try:
+        given = msgspec.json.decode((folder / FILE).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigurationError(f"cannot read {folder / FILE}: {error}") from error
+    kind = given.get("peft_type")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ConfigurationError(
+            f"the adapter in {folder} is of the kind {kind!r:.40}; those of the kinds "
+            f"{', '.join(sorted(_KINDS))} are loaded"
+        )
+    if given.pop("init_lora_weights", True) not in _BEGINNINGS:
+        raise ConfigurationError(
+            f"the adapter in {folder} was begun with changes to the base's weights, which stay with the "
+            "provider: convert it to plain LoRA where it was trained (PEFT's path_initial_model_for_weight_"
+            "conversion)"
+        )
+    made: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)]
+    known = _COMPUTES & {field.name for field in dataclasses.fields(made)}
+    for name, value in given.items():
+        if name not in known | _LEFT_OUT and value:
+            raise ConfigurationError(
+                f"the adapter in {folder} has {name[:80]}: {value!r:.80}, which is not taken from an "
+                "adapter's folder: anybody may have written it. Have it trained without"
+            )
+    try:
+        return made(**{name: value for name, value in given.items() if name in known})
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{folder / FILE} cannot be used: {error}") from error
