@@ -46,23 +46,36 @@ _DISPATCHED = {
     "add_": ("to write the adapter into the base weight (merging)", _METHOD + _SKIP),
     "sub_": ("to take the adapter out of the base weight (merging)", _METHOD + _SKIP),
     "copy_": ("to read all of its values, or to write them", _LOAD + _SKIP),
+    "view": (
+        "its values in a row (parameters_to_vector, or DistributedDataParallel)",
+        _SKIP + "Give DistributedDataParallel init_sync=False. " + _LOCAL,
+    ),
+    "split": (
+        "its values in parts (fully_shard)",
+        "Give fully_shard ignored_params={the parameters that do not require gradients}. " + _LOCAL,
+    ),
     "_to_copy": ("its values as another kind of numbers", _STAY + _LOCAL),
     "pin_memory": ("its bytes, to pin them", _STAY + _SKIP),
 }
-_DISPATCHED |= {
-    f"{kind}_like": ("a new tensor of its kind", _NEW + _SKIP)
-    for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-}
+_OF_ITS_KIND = ("a new tensor of its kind", _NEW + _SKIP + _LOCAL)
+_DISPATCHED |= dict.fromkeys(
+    (
+        "new_empty",
+        *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")),
+    ),
+    _OF_ITS_KIND,
+)
 # What reads memory without an operation that could be dispatched; some of it would crash.
 _UNDISPATCHED = {
-    "numpy": ("its values as an array", _SKIP + _STAY),
-    "__array__": ("its values as an array", _SKIP + _STAY),
+    "numpy": ("its values as an array", _STAY + _SKIP),
+    "__array__": ("its values as an array", _STAY + _SKIP),
     "tolist": ("its values as a list", _SKIP),
     **dict.fromkeys(("apply_", "map_", "map2_"), ("its values one by one", _SKIP)),
     **dict.fromkeys(("storage", "untyped_storage"), ("its bytes, to save or to share them", _SAVE)),
     "share_memory_": ("its bytes, to share them with another process", _STAY + _SAVE),
     "__reduce_ex__": ("its bytes, to pickle them", _SAVE),
     "__dlpack__": ("its memory", _SKIP),
+    "new": _OF_ITS_KIND,
 }
 _NO_STORAGE = "data is not allocated"  # torch's words, where compiled code asks for memory
 
@@ -125,10 +138,13 @@ class RemoteWeight(torch.Tensor, metaclass=_OfWeights):
         is_sum = name == "add" and isinstance(weight, cls) and not kwargs
         if is_sum and isinstance(other, torch.Tensor) and not isinstance(other, RemoteWeight):
             return weight.sum_with(other)
+        if func == torch.Tensor.data.__set__ and not (isinstance(other, cls) and weight.is_same(other)):
+            raise weight.unavailable(*_DISPATCHED["copy_"])
         if name in _UNDISPATCHED:
             raise _first(args, kwargs).unavailable(*_UNDISPATCHED[name])
         try:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            with torch._C.DisableTorchFunctionSubclass():  # a result with values is an ordinary tensor
+                return func(*args, **(kwargs or {}))
         except RuntimeError as error:
             if _NO_STORAGE not in str(error):
                 raise
@@ -186,6 +202,10 @@ class RemoteWeight(torch.Tensor, metaclass=_OfWeights):
     def no_sum(self) -> RemoteWeightUnavailable:
         """The error for a sum with what is no adapter of its shape."""
         return self.unavailable(*_DISPATCHED["add"])
+
+    def __copy__(self) -> RemoteWeight:
+        """As ``__deepcopy__``: there is no memory that copies could share."""
+        return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteWeight:
         """A copy of the stand-in; as a Parameter if it is one."""
