@@ -124,8 +124,10 @@ def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tup
     Experts, of which there are none among them, go by the name of their projection.
 
     Raises:
-        ConfigurationError: an entry fits no layer.
+        ConfigurationError: an entry fits no layer, or it is no list.
     """
+    if isinstance(exclude, str):
+        raise ConfigurationError(f"exclude is a list: write exclude=[{exclude!r}]")
     members = [(group, index) for group in groups for index in range(len(group.info.members))]
     served = [group.info.members[index] for group, index in members]
     names = [m.name if m.expert is None else m.name.rpartition(".")[0] for m in served]

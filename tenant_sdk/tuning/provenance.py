@@ -76,8 +76,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             return None
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(
-                f"{(source or folder) / RECORD} is damaged: {error}. Restore it, or remove it to load the adapter as one "
-                "that says nothing of its base"
+                f"{(source or folder) / RECORD} is damaged: {error}. Restore it, or remove it to load the "
+                "adapter as one that says nothing of its base"
             ) from error
 
     def write(self, folder: Path) -> None:
