@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -122,8 +122,13 @@ def _meant(key: str, kinds: Mapping[str, Any]) -> str:
     secrets = [f"{key}_{way}" for way in ("env", "file", "command") if f"{key}_{way}" in kinds]
     if secrets:
         return f"secrets are not kept here: use {' or '.join(secrets)}"
-    meant = difflib.get_close_matches(key.replace("-", "_"), kinds, 1)
-    return f"did you mean {meant[0]}?" if meant else f"the keys are {', '.join(sorted(kinds))}"
+    return closest(key, kinds) or f"the keys are {', '.join(sorted(kinds))}"
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Which of the known names was meant, as a question; empty: none is like it."""
+    found = difflib.get_close_matches(name.replace("-", "_"), list(known), 1)
+    return f"did you mean {found[0]}?" if found else ""
 
 
 def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,9 +41,8 @@ class Session:
     def __init__(self, executor: RemoteExecutor, products: Products, privacy: str, experts: str) -> None:
         self.executor, self.products, self.privacy, self._home = executor, products, privacy, Home()
         self.experts, self._padding = experts, Padding() if experts == "padded" else None
-        self.groups = [
-            Group(identity, info, products) for identity, info in enumerate(executor.manifest.groups)
-        ]
+        manifest = executor.manifest
+        self.groups = [Group(at, info, products, manifest.digest) for at, info in enumerate(manifest.groups)]
 
     @property
     def manifest(self) -> Manifest:

@@ -91,7 +91,7 @@ def largest_rank(folder: Path) -> int:
     ranks = [USUAL_RANK]
     for path in folders_in(folder):
         try:
-            ranks.append(_rank(_config(path)))
+            ranks.append(_rank(_config(path, path), path))
         except ConfigurationError:
             continue  # told when it is to be served
     return next((rank for rank in RANKS if rank >= max(ranks)), RANKS[-1])
@@ -143,7 +143,7 @@ def take(
                     (writing / each).write_bytes(data)
     try:
         rank = _check(folder, source, manifest, most_rank)
-        record = None if allow_other_base else Provenance.read(folder)
+        record = None if allow_other_base else Provenance.read(folder, source)
         notes = record.check(manifest, source) if record is not None else ""
     except BaseException:
         if new:  # else it may be served
@@ -165,26 +165,29 @@ def _check_below(folder: Path, source: Path) -> None:
             )
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path, source: Path) -> dict[str, Any]:
+    """Of a folder, which errors call ``source``."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {folder / CONFIG}: {error}") from error
+        raise ConfigurationError(f"cannot read {source / CONFIG}: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise ConfigurationError(
-            f"{folder} holds an adapter of the kind {kind!r}: the gateway serves LoRA alone. Use `generate`"
+            f"{source} holds an adapter of the kind {kind!r}: the gateway serves LoRA alone. Use `generate`"
         )
     return config
 
 
-def _rank(config: dict[str, Any]) -> int:
+def _rank(config: dict[str, Any], source: Path) -> int:
     others = config.get("rank_pattern") or {}
     if not isinstance(others, dict):
-        raise ConfigurationError("an adapter's rank_pattern is a table")
+        raise ConfigurationError(f"the adapter in {source} has a rank_pattern that is no table")
     ranks: list[int] = [config.get("r", 0), *others.values()]
     if not all(isinstance(rank, int) and 0 < rank <= RANKS[-1] for rank in ranks):
-        raise ConfigurationError(f"an adapter's rank is from 1 to {RANKS[-1]}, not {ranks}")
+        raise ConfigurationError(
+            f"the adapter in {source} has the ranks {ranks}: one is from 1 to {RANKS[-1]}"
+        )
     return max(ranks)
 
 
@@ -194,14 +197,14 @@ def _check(folder: Path, source: Path, manifest: Manifest, most_rank: int) -> in
     Raises:
         ConfigurationError: it cannot.
     """
-    config = _config(folder)
+    config = _config(folder, source)
     for option, fine in _PLAIN.items():
         if option in config and config[option] not in fine:
             raise ConfigurationError(
                 f"the adapter in {source} has {option}={config[option]!r}, which the gateway does not "
                 "compute. Use `generate` for it, or train one without"
             )
-    rank = _rank(config)
+    rank = _rank(config, source)
     if rank > most_rank:
         raise ConfigurationError(
             f"the adapter in {source} has rank {rank}; this gateway has room for {most_rank}: start it with "

@@ -208,7 +208,8 @@ class Endpoints:
             try:
                 await self._engine.add_lora(request)
             except Exception as error:
-                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {error}") from error
+                reason = str(error).replace(str(adapter.folder), str(folder))
+                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {reason}") from error
             # Without a moment in which nobody has the name.
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], gateway.served[adapter.name] = request, adapter

@@ -20,7 +20,8 @@ import msgspec
 import transformers
 from transformers import AutoConfig, GenerationConfig, LevitConfig, PreTrainedConfig
 
-from shared.errors import ModelMismatch
+from shared.errors import ConfigurationError, ModelMismatch
+from shared.options import closest
 from shared.wire.messages import Manifest
 
 # Keys by which transformers finds something to load or to run. Numbers under such names are harmless.
@@ -57,6 +58,8 @@ _FILLING, _FILLED = ("distilbert", "flaubert", "marian", "pegasus", "roformer", 
 _BACKBONES = ("sam3_vit_model",)
 # Of configuration classes themselves: they would give one key's value to another.
 _OF_CLASSES = ("attribute_map", "sub_configs", "model_type_map")
+# Of ``Session.load_model``, but for overrides.
+ARGUMENTS = ("dtype", "offload_head", "exclude", "model_class", "base", "progress")
 _DEEPEST, _LARGEST = 6, 1 << 24
 _PIXELS = 4096
 _FEW = 1024  # of anything is no matter, and defaults may be larger than a small model
@@ -87,6 +90,7 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
 
     Raises:
         ModelMismatch: it says what no configuration of these layers says, or transformers cannot read it.
+        ConfigurationError: it has no key that an override names, or cannot have its value.
     """
     raw = _object(data, "config.json")
     # How long a spectrogram is has the name of an option of generation.
@@ -96,13 +100,22 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
     clean = _clean(kept, _Limits(manifest), "config.json", 0)
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(clean))
+        # Every configuration class refuses nonsense in a way of its own.
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:
+            reason = str(error).replace(folder, "config.json")
+            raise ModelMismatch(
+                f"transformers {transformers.__version__} cannot read the executor's configuration "
+                f"({reason[:200]}); install the version that the provider runs"
+            ) from error
+        _check_overrides(config, overrides)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **overrides)
         except Exception as error:
-            # Every configuration class refuses nonsense in a way of its own.
-            raise ModelMismatch(
-                f"transformers {transformers.__version__} cannot read the executor's configuration "
-                f"({str(error)[:200]}); install the version that the provider runs"
+            given = ", ".join(f"{key}={value!r:.80}" for key, value in overrides.items())
+            raise ConfigurationError(
+                f"a {type(config).__name__} cannot have {given}: {str(error)[:200]}"
             ) from error
     if getattr(config, "backbone", None) is not None or not _is_built(
         getattr(config, "backbone_config", None)
@@ -114,6 +127,27 @@ def model_configuration(data: bytes, manifest: Manifest, overrides: Mapping[str,
         _check_places(part)
     config.name_or_path = ""  # libraries look a name up at the public model hub, or on this disk
     return config
+
+
+def _check_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Refuse what transformers would drop, or keep as a key that no model reads.
+
+    Raises:
+        ConfigurationError: the configuration has no such key.
+    """
+    kind = type(config)
+    keys = {
+        *vars(config),
+        *config.attribute_map,
+        *(n for n in dir(kind) if isinstance(getattr(kind, n), property)),
+    }
+    keys = {key.removeprefix("_") for key in keys} - {*ARGUMENTS, "torch_dtype"}
+    for key in overrides:
+        if key not in keys:
+            raise ConfigurationError(
+                f"load_model({key}=...): there is no such argument, and a {kind.__name__} has no such key; "
+                + (closest(key, [*ARGUMENTS, *keys]) or f"the arguments are {', '.join(ARGUMENTS)}")
+            )
 
 
 def generation_configuration(data: bytes | None, config: Any) -> GenerationConfig:

@@ -18,7 +18,7 @@ from shared.errors import ConfigurationError
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
-from tenant_sdk.model.remote_weight import SUM, RemoteWeight
+from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.virtual import DRAFT_TOKENS, Group, check_values, followed
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,8 @@ class RemoteExperts(RemoteWeight):
         terms: tuple[_Term, ...] = (),
     ) -> RemoteExperts:
         """A stand-in for the weights of the given shape."""
-        self: RemoteExperts = RemoteWeight.__new__(cls, experts.name, shape, dtype, device)  # type: ignore[assignment]
+        model = experts.groups[0].model
+        self: RemoteExperts = RemoteWeight.__new__(cls, experts.name, shape, dtype, device, model=model)  # type: ignore[assignment]
         self.experts, self.forwards, self.terms = experts, forwards, terms
         return self
 
@@ -260,7 +261,7 @@ class RemoteExperts(RemoteWeight):
             RemoteWeightUnavailable: they have another shape.
         """
         if delta.shape not in (self.shape, self.shape[1:] if len(self) == 1 else self.shape):
-            raise self._unavailable(SUM)
+            raise self.no_sum()
         return self._with(_Term((delta.reshape(self.shape),)))
 
     def turned(self) -> RemoteExperts:

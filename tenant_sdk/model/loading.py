@@ -29,7 +29,13 @@ from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.model.configuration import generation_configuration, model_configuration
 from tenant_sdk.model.mixtures import Placement, expert_parameters
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.model.surgery import attach_layers, checked_layer, excluded_layers, plan_layers
+from tenant_sdk.model.surgery import (
+    attach_layers,
+    checked_layer,
+    excluded_layers,
+    own_head,
+    plan_layers,
+)
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.model.virtual import Group
 from tenant_sdk.trust.attestation import linear_layers
@@ -157,7 +163,15 @@ def load_model(
     _check_memory(manifest, apart, dtype, expert_parameters(manifest, exclude), placement)
     config, generation = read_configuration(remote, config_overrides)
     config.dtype = dtype
-    _check_shapes(manifest, config, model_class, groups, offload_head=offload_head, exclude=exclude)
+    _check_shapes(
+        manifest,
+        config,
+        model_class,
+        groups,
+        offload_head=offload_head,
+        exclude=exclude,
+        other_head=model_class is not None or bool(config_overrides),
+    )
     # Buffers are real from the start: rotary frequencies and the like are computed, not stored.
     with _one_at_a_time, _LargeOnMeta():  # accelerate changes torch for all threads
         model = _build(manifest, config, model_class, init_empty_weights(include_buffers=False))
@@ -214,22 +228,26 @@ def _check_shapes(
     *,
     offload_head: bool,
     exclude: Sequence[str] = (),
+    other_head: bool = False,
 ) -> None:
     """Build the model without memory for any tensor, and compare it with what the executor lists.
+
+    Args:
+        other_head: the tenant may have asked for another head than the executor's.
 
     Raises:
         ModelMismatch: it has more modules than any model of so many layers, parameters of other shapes, or
             more than ``MOST_BUFFERS`` of tables that it computes, or of parameters that nobody supplies.
     """
     model = _build(manifest, config, model_class, torch.device("meta"))
-    plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
+    plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude, other_head=other_head)
     state = model.state_dict(keep_vars=True)
     # By tensor, not by name: tied parameters are one, of which one name is listed.
     supplied = set()
-    for info, name in _named(manifest, state, model):
+    for info, name in _named(manifest, state, model, other_head=other_head):
         if name is not None:
             supplied.add(id(state[name]))
-        elif model_class is None:  # or the configuration could have numbers as large as it
+        elif not other_head:  # or the configuration could have numbers as large as it
             raise ModelMismatch(
                 f"the executor lists {info.name}, which a {manifest.architecture} does not have"
             )
@@ -354,19 +372,31 @@ def _few_modules(most: int) -> Iterator[None]:
 
 
 def _named(
-    manifest: Manifest, state: Mapping[str, torch.Tensor], model: PreTrainedModel
+    manifest: Manifest, state: Mapping[str, torch.Tensor], model: PreTrainedModel, *, other_head: bool = True
 ) -> Iterator[tuple[ParameterInfo, str | None]]:
     """The manifest's parameters and the names that they have in a model; None: it does not need one.
+
+    Args:
+        other_head: the model's own head may have parameters of other shapes, which it keeps.
 
     Raises:
         ModelMismatch: it has one of another shape.
     """
     # Another class around the same base model (a classifier, say) has other names for the rest.
-    prefix = f"{model.base_model_prefix}."
+    prefix, its = f"{model.base_model_prefix}.", f"{manifest.base_prefix}."
+    own = own_head(model) if other_head else set()
     for info in manifest.parameters:
-        names = (info.name, prefix + info.name, info.name.removeprefix(prefix))
+        names = (
+            info.name,
+            prefix + info.name,
+            info.name.removeprefix(prefix),
+            prefix + info.name.removeprefix(its),
+        )
         name = next((n for n in names if n in state), None)
         if name is not None and tuple(state[name].shape) != info.shape:
+            if id(model.get_submodule(name.rpartition(".")[0])) in own:
+                yield info, None
+                continue
             raise ModelMismatch(
                 f"{name} has shape {list(state[name].shape)} here and {list(info.shape)} at the executor"
             )
@@ -390,7 +420,7 @@ def _fill(model: PreTrainedModel, remote: RemoteExecutor, dtype: torch.dtype, *,
                 bar.update(piece.numel())
             _set(model, name, target)
     _tie(model)
-    _initialise_missing(model)
+    _initialise_missing(model, remote.manifest.architecture)
 
 
 def _here(model: nn.Module, apart: Sequence[tuple[Group, int]]) -> Iterator[tuple[Group, int, nn.Module]]:
@@ -441,13 +471,23 @@ def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
         owner._buffers[leaf] = value
 
 
-def _initialise_missing(model: PreTrainedModel) -> None:
-    """Parameters that the checkpoint lacks (a new classification head) start as transformers starts them."""
+def _initialise_missing(model: PreTrainedModel, architecture: str) -> None:
+    """Parameters that the checkpoint lacks (a new classification head) start as transformers starts them.
+
+    Args:
+        architecture: that the executor says.
+    """
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if not missing:
         return
     # Some checkpoints leave out biases, which start at zero; none leaves out a weight inside a block.
     in_blocks = [n for n in missing if not n.endswith("bias") and any(p.isdigit() for p in n.split("."))]
+    if in_blocks and type(model).__name__ != architecture:
+        raise ModelMismatch(
+            f"the executor has no values for {len(in_blocks)} parameters inside the blocks of a "
+            f"{type(model).__name__}, such as {in_blocks[0]}; give model_class= a class around the base of a "
+            f"{architecture[:80]}, which it serves"
+        )
     if in_blocks:
         raise ModelMismatch(
             f"the executor supplies no values for {len(in_blocks)} parameters inside the model's blocks, "

@@ -73,10 +73,11 @@ def attach_layers(
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transforms_run()  # is tried now, and not while a compiler looks on
     plan = plan_layers(model, groups, offload_head=offload_head, exclude=exclude)
+    unused, own = of_another_head(model, groups), own_head(model)
     experts = plan_experts(model, groups, exclude) if placement.remote else []
     if probe:
         for group, index, layer in plan:
-            _probe(group, index, layer)
+            _probe(group, index, layer, own=id(layer) in own)
         for each in experts:
             probe_experts(each, PROBE_TOLERANCE)
     replaced = {id(layer): (group, index) for group, index, layer in plan}
@@ -88,21 +89,38 @@ def attach_layers(
     keep_products(base_model(model))
     _warn_about_local(base_model(model), placement, exclude)
     _warn_about_kept(model, held)
+    if unused:
+        log.warning(
+            "a %s does not use these layers of the executor, which are of another model's head: %s",
+            *(type(base_model(model)).__name__, _few(unused)),
+        )
     return len(plan) + len(experts)
 
 
 def plan_layers(
-    model: nn.Module, groups: Sequence[Group], *, offload_head: bool = False, exclude: Sequence[str] = ()
+    model: nn.Module,
+    groups: Sequence[Group],
+    *,
+    offload_head: bool = False,
+    exclude: Sequence[str] = (),
+    other_head: bool = True,
 ) -> list[tuple[Group, int, nn.Module]]:
-    """Which layers are to be replaced: group, member, layer. Arguments and errors: see ``attach_layers``."""
+    """Which layers are to be replaced: group, member, layer.
+
+    Other arguments and errors: see ``attach_layers``.
+
+    Args:
+        other_head: the model may have another head than the executor's: that is left alone.
+    """
     layers = linear_layers(model)
     apart = set(excluded_layers(groups, exclude))
+    unused = of_another_head(model, groups) if other_head else []
     plan: list[tuple[Group, int, nn.Module]] = []
     for group in groups:
         if group.info.head and not offload_head:
             continue
         for index, member in enumerate(group.info.members):
-            if member.expert is None and (group, index) not in apart:
+            if member.expert is None and (group, index) not in apart and member.name not in unused:
                 plan.append((group, index, checked_layer(layers.get(member.name), member, group.info.inputs)))
     head = getattr(base_model(model), "get_output_embeddings", lambda: None)()
     for group, index, layer in plan:
@@ -118,14 +136,58 @@ def plan_layers(
     return plan
 
 
+def own_head(model: nn.Module) -> set[int]:
+    """By identity, the modules outside the base model, but for the output head: a classifier, say."""
+    inner = base_model(model)
+    base = getattr(inner, getattr(inner, "base_model_prefix", ""), None)
+    if not isinstance(base, nn.Module):
+        return set()
+    head = getattr(inner, "get_output_embeddings", lambda: None)()
+    return set(map(id, inner.modules())) - set(map(id, base.modules())) - {id(inner), id(head)}
+
+
+def of_another_head(model: nn.Module, groups: Sequence[Group]) -> list[str]:
+    """Names of served layers that belong to the head of another model around the same base model.
+
+    This model does not have them, and they are in no block; or its own head's have another shape.
+    """
+    layers, own = linear_layers(model), own_head(model)
+    served = [
+        (member, group.info.inputs)
+        for group in groups
+        for member in group.info.members
+        if member.expert is None and not group.info.head
+    ]
+    if not any(member.name in layers for member, _ in served):
+        return []  # another architecture
+    absent = [m.name for m, _ in served if m.name not in layers and not _in_block(m.name)]
+    return absent + [
+        member.name
+        for member, inputs in served
+        if (layer := layers.get(member.name)) is not None
+        and id(layer) in own
+        and tuple(layer.weight.shape) != _shape(layer, member, inputs)  # type: ignore[union-attr]
+    ]
+
+
+def _in_block(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _shape(layer: nn.Module, member: Member, inputs: int) -> tuple[int, int]:
+    return (inputs, member.outputs) if isinstance(layer, Conv1D) else (member.outputs, inputs)
+
+
 def excluded_layers(groups: Sequence[Group], exclude: Sequence[str]) -> list[tuple[Group, int]]:
     """The served linear layers whose names an entry of ``exclude`` fits: group and member.
 
     Experts, of which there are none among them, go by the name of their projection.
 
     Raises:
-        ConfigurationError: an entry fits no layer.
+        ConfigurationError: an entry fits no layer, or it is no list.
     """
+    if isinstance(exclude, str):
+        raise ConfigurationError(f"exclude is a list: write exclude=[{exclude!r}]")
     members = [(group, index) for group in groups for index in range(len(group.info.members))]
     served = [group.info.members[index] for group, index in members]
     names = [m.name if m.expert is None else m.name.rpartition(".")[0] for m in served]
@@ -152,13 +214,13 @@ def checked_layer(layer: nn.Module | None, member: Member, inputs: int) -> nn.Mo
     if layer is None:
         raise ModelMismatch(
             f"the executor serves {member.name}, which this model does not have; attach a model of the "
-            "architecture that the executor serves"
+            f"architecture that the executor serves, or do without the layer: exclude=[{member.name!r}]"
         )
     if isinstance(layer, (VirtLinear, VirtConv1D)):
         raise ModelMismatch(f"{member.name} is attached already; detach the model first")
     weight = layer.weight
     shape = tuple(weight.shape)  # type: ignore[arg-type]
-    expected = (inputs, member.outputs) if isinstance(layer, Conv1D) else (member.outputs, inputs)
+    expected = _shape(layer, member, inputs)
     if member.transposed != isinstance(layer, Conv1D):
         # Or an executor could multiply with the transpose of a square weight, which no digest shows.
         raise ModelMismatch(
@@ -172,7 +234,7 @@ def checked_layer(layer: nn.Module | None, member: Member, inputs: int) -> nn.Mo
     return layer
 
 
-def _probe(group: Group, index: int, layer: nn.Module) -> None:
+def _probe(group: Group, index: int, layer: nn.Module, *, own: bool = False) -> None:
     weight = layer.weight.detach().float().cpu()  # type: ignore[operator]
     if isinstance(layer, Conv1D):
         weight = weight.T
@@ -180,9 +242,15 @@ def _probe(group: Group, index: int, layer: nn.Module) -> None:
     expected = x @ weight.T
     (got,) = group.product(Direction.FORWARD, 1 << index, [x])
     if not is_close(got, expected, PROBE_TOLERANCE):
+        name = group.info.members[index].name
         raise ModelMismatch(
-            f"{group.info.members[index].name} has other weights here than at the executor; "
-            "attach the very checkpoint that the executor serves"
+            f"{name} has other weights here than at the executor; "
+            + (
+                f"if this head is to be another, keep it local: exclude=[{name!r}]"
+                if own
+                else "attach the very checkpoint that the executor serves. If transformers reported that it "
+                "lacks weights of this class, use session.load_model(model_class=...), which finds them"
+            )
         )
 
 

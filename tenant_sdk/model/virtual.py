@@ -59,9 +59,10 @@ class Group:
     others joins them again.
     """
 
-    def __init__(self, identity: int, info: GroupInfo, products: Products) -> None:
+    def __init__(self, identity: int, info: GroupInfo, products: Products, model: str = "") -> None:
         self.identity = identity
         self.info = info
+        self.model = model  # the executor's digest
         self._products = products
         self._together: list[set[int]] = []  # whom to ask for along with a member; not before it is asked for
         self._threads = threading.local()
@@ -424,7 +425,7 @@ class _Virtual(nn.Module):
         weight = original.weight
         bias = getattr(original, "bias", None)
         device = torch.device("cpu") if weight.is_meta else weight.device
-        stand_in = RemoteWeight(name, weight.shape, weight.dtype, device)
+        stand_in = RemoteWeight(name, weight.shape, weight.dtype, device, model=group.model)
         self.weight = nn.Parameter(stand_in, requires_grad=False)
         self.register_parameter("bias", bias)
         self.train(original.training)

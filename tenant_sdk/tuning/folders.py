@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import tempfile
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from peft import PeftModel
 
 from shared.errors import ConfigurationError, ModelMismatch
+from shared.options import closest
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.session import Session
 from tenant_sdk.storage import check_adapter_folder
@@ -49,12 +51,19 @@ def save_adapter(
 
     Raises:
         ConfigurationError: it is no PEFT model, or has no such adapter; ``base`` is neither a folder nor a
-            name.
+            name; there is no such option.
         ModelMismatch: ``base`` is another model.
     """
     configs = getattr(model, "peft_config", None)
     if not configs or not hasattr(model, "save_pretrained"):
         raise ConfigurationError(f"{type(model).__name__} has no adapter; make one with peft.get_peft_model")
+    passed_on = {*inspect.signature(PeftModel.save_pretrained).parameters, "state_dict"}
+    own = {*inspect.signature(save_adapter).parameters}
+    for name in options.keys() - passed_on:  # PEFT would say nothing
+        raise ConfigurationError(
+            f"save_adapter({name}=...): there is no such argument, and PEFT's save_pretrained has none; "
+            + (closest(name, own | passed_on) or f"there are {', '.join(sorted(own | passed_on))}")
+        )
     if adapter not in (None, *configs):
         raise ConfigurationError(f"adapter={adapter!r}: the model has {', '.join(configs)}")
     found = base_of(model) if base is None else find_base(base, session.manifest)

@@ -61,8 +61,11 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def read(cls, folder: Path) -> Provenance | None:
+    def read(cls, folder: Path, source: Path | None = None) -> Provenance | None:
         """Of a folder; None if it was made without this SDK.
+
+        Args:
+            source: what errors call the folder; default: its path.
 
         Raises:
             ConfigurationError: the file is damaged.
@@ -73,8 +76,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             return None
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(
-                f"{folder / RECORD} is damaged: {error}. Restore it, or remove it to load the adapter as one "
-                "that says nothing of its base"
+                f"{(source or folder) / RECORD} is damaged: {error}. Restore it, or remove it to load the "
+                "adapter as one that says nothing of its base"
             ) from error
 
     def write(self, folder: Path) -> None:

@@ -185,6 +185,18 @@ def test_embeddings_that_have_grown_are_saved(session: tenant_sdk.Session, tmp_p
     assert any("embed_tokens" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"), [("tokeniser", "tokenizer"), ("save_embeding_layers", "save_emb")]
+)
+def test_an_option_that_nobody_knows_is_not_dropped(
+    option: str, meant: str, session: tenant_sdk.Session, tmp_path: Path
+) -> None:
+    model = adapted(session.load_model(progress=False))
+    with pytest.raises(ConfigurationError, match=rf"save_adapter\({option}=\.\.\.\).*did you mean {meant}"):
+        tenant_sdk.save_adapter(model, tmp_path / "adapter", session, **{option: None})
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_a_model_without_an_adapter_is_not_saved(session: tenant_sdk.Session, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="LlamaForCausalLM has no adapter"):
         tenant_sdk.save_adapter(session.load_model(progress=False), tmp_path, session)

@@ -12,7 +12,9 @@ import peft
 import pytest
 import torch
 from conftest import Executor, relative_error
-from parity import add_lora, fixed_result, load_local, token_ids, virtual_layers
+from parity import add_lora, fixed_result, gradients, load_local, token_ids, virtual_layers, worst_error
+from torch import distributed
+from torch.nn.utils import parametrizations, prune
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -138,6 +140,77 @@ def test_accelerate(remote: PreTrainedModel, local: PreTrainedModel) -> None:
     assert relative_error(fixed_result(prepared, token_ids()), expected) < TOLERANCE
     dispatched = accelerate.dispatch_model(remote, {"": "cpu"})
     assert relative_error(fixed_result(dispatched, token_ids()), expected) < TOLERANCE
+
+
+def test_offloading_to_the_host(remote: PreTrainedModel, local: PreTrainedModel) -> None:
+    """It moves what is here; of a frozen weight nothing is."""
+    accelerate.cpu_offload(remote, execution_device="cpu")
+    assert remote.lm_head.weight.is_meta
+    assert relative_error(fixed_result(remote, token_ids()), fixed_result(local, token_ids())) < TOLERANCE
+
+
+def test_its_own_state_can_be_loaded_again(remote: PreTrainedModel, local: PreTrainedModel) -> None:
+    before = copy.deepcopy(remote.state_dict())
+    with torch.no_grad():
+        remote.model.norm.weight.fill_(2)
+    remote.load_state_dict(before)
+    assert relative_error(fixed_result(remote, token_ids()), fixed_result(local, token_ids())) < TOLERANCE
+
+
+SKIP = "skip parameters that do not require gradients"
+REFUSED: list[tuple[str, Callable[[PreTrainedModel, Path], Any]]] = [
+    ("nothing to offload", lambda m, folder: accelerate.disk_offload(m, folder, execution_device="cpu")),
+    ("Save the adapter alone", lambda m, _: m.share_memory()),
+    ("Save the adapter alone", lambda m, folder: accelerate.Accelerator(cpu=True).save_model(m, folder)),
+    (SKIP, lambda m, _: torch.nn.utils.get_total_norm(list(m.parameters()))),
+    (SKIP, lambda m, _: torch.stack([p.norm() for p in m.parameters()])),
+    (SKIP, lambda m, _: torch._foreach_norm(list(m.parameters()))),
+    (SKIP, lambda m, _: all(p.isfinite().all() for p in m.parameters())),
+    (SKIP, lambda m, _: torch.nn.utils.parameters_to_vector(m.parameters())),
+    (SKIP, lambda m, _: torch.nn.utils.vector_to_parameters(torch.zeros(1 << 17), m.parameters())),
+    (SKIP, lambda m, _: m.apply(m._init_weights)),
+    (SKIP, lambda m, _: m.to_empty(device="cpu")),
+    (SKIP, lambda m, _: averaged(m)),
+    (SKIP, lambda m, _: averaged(m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))),
+    (SKIP, lambda m, _: {name: p.clone() for name, p in m.named_parameters()}),
+    ("keep the layer local", lambda m, _: prune.l1_unstructured(_layer(m), "weight", amount=0.2)),
+    ("keep the layer local", lambda m, _: parametrizations.weight_norm(_layer(m))),
+    ("keep the layer local", lambda m, _: parametrizations.spectral_norm(_layer(m))),
+]
+
+
+def _layer(model: PreTrainedModel) -> torch.nn.Module:
+    layer: torch.nn.Module = model.model.layers[0].mlp.up_proj
+    return layer
+
+
+def averaged(model: PreTrainedModel, **options: Any) -> None:
+    average = torch.optim.swa_utils.AveragedModel(model, **options)
+    average.update_parameters(model)
+    average.update_parameters(model)
+
+
+def test_what_goes_through_all_parameters_is_told_to_skip_the_frozen(
+    remote: PreTrainedModel, tmp_path: Path
+) -> None:
+    for words, use in REFUSED:
+        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match=words):
+            use(copy.deepcopy(remote), tmp_path)
+
+
+def test_data_parallel_training(remote: PreTrainedModel, local: PreTrainedModel, tmp_path: Path) -> None:
+    """As the refusal says: without sending all parameters around first."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        adapted = add_lora(remote)
+        with pytest.raises(tenant_sdk.RemoteWeightUnavailable, match="init_sync=False"):
+            torch.nn.parallel.DistributedDataParallel(adapted)
+        model = torch.nn.parallel.DistributedDataParallel(adapted, init_sync=False)
+        got, expected = gradients(model, token_ids()), gradients(add_lora(local), token_ids())
+        got = {name.removeprefix("module."): gradient for name, gradient in got.items()}
+        assert worst_error(got, expected) < TOLERANCE
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_the_whole_state_cannot_be_loaded(remote: PreTrainedModel, local: PreTrainedModel) -> None:

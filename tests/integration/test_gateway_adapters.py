@@ -19,6 +19,7 @@ from shared.errors import ConfigurationError, ModelMismatch
 from shared.wire.messages import Manifest
 from tenant_sdk.gateway.adapters import CONFIG, WEIGHTS, folders_in, largest_rank, take
 from tenant_sdk.gateway.folder import METHOD, write_folder
+from tenant_sdk.tuning.provenance import RECORD
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,10 @@ def test_what_is_not_computed_is_refused(
     own: Path, copies: Path, manifest: Manifest, fields: dict[str, Any], message: str
 ) -> None:
     change(own, **fields)
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
         take(own, copies, manifest, most_rank=16)
+    assert str(own) in str(caught.value)  # and not its copy
+    assert str(copies) not in str(caught.value)
     assert not list(copies.iterdir())
 
 
@@ -148,14 +151,16 @@ def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
     assert take(own, copies, manifest, allow_other_base=True).rank == 4
 
 
-@pytest.mark.parametrize("damage", ["config", "weights", "missing"])
+@pytest.mark.parametrize("damage", ["config", "weights", "record", "missing"])
 def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) -> None:
     if damage == "missing":
         (own / WEIGHTS).unlink()
     else:
-        (own / (CONFIG if damage == "config" else WEIGHTS)).write_bytes(b"\x80\x02}q")
-    with pytest.raises(ConfigurationError):
+        (own / {"config": CONFIG, "weights": WEIGHTS, "record": RECORD}[damage]).write_bytes(b"\x80\x02}q")
+    with pytest.raises(ConfigurationError) as caught:
         take(own, copies, manifest)
+    assert str(own) in str(caught.value)
+    assert str(copies) not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../up", "", "a b", "-x", "a/b", "x" * 300])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaModel, T5Config, T5ForCondit
 
 import tenant_sdk.connection.remote
 from shared.errors import ConfigurationError, ModelMismatch, WireError
+from tenant_sdk.model.configuration import ARGUMENTS
 from tenant_sdk.model.loading import check_causal
 
 # float32 in another order of additions.
@@ -147,6 +149,51 @@ def test_a_base_model_alone(serve: Callable[..., Executor], tmp_path: Path) -> N
 
 
 # -- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("excldue", "did you mean exclude?"),
+        ("torch_dtype", "did you mean dtype?"),
+        ("modle_class", "did you mean model_class?"),
+        ("num_lables", "did you mean num_labels?"),
+        ("attn_implementaton", "did you mean attn_implementation?"),
+        ("device_map", "the arguments are dtype, offload_head"),
+        ("revision", "the arguments are"),  # transformers takes it, to look into a hub
+        ("to_dict", "did you mean"),
+    ],
+)
+def test_an_override_that_the_configuration_does_not_have(key: str, meant: str, llama: Executor) -> None:
+    with llama.connect() as session, pytest.raises(ConfigurationError) as caught:
+        session.load_model(progress=False, **{key: ["o_proj"]})
+    assert f"load_model({key}=...): there is no such argument" in str(caught.value)
+    assert meant in str(caught.value)
+
+
+def test_a_value_that_the_configuration_cannot_have(llama: Executor) -> None:
+    """It is this side's mistake, not that of the provider's configuration."""
+    with llama.connect() as session, pytest.raises(ConfigurationError, match="num_labels='three'") as caught:
+        session.load_model(progress=False, num_labels="three")
+    assert not isinstance(caught.value, ModelMismatch)
+
+
+def test_overrides(llama: Executor) -> None:
+    given = {"attn_implementation": "eager", "num_labels": 3, "attention_dropout": 0.5, "use_cache": False}
+    with llama.connect() as session:
+        config = session.load_model(progress=False, **given).config
+    assert (config._attn_implementation, config.num_labels) == ("eager", 3)
+    assert (config.attention_dropout, config.use_cache) == (0.5, False)
+
+
+def test_the_arguments_of_load_model_are_known() -> None:
+    parameters = inspect.signature(tenant_sdk.Session.load_model).parameters
+    assert set(parameters) == {"self", *ARGUMENTS, "config_overrides"}
+
+
+def test_one_name_is_no_list(llama: Executor) -> None:
+    with llama.connect() as session, pytest.raises(ConfigurationError, match=r"write exclude=\['o_proj'\]"):
+        session.load_model(progress=False, exclude="o_proj")
 
 
 def test_configuration_overrides(llama: Executor, checkpoint: Callable[[str], Path]) -> None:
