@@ -223,7 +223,7 @@ def cache_name() -> str:
     """
 
     def find() -> str:
-        from transformers.generation import GenerateDecoderOnlyOutput
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         fields = dataclasses.fields(GenerateDecoderOnlyOutput)
         (found,) = (each.name for each in fields if "Cache" in str(each.type))

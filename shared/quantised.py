@@ -200,8 +200,9 @@ class _BlocksDequantize(Fp8Dequantize):
             dtype = (each[0] if isinstance(each, list) else each).dtype
             scaled = f"{name}_scale_inv" in input_dict or name.endswith("_scale_inv")
             if dtype.itemsize == 1 and not scaled and not name.endswith("activation_scale"):
+                what = where.get("full_layer_name") or name
                 raise CheckpointError(
-                    f"the checkpoint holds {where.get('full_layer_name') or name} as {dtype} without its scales"
+                    f"the checkpoint holds {what} as {dtype} without its scales; serve a complete one"
                 )
         return super().convert(input_dict, *args, **where)
 

@@ -1,7 +1,7 @@
 """PEFT's adapters of prompts on a model whose transformers calls its cache otherwise than PEFT does.
 
-PEFT looks for keys and values under the earlier name. It would find none, and put the prompt in front of every
-new token, or leave a prefix out.
+PEFT looks for keys and values under the earlier name. It would find none, and put the prompt in front of
+every new token, or leave a prefix out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tenant_sdk.trust.attestation import base_model
 
 
 class _Inputs(dict[str, Any]):
-    """What ``generate`` gives a model: the cache is found and put there under both names, and is one entry."""
+    """What ``generate`` gives a model. The cache is one entry, found and put there under both names."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """See dict."""

@@ -67,6 +67,7 @@ ROOMS = {
         "context_options",
         "remedies",
         "checks",
+        "versions",
         "doctor",
         "tuning",
         "gateway",
