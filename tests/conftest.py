@@ -79,7 +79,7 @@ class Executor:
 
 @pytest.fixture(scope="session", autouse=True)
 def handshakes_take_their_time() -> Iterator[None]:
-    """Both ends are in this process, which may stand still on a busy machine for as long as peers may take."""
+    """Both ends are in this process, which may stand still for a while on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake, "HANDSHAKE_SECONDS", 600.0)
         yield
