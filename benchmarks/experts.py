@@ -30,9 +30,10 @@ from common import executor, spread
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, logging
+from transformers import AutoModelForCausalLM, DynamicCache, MixtralConfig, MixtralForCausalLM, logging
 
 import tenant_sdk
+from shared.compat import cache_name
 from shared.memory import keep_freed_memory
 from tenant_sdk.model.remote_weight import RemoteWeight
 
@@ -74,10 +75,11 @@ def work(model: Any, sent: Callable[[], int]) -> dict[str, Callable[[], tuple[fl
 
     def decode() -> tuple[float, float]:
         with torch.inference_mode():
-            cache = model.eval()(input_ids=ids[:, :16], use_cache=True).past_key_values
+            cached = {cache_name(): DynamicCache(config=model.config)}
+            model.eval()(input_ids=ids[:, :16], **cached, use_cache=True)
             began, before = time.perf_counter(), sent()
             for at in range(DECODED):
-                model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+                model(input_ids=ids[:, at : at + 1], **cached, use_cache=True)
         return since(began, before, DECODED)
 
     def prefill() -> tuple[float, float]:

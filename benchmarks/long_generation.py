@@ -42,6 +42,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import tenant_sdk
+from shared.compat import cache_name
 from tenant_sdk.sequences.kv_layers import BLOCK, Block
 from tenant_sdk.sequences.kv_room import fill
 from tenant_sdk.sequences.spill import PIECE, Spill
@@ -77,7 +78,7 @@ def filled(session: Any, model: Any, place: str, context: int) -> Any:
     else:
         half = 1.15 * context * TOKEN_BYTES / 2 / 2**30 if place == "half" else 0.0
         kv = "host" if place == "host" else "disk"
-        cache = session.generate_options(model, kv=kv, kv_memory_gib=half)["past_key_values"]
+        cache = session.generate_options(model, kv=kv, kv_memory_gib=half)[cache_name()]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for at in range(0, context, FILLED):
@@ -106,7 +107,7 @@ def tenant(options: argparse.Namespace) -> None:
                     texts[place] = model.generate(
                         texts[place],
                         attention_mask=torch.ones_like(texts[place]),
-                        past_key_values=cache,
+                        **{cache_name(): cache},
                         do_sample=False,
                         max_new_tokens=options.tokens + WARM,
                         min_new_tokens=options.tokens + WARM,

@@ -19,9 +19,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from common import pss_mib
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, logging
+from transformers import AutoModelForCausalLM, DynamicCache, logging
 
 import tenant_sdk
+from shared.compat import cache_name
 from shared.memory import keep_freed_memory
 
 
@@ -62,8 +63,9 @@ def main() -> None:
     else:
         model.eval()
         with torch.inference_mode():
-            out = model(input_ids=ids, use_cache=True)
-            out = model(input_ids=ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+            cached = {cache_name(): DynamicCache(config=model.config)}
+            model(input_ids=ids, **cached, use_cache=True)
+            out = model(input_ids=ids[:, :1], **cached, use_cache=True)
     print("ready", flush=True)
     begin = float(sys.stdin.readline())
     end = begin + plan["seconds"]
@@ -75,9 +77,10 @@ def main() -> None:
         else:
             with torch.inference_mode():
                 token = out.logits[:, -1:].argmax(-1)
-                if out.past_key_values.get_seq_length() > plan["length"] + 200:
-                    out.past_key_values.crop(plan["length"])
-                out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+                (cache,) = cached.values()
+                if cache.get_seq_length() > plan["length"] + 200:
+                    cache.crop(plan["length"] - cache.get_seq_length())
+                out = model(input_ids=token, **cached, use_cache=True)
         times.append((started - begin, time.time() - started))
     peak = Path("/proc/self/status").read_text()
     hwm = next(int(line.split()[1]) / 1024 for line in peak.splitlines() if line.startswith("VmHWM"))

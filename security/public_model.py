@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from shared.checkpoint import Checkpoint
+from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from shared.ring.fixed_point import Planes
 from shared.ring.product import group_planes
@@ -138,12 +139,12 @@ class PublicModel:
         tokens = torch.arange(self.vocabulary)[:, None]
         with torch.inference_mode(), self.watching([group], stop=True) as seen:
             with suppress(_Enough):  # so that only the layers in front are kept for every candidate
-                self._base(input_ids=torch.tensor([prefix]), past_key_values=cache)
+                self._base(input_ids=torch.tensor([prefix]), **{cache_name(): cache})
             for layer in cache.layers:
                 if layer.is_initialized:
                     layer.batch_repeat_interleave(self.vocabulary)
             with suppress(_Enough):
-                self._base(input_ids=tokens, past_key_values=cache)
+                self._base(input_ids=tokens, **{cache_name(): cache})
         return seen[group][:, -1].clone()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import torch
 
+from shared.compat import cache_name
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.session import Session
@@ -182,8 +183,8 @@ def generate(model: Any, prompt: torch.Tensor, new_tokens: int, truth: GroundTru
     tokens, cache = prompt, None
     for _ in range(new_tokens + 1):
         with truth.doing("prompt" if cache is None else "decode", tokens), torch.inference_mode():
-            out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            out = model(input_ids=tokens, **{cache_name(): cache}, use_cache=True)
+        tokens, cache = out.logits[:, -1:].argmax(-1), getattr(out, cache_name())
 
 
 def tune(model: Any, blocks: torch.Tensor, steps: int, truth: GroundTruth, rank: int = LORA_RANK) -> Any:

@@ -8,6 +8,8 @@ package slower, or less able, not wrong. One line of the log says so.
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -209,6 +211,31 @@ def is_traced() -> bool:
 
 
 # -- transformers ----------------------------------------------------------------------------------
+
+OLD_CACHE_NAME = "past_key_values"
+
+
+@cache
+def cache_name() -> str:
+    """What transformers calls a ``Cache``: an argument of models and of ``generate``, a field of outputs.
+
+    It is the name of the one field of this type in what ``generate`` gives; else that of earlier versions.
+    """
+
+    def find() -> str:
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+        fields = dataclasses.fields(GenerateDecoderOnlyOutput)
+        (found,) = (each.name for each in fields if "Cache" in str(each.type))
+        return found
+
+    def right(name: str) -> bool:
+        from transformers import GenerationMixin
+
+        return name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+    otherwise = "models keep their keys and values to themselves"
+    return _tried("the cache of transformers' generate", find, right, otherwise) or OLD_CACHE_NAME
 
 
 class Conversions(NamedTuple):

@@ -189,7 +189,22 @@ def _in_order(numbers: torch.Tensor) -> torch.Tensor:
 
 
 class _BlocksDequantize(Fp8Dequantize):
-    """transformers' own step, which wants blocks that are whole: the last ones of a weight may be smaller."""
+    """transformers' own step, which wants blocks that are whole: the last ones of a weight may be smaller.
+
+    It takes numbers that have no scales for the weight itself, which would be another model.
+    """
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **where: Any) -> Any:
+        """See Fp8Dequantize."""
+        for name, each in input_dict.items():
+            dtype = (each[0] if isinstance(each, list) else each).dtype
+            scaled = f"{name}_scale_inv" in input_dict or name.endswith("_scale_inv")
+            if dtype.itemsize == 1 and not scaled and not name.endswith("activation_scale"):
+                what = where.get("full_layer_name") or name
+                raise CheckpointError(
+                    f"the checkpoint holds {what} as {dtype} without its scales; serve a complete one"
+                )
+        return super().convert(input_dict, *args, **where)
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None

@@ -45,6 +45,7 @@ from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.remedies import remedy_of
 from tenant_sdk.trust.attestation import check_agreement, trusted_checkpoint
 from tenant_sdk.trust.operators import own_authorities, own_tokens
+from tenant_sdk.versions import untested
 
 T = TypeVar("T")
 
@@ -56,12 +57,13 @@ SOON_DAYS = 14
 
 
 def diagnose(targets: list[Target], terms: Terms) -> Iterator[tuple[str, Iterator[CheckResult]]]:
-    """Every executor's results, and whether they fit each other, each under a title.
+    """Libraries, every executor's results, and whether executors fit each other, each under a title.
 
     Args:
         targets: the provider, and its mask sources.
         terms: on which a session would use them.
     """
+    yield "", _untested()
     own, *others = targets
     sources = [target.party for target in others]
     comparison = Comparison(terms)
@@ -74,6 +76,10 @@ def diagnose(targets: list[Target], terms: Terms) -> Iterator[tuple[str, Iterato
             "one-time masks" if sources else "",
             _together(comparison, comparison.manifests[own.party], sources, shared),
         )
+
+
+def _untested() -> Iterator[CheckResult]:
+    yield from (CheckResult("versions", None, what, remedy) for what, remedy in untested())
 
 
 def _examine_party(target: Target, comparison: Comparison) -> Iterator[CheckResult]:

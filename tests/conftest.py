@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 import tenant_sdk
 from provider.executor.base import BaseExecutor
+from provider.serve import handshake
 from provider.serve.certificates import write_certificates
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
@@ -74,6 +75,14 @@ class Executor:
         usual = {"token": self.token, "ca": self.ca, "privacy": "plain", "allow_same": {"authority", "token"}}
         usual["patience"] = 0.0  # most tests that break a connection want to see it fail
         return tenant_sdk.connect(self.url, **(usual | options))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def handshakes_take_their_time() -> Iterator[None]:
+    """Both ends are in this process, which may stand still for a while on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "HANDSHAKE_SECONDS", 600.0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from tenant_sdk.model.mixtures import (
     plan_experts,
     probe_experts,
 )
+from tenant_sdk.model.prompt_adapters import fit_prompt_adapters
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.virtual import Group, VirtConv1D, VirtLinear, virtual_layer
 from tenant_sdk.trust.attestation import base_model, linear_layers, open_checkpoint
@@ -87,6 +88,7 @@ def attach_layers(
                 setattr(parent, name, virtual_layer(*replaced[id(child)], child))
     attach_experts(model, experts, placement.padding)
     keep_products(base_model(model))
+    fit_prompt_adapters(model)
     _warn_about_local(base_model(model), placement, exclude)
     _warn_about_kept(model, held)
     if unused:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 from transformers.integrations import sdpa_attention
 
+from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
@@ -83,7 +84,7 @@ class LongContext:
         if self.kv != "device":
             self._place(cache, base.config)
             guard(base)
-            options["past_key_values"] = cache
+            options[cache_name()] = cache
         return options
 
     def fitting(self, model: Any, groups: Sequence[GroupInfo], context: int) -> dict[str, Any]:
@@ -163,9 +164,15 @@ def _unsuited(model: Any) -> str | None:
     if base.config.is_encoder_decoder:
         return "the model has an encoder and a decoder"
     taken = inspect.signature(base.forward).parameters
-    if "past_key_values" not in taken or not base._supports_default_dynamic_cache():
+    if not (cache_name() in taken and base._supports_default_dynamic_cache() and _has_pairs(base.config)):
         return "the model keeps a state of its own kind, or none, instead of keys and values"
     return None
+
+
+def _has_pairs(config: Any) -> bool:
+    """Whether a layer of the cache is one of keys and values, not of a state alone."""
+    layers = DynamicCache(config=config).layers
+    return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def prefill(
@@ -183,7 +190,7 @@ def prefill(
         raise ConfigurationError("a prompt that is read ahead has at least two tokens")
     if _unsuited(model) is not None:
         raise ConfigurationError(f"this prompt cannot be read ahead: {_unsuited(model)}")
-    cache = options.setdefault("past_key_values", TextCache(config=_base(model).config))
+    cache = options.setdefault(cache_name(), TextCache(config=_base(model).config))
     guard(_base(model))
     # Without a mask generate infers one, now and when it goes on.
     mask = {} if attention_mask is None else {"attention_mask": attention_mask[:, :-1]}

@@ -142,7 +142,7 @@ class HostLayer(DynamicLayer):
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ConfigurationError(
                 "keys and values in buffers are for generation; call the model under torch.no_grad(), or "
-                "leave past_key_values to it"
+                "leave them to it"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

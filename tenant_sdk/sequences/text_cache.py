@@ -95,8 +95,9 @@ def guard(model: Any) -> None:
 
 @functools.wraps(GenerationMixin.generate)
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, TextCache):
+    # Under whichever name: versions of transformers that have a new one take the old one too.
+    cache = next((each for each in kwargs.values() if isinstance(each, TextCache)), None)
+    if cache is None:
         return type(self).generate(self, *args, **kwargs)
     cache.began = cache.get_seq_length()
     if cache.began and not _GOES_ON_IN_CHUNKS:

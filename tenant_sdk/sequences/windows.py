@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from shared.compat import cache_name
 from shared.memory import FreedMemory
 from tenant_sdk.model.recording import Recording, Store
 from tenant_sdk.model.virtual import learning
@@ -372,7 +373,7 @@ class Run:
         if embeddings is not None:
             inputs["inputs_embeds"] = embeddings
         self._cache.past = span.start
-        return self.stack.before(**inputs, past_key_values=self._cache, use_cache=True)
+        return self.stack.before(**inputs, **{cache_name(): self._cache}, use_cache=True)
 
     def _remember(self, at: int, calls: list[Call]) -> None:
         tensors = {id(each): each for call in calls for each in call.tensors()}

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch, transformers
 import tenant_sdk
 from provider import inprocess
+from shared.compat import cache_name
 
 folder, layers, place, tokens, what = Path(sys.argv[1]), *sys.argv[2:]
 layers, tokens = int(layers), int(tokens)
@@ -36,7 +37,7 @@ def peak():
 class Told:
     def put(self, ids):
         if what == "wait" and ids.dim() == 1 and ids.numel() == 1:  # the first new token
-            print(options["past_key_values"].layers[0].keys[0, 0, 1].numpy().tobytes().hex(), flush=True)
+            print(options[cache_name()].layers[0].keys[0, 0, 1].numpy().tobytes().hex(), flush=True)
             time.sleep(600)
     def end(self): pass
 
@@ -50,7 +51,7 @@ with tenant_sdk.connect(inprocess.serve(folder / "model", numerics="float32"), p
         random = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for at in range(0, tokens, 4096):
-                for layer in options["past_key_values"].layers:
+                for layer in options[cache_name()].layers:
                     layer.update(*torch.randn(2, 1, 4, 4096, 32, generator=random))
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import tenant_sdk
 from provider import inprocess
+from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from tenant_sdk import cli
 from tenant_sdk.sequences.contexts import default_place
@@ -117,7 +118,7 @@ def kept(session: tenant_sdk.Session, model: Any, place: str, **options: Any) ->
     else:
         assert found["prefill_chunk_size"] <= 512
     yield found
-    cache = found.get("past_key_values")
+    cache = found.get(cache_name())
     if place in ("disk", "budget"):
         placed = [layer for layer in cache.layers if isinstance(layer, DiskLayer)]
         assert [layer.resident for layer in placed].count(True) == (place == "budget")
@@ -136,7 +137,7 @@ def test_the_same_tokens(name: str, place: str, opened: Opened) -> None:
 def test_a_sliding_window_stays_with_transformers(opened: Opened) -> None:
     session, model = opened("mistral")
     options = session.generate_options(model, kv="disk", memory_gib=SMALL)
-    assert all(type(each) is DynamicSlidingWindowLayer for each in options["past_key_values"].layers)
+    assert all(type(each) is DynamicSlidingWindowLayer for each in options[cache_name()].layers)
     assert options["prefill_chunk_size"] < PROMPT.shape[1]
     assert torch.equal(tokens(model, **options), tokens(model))
 
@@ -282,7 +283,7 @@ def test_read_in_one_dtype_continued_in_another(name: str, place: str, opened: O
     for options in (PLACES[place], {"kv": "device"}):
         model = session.load_model(dtype=torch.bfloat16, progress=False)
         prefilled = session.prefill(model, PROMPT, decode_on="cpu", dtype=torch.float32, **options)
-        cache = prefilled["past_key_values"]
+        cache = prefilled[cache_name()]
         assert model.dtype == torch.float32
         assert cache.get_seq_length() == 619
         found.append(tokens(model, **prefilled))

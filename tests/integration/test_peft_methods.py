@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,36 @@ def test_trains_as_locally(
         # ... and trained without any executor, used here.
         here = tenant_sdk.load_adapter(session.load_model(progress=False), local.adapter, session).eval()
         assert relative_error(fixed_result(here, token_ids()), local.result) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["prefix", "prompt", "p-tuning"])
+@pytest.mark.parametrize("first", ["adapter", "attach"])
+def test_prompts_are_in_front_of_all_that_is_generated(
+    method: str, first: str, llama: Executor, checkpoint: Callable[[str], Path]
+) -> None:
+    """Tokens are those of whole texts, without keys and values that are kept."""
+    ids = token_ids(rows=1)
+    with llama.connect() as session:
+        if first == "adapter":
+            model = session.attach(wrap(load_local(checkpoint("llama")), method)).eval()
+        else:
+            model = wrap(session.load_model(progress=False), method).eval()
+        with torch.no_grad():
+            for each in model.prompt_encoder.parameters():
+                each *= 20  # or it would change no token
+            whole = ids
+            for _ in range(6):
+                mask = torch.ones_like(whole)
+                following = model(input_ids=whole, attention_mask=mask).logits[:, -1:].argmax(-1)
+                whole = torch.cat([whole, following], 1)
+        options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Position ids are not supported")
+            given = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+            with model.disable_adapter():
+                without = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(given, whole)
+    assert not torch.equal(given, without)
 
 
 def test_adapters_that_scale_one_member_cost_no_more_than_they_must(llama: Executor) -> None:

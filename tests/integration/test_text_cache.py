@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from test_long_generation import MASK, PADDED, PLACES, PROMPT, SMALL, Opened, opened, tokens
 from transformers import DynamicCache
 
+from shared.compat import cache_name
 from shared.errors import ConfigurationError
 
 __all__ = ["opened"]  # the fixture
@@ -100,7 +101,7 @@ def test_beams_end_with_keys_of_other_texts(opened: Opened) -> None:
     best = tokens(model, num_beams=3, **options)
     with pytest.raises(ConfigurationError, match="beams"):
         tokens(model, turn(best), num_beams=3, **options)
-    options["past_key_values"].crop(-12)
+    options[cache_name()].crop(-12)
     again = tokens(model, num_beams=3, **options)
     assert torch.equal(again, best)
 
@@ -149,7 +150,7 @@ def test_what_was_done_to_the_cache(opened: Opened) -> None:
     """An answer is taken back, rows are chosen, repeated and copied, and all is forgotten."""
     session, model = opened("llama")
     options = session.generate_options(model, kv="host")
-    cache = options["past_key_values"]
+    cache = options[cache_name()]
     first = tokens(model, PADDED, attention_mask=MASK, **options)
     cache.crop(-12)  # all but the last token of the prompt
     assert torch.equal(tokens(model, PADDED, attention_mask=MASK, **options), first)
@@ -157,7 +158,7 @@ def test_what_was_done_to_the_cache(opened: Opened) -> None:
     with pytest.raises(ConfigurationError, match=REFUSED):
         tokens(model, turn(first[:1]), **options)
     cache.batch_repeat_interleave(2)
-    chat, copied = turn(first[1:].expand(2, -1)), options | {"past_key_values": copy.deepcopy(cache)}
+    chat, copied = turn(first[1:].expand(2, -1)), options | {cache_name(): copy.deepcopy(cache)}
     for each in (options, copied):
         assert torch.equal(tokens(model, chat, **each), tokens(model, chat))
     cache.reset()
@@ -168,7 +169,7 @@ def test_what_the_model_was_called_with_directly_is_not_known(opened: Opened) ->
     session, model = opened("llama")
     options = session.generate_options(model, kv="host")
     with torch.no_grad():
-        model(PROMPT[:, :-1], past_key_values=options["past_key_values"])
+        model(PROMPT[:, :-1], **{cache_name(): options[cache_name()]})
     assert torch.equal(tokens(model, **options), tokens(model))
 
 
@@ -188,7 +189,7 @@ def test_what_was_interrupted_goes_on(opened: Opened, monkeypatch: pytest.Monkey
         patched.setattr(model, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tokens(model, **options)
-    assert 0 < options["past_key_values"].get_seq_length() < PROMPT.shape[1]
+    assert 0 < options[cache_name()].get_seq_length() < PROMPT.shape[1]
     with pytest.raises(ConfigurationError, match=REFUSED):
         tokens(model, OTHER, **options)
     assert torch.equal(tokens(model, **options), tokens(model))
@@ -201,5 +202,5 @@ def test_a_model_is_changed_once_and_others_do_not_notice(opened: Opened) -> Non
     session.generate_options(model, kv="host")
     assert model.generate == made
     own = DynamicCache(config=model.config)
-    tokens(model, past_key_values=own)
+    tokens(model, **{cache_name(): own})
     assert own.get_seq_length() == PROMPT.shape[1] + 11

@@ -68,6 +68,7 @@ ROOMS = {
         "context_options",
         "remedies",
         "checks",
+        "versions",
         "doctor",
         "tuning",
         "gateway",

@@ -292,7 +292,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ("awq", {f"{Q_PROJ}.smooth": torch.ones(64)}, "smooth, and transformers does not say"),
         ("awq", {"model.layers.0.mlp.act.scales": torch.ones(96)}, r"act\.scales, and transformers"),
         ("fp8", {f"{Q_PROJ}.weight_scale_inv": torch.ones(3, 2)}, r"scales \[3, 2\] are not of blocks"),
-        ("fp8", {f"{Q_PROJ}.weight_scale_inv": None}, "dtype torch.float8_e4m3fn, which is not supported"),
+        ("fp8", {f"{Q_PROJ}.weight_scale_inv": None}, r"q_proj\.weight as .*float8\w+ without its scales"),
         ("gptq", {f"{Q_PROJ}.qzeros": None}, r"q_proj\.weight cannot be made of"),
         ("gptq", {f"{Q_PROJ}.scales": torch.ones(2, 32)}, r"q_proj\.weight cannot be made of"),
         # As 2-bit numbers would be.
