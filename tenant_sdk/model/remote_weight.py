@@ -24,6 +24,10 @@ _LOCAL = (
 _SAVE = "Save the adapter alone: `save_pretrained` of the PEFT model, or `peft.get_peft_model_state_dict`. "
 _LOAD = "Load the adapter alone: `tenant_sdk.load_adapter`, or `peft.set_peft_model_state_dict`. "
 _STAY = "It takes no memory here: there is nothing to offload, to share, to pin or to make narrower. "
+_TRL = (
+    "TRL's DPO and KTO hash all values for precompute_ref_log_probs=True: leave it False, which computes the "
+    "reference at each step. "
+)
 _NEW = "Make one of the same kind: torch.zeros(weight.shape, dtype=weight.dtype). "
 # What something needs, and what to do instead, by the operation that it begins with. Other operations need
 # themselves, ``_SKIP`` and ``_LOCAL``.
@@ -67,8 +71,7 @@ _DISPATCHED |= dict.fromkeys(
 )
 # What reads memory without an operation that could be dispatched; some of it would crash.
 _UNDISPATCHED = {
-    "numpy": ("its values as an array", _STAY + _SKIP),
-    "__array__": ("its values as an array", _STAY + _SKIP),
+    **dict.fromkeys(("numpy", "__array__"), ("its values as an array", _STAY + _SKIP + _TRL)),
     "tolist": ("its values as a list", _SKIP),
     **dict.fromkeys(("apply_", "map_", "map2_"), ("its values one by one", _SKIP)),
     **dict.fromkeys(("storage", "untyped_storage"), ("its bytes, to save or to share them", _SAVE)),
