@@ -74,8 +74,8 @@ def check_text(option: str, text: str) -> None:
     except UnicodeEncodeError as error:
         byte = ord(text[error.start]) & 0xFF
         raise ConfigurationError(
-            f"{option} is not UTF-8 text: byte {byte:#04x} at character {error.start + 1:,}; set the terminal "
-            "to UTF-8"
+            f"{option} is not UTF-8 text: byte {byte:#04x} at character {error.start + 1:,}; set the "
+            "terminal to UTF-8"
         ) from error
 
 
