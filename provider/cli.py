@@ -45,7 +45,7 @@ from provider.workers.world import World
 from shared import imports
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import in_options, option_names, prints_version, takes
+from shared.options import escape_output, in_options, option_names, prints_version, takes
 
 if TYPE_CHECKING:
     from provider.serve.provider import Provider
@@ -424,6 +424,7 @@ def run(application: Callable[[], Any]) -> None:
 
     It is CONFIGURATION if trying again would not help, else 1; that of options that cannot be read is 2.
     """
+    escape_output()
     try:
         application()
     except SymbiosisError as error:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from shared import imports
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.options import prints_version
+from shared.options import escape_output, prints_version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -233,6 +233,7 @@ def _root(
 
 def main() -> None:
     """Entry point of ``symbiosis-audit``."""
+    escape_output()
     warnings.simplefilter("ignore", FutureWarning)  # between transformers and peft
     try:
         app()

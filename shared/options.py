@@ -7,7 +7,9 @@ import difflib
 import functools
 import importlib.metadata
 import inspect
+import io
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -60,6 +62,29 @@ def rename(error: SymbiosisError, options: Mapping[str, str]) -> None:
 def option_names(configuration: type[Any]) -> dict[str, str]:
     """What ``in_options`` wants for the fields of a dataclass: each an option of its own name."""
     return {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(configuration)}
+
+
+def check_text(option: str, text: str) -> None:
+    """Refuse text of a command line whose bytes are no UTF-8, which Python keeps as halves of characters.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) & 0xFF
+        raise ConfigurationError(
+            f"{option} is not UTF-8 text: byte {byte:#04x} at character {error.start + 1:,}; set the "
+            "terminal to UTF-8"
+        ) from error
+
+
+def escape_output() -> None:
+    """From now on, what a terminal's encoding does not have is shown as its number, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def prints_version(program: str) -> Callable[[bool], None]:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, t
 
 from shared import imports
 from shared.errors import SymbiosisError, peer_text
-from shared.options import in_options, prints_version
+from shared.options import escape_output, in_options, prints_version
 from tenant_sdk import cli_options as options
 from tenant_sdk import context_options as contexts
 from tenant_sdk.config import SessionConfig
@@ -441,6 +441,7 @@ def _escaped(message: str, names: Mapping[str, str] = options.NAMES) -> str:
 
 def run(application: Callable[[], Any]) -> None:
     """Run a command line; an error that this project raises becomes one line and exit status 1."""
+    escape_output()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if not sys.warnoptions:
         # Deprecations between libraries are no news to whoever types a command.

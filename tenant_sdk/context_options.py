@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from shared.errors import ConfigurationError
+from shared.options import check_text
 
 Prompt = Annotated[Optional[str], typer.Option(help="What to go on from.")]  # noqa: UP045
 PromptFile = Annotated[
@@ -75,11 +76,12 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     """The prompt that was given, one way or the other.
 
     Raises:
-        ConfigurationError: both ways, or neither; or the file cannot be read.
+        ConfigurationError: both ways, or neither; or the file cannot be read, or it is no UTF-8.
     """
     if (prompt is None) == (file is None):
         raise ConfigurationError("give the prompt either with --prompt or with --prompt-file")
     if file is None:
+        check_text("--prompt", prompt or "")
         return prompt or ""
     try:
         return file.read_text(encoding="utf-8")

@@ -24,6 +24,10 @@ _LOCAL = (
 _SAVE = "Save the adapter alone: `save_pretrained` of the PEFT model, or `peft.get_peft_model_state_dict`. "
 _LOAD = "Load the adapter alone: `tenant_sdk.load_adapter`, or `peft.set_peft_model_state_dict`. "
 _STAY = "It takes no memory here: there is nothing to offload, to share, to pin or to make narrower. "
+_TRL = (
+    "TRL's DPO and KTO hash all values for precompute_ref_log_probs=True: leave it False, which computes the "
+    "reference at each step. "
+)
 _NEW = "Make one of the same kind: torch.zeros(weight.shape, dtype=weight.dtype). "
 # What something needs, and what to do instead, by the operation that it begins with. Other operations need
 # themselves, ``_SKIP`` and ``_LOCAL``.
@@ -67,8 +71,7 @@ _DISPATCHED |= dict.fromkeys(
 )
 # What reads memory without an operation that could be dispatched; some of it would crash.
 _UNDISPATCHED = {
-    "numpy": ("its values as an array", _STAY + _SKIP),
-    "__array__": ("its values as an array", _STAY + _SKIP),
+    **dict.fromkeys(("numpy", "__array__"), ("its values as an array", _STAY + _SKIP + _TRL)),
     "tolist": ("its values as a list", _SKIP),
     **dict.fromkeys(("apply_", "map_", "map2_"), ("its values one by one", _SKIP)),
     **dict.fromkeys(("storage", "untyped_storage"), ("its bytes, to save or to share them", _SAVE)),
@@ -80,7 +83,7 @@ _UNDISPATCHED = {
 _NO_STORAGE = "data is not allocated"  # torch's words, where compiled code asks for memory
 
 
-class _OfWeights(type(torch.Tensor)):  # type: ignore[misc]
+class _OfWeights(torch._C._TensorMeta):
     """Lets libraries that move a parameter make one of its own class again, as of ``nn.Parameter``."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -138,8 +141,9 @@ class RemoteWeight(torch.Tensor, metaclass=_OfWeights):
         is_sum = name == "add" and isinstance(weight, cls) and not kwargs
         if is_sum and isinstance(other, torch.Tensor) and not isinstance(other, RemoteWeight):
             return weight.sum_with(other)
-        if func == torch.Tensor.data.__set__ and not (isinstance(other, cls) and weight.is_same(other)):
-            raise weight.unavailable(*_DISPATCHED["copy_"])
+        replaces = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
+        if replaces and not _same(weight, other):
+            raise _first(args, kwargs).unavailable(*_DISPATCHED["copy_"])
         if name in _UNDISPATCHED:
             raise _first(args, kwargs).unavailable(*_UNDISPATCHED[name])
         try:
@@ -164,7 +168,7 @@ class RemoteWeight(torch.Tensor, metaclass=_OfWeights):
         if name == "_to_copy" and dtype.is_floating_point:
             return weight.like(dtype, torch.device(kwargs.get("device") or weight.device))
         # To itself, as ``torch.nn.utils.parametrize`` and ``load_state_dict`` do.
-        if name in ("set_", "copy_") and isinstance(to, cls) and isinstance(of, cls) and to.is_same(of):
+        if name in ("set_", "copy_") and _same(to, of):
             return to
         if name == "is_pinned":
             return False
@@ -222,6 +226,11 @@ class RemoteWeight(torch.Tensor, metaclass=_OfWeights):
 
 def _any_other(name: str) -> tuple[str, str]:
     return f"the operation {name} on the base weight", _SKIP + _LOCAL
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether both stand for the same weight."""
+    return isinstance(one, RemoteWeight) and isinstance(other, RemoteWeight) and one.is_same(other)
 
 
 def _first(args: Any, kwargs: Any) -> RemoteWeight:

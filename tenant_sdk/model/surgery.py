@@ -168,7 +168,7 @@ def of_another_head(model: nn.Module, groups: Sequence[Group]) -> list[str]:
         for member, inputs in served
         if (layer := layers.get(member.name)) is not None
         and id(layer) in own
-        and tuple(layer.weight.shape) != _shape(layer, member, inputs)  # type: ignore[union-attr]
+        and tuple(layer.weight.shape) != _shape(layer, member, inputs)  # type: ignore[arg-type]
     ]
 
 

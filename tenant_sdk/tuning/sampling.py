@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigurationError
+from shared.options import check_text
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -38,6 +39,9 @@ class Sampling:
             raise ConfigurationError(
                 "--repetition-penalty is above 0, and --stop is a text that is not empty"
             )
+
+        for text in self.stop:
+            check_text("--stop", text)
 
     def config(self, model: Any, tokenizer: Any) -> GenerationConfig:
         """What ``generate`` takes; a text ends with what the model or the tokenizer says ends one."""

@@ -11,6 +11,7 @@ import accelerate
 import peft
 import pytest
 import torch
+from commands import BASE_MODEL
 from conftest import Executor, relative_error
 from parity import add_lora, fixed_result, gradients, load_local, token_ids, virtual_layers, worst_error
 from torch import distributed
@@ -211,6 +212,47 @@ def test_data_parallel_training(remote: PreTrainedModel, local: PreTrainedModel,
         assert worst_error(got, expected) < TOLERANCE
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["DPO", "KTO"])
+def test_a_reference_that_is_computed_before(
+    method: str, serve: Callable[..., Executor], tmp_path: Path
+) -> None:
+    """TRL keeps it under a hash of all weights, which are not here; the refusal says which option that is."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets")
+    columns: dict[str, list[Any]] = {"prompt": ["Mon", "Tue"]}
+    if method == "DPO":
+        columns |= {"chosen": [" 6 January", " 4 March"], "rejected": [" a", " b"]}
+    else:
+        columns |= {"completion": [" 6 January", " 4 March"], "label": [True, False]}
+    with serve(BASE_MODEL).connect() as session:
+        tokenizer = session.load_tokenizer()
+
+        def trainer(**options: Any) -> Any:
+            arguments = getattr(trl, f"{method}Config")(
+                *(str(tmp_path),),
+                max_steps=1,
+                per_device_train_batch_size=2,
+                gradient_checkpointing=False,
+                bf16=False,
+                use_cpu=True,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                **options,
+            )
+            model = add_lora(session.load_model(progress=False), task_type="CAUSAL_LM")
+            data = datasets.Dataset.from_dict(columns)
+            return getattr(trl, f"{method}Trainer")(
+                model=model, args=arguments, train_dataset=data, processing_class=tokenizer
+            )
+
+        with pytest.raises(
+            tenant_sdk.RemoteWeightUnavailable, match="precompute_ref_log_probs=True: leave it"
+        ):
+            trainer(precompute_ref_log_probs=True)
+        assert trainer().train().training_loss > 0
 
 
 def test_the_whole_state_cannot_be_loaded(remote: PreTrainedModel, local: PreTrainedModel) -> None:

@@ -13,6 +13,8 @@ def test_a_prompt_or_a_file(tmp_path: Path) -> None:
     file.write_text("Größe\n", encoding="utf-8")
     assert prompt_text("x", None) == "x"
     assert prompt_text("", None) == ""
+    with pytest.raises(ConfigurationError, match="--prompt is not UTF-8 text: byte 0xe9 at character 4"):
+        prompt_text("caf\udce9", None)  # as Python has the bytes of another encoding
     assert prompt_text(None, file) == "Größe\n"
 
 

@@ -82,6 +82,7 @@ def test_sampling_depends_on_the_seed_alone(model: Any, capsys: pytest.CaptureFi
         ("5", {"temperature": -1.0}, "--temperature"),
         ("5", {"top_p": 0.0}, "--top-p"),
         ("5", {"stop": ("",)}, "--stop is a text that is not empty"),
+        ("5", {"stop": ("a", "b\udcff")}, "--stop is not UTF-8 text: byte 0xff at character 2"),
         ("5", {"repetition_penalty": 0.0}, "--repetition-penalty is above 0"),
     ],
 )

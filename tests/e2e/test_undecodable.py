@@ -1,0 +1,55 @@
+"""Command lines with bytes that are no UTF-8, and terminals that cannot show everything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from commands import finish, here, start
+from conftest import Executor
+
+from shared.errors import ConfigurationError
+
+# What the kernel takes as a name, and Python hands on as half a character.
+BYTE = os.fsdecode(b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "status", "said"),
+    [
+        ("tenant_sdk.cli", ("generate", "--prompt", f"a{BYTE}"), 1, "--prompt is not UTF-8 text: byte 0xff"),
+        ("provider.cli", ("certs", f"FOLDER/tls{BYTE}"), 0, "tls\\udcff"),
+        ("security.cli", (f"a{BYTE}",), 2, "No such command"),
+    ],
+)
+def test_bytes_that_are_no_text(
+    module: str, arguments: tuple[str, ...], status: int, said: str, tmp_path: Path
+) -> None:
+    given = [each.replace("FOLDER", str(tmp_path)) for each in arguments]
+    got, out, err = finish(start(module, *given, secrets={"PYTHONIOENCODING": "ascii:strict"}))
+    assert got == status, err
+    assert said in out + err
+    assert "Traceback" not in err
+    if module == "provider.cli":
+        assert (tmp_path / f"tls{BYTE}" / "ca.pem").is_file()
+
+
+def test_folders_and_variables(llama: Executor, tmp_path: Path) -> None:
+    """Folders are looked for as they are; what is no folder is refused."""
+    (tmp_path / f"adapter{BYTE}").mkdir()
+    for option, value, said in [
+        ("--adapter", tmp_path / f"adapter{BYTE}", "adapter_config.json"),
+        ("--adapter", tmp_path / f"other{BYTE}", "there is no such folder"),
+        ("--stop", f"a{BYTE}", "--stop is not UTF-8 text"),
+        ("--token-env", f"A{BYTE}", "takes the name of an environment variable"),
+        ("--config", tmp_path / f"a{BYTE}", "cannot read"),
+        ("--kv", f"a{BYTE}", "one of device, host, disk"),
+    ]:
+        done = here("generate", llama, "--privacy", "plain", "--prompt", "a", option, value)
+        assert isinstance(done.exception, ConfigurationError)
+        assert said in str(done.exception)
+    token = here(
+        "generate", llama, "--privacy", "plain", "--prompt", "a", secrets={"TENANT_TOKEN": f"a{BYTE}"}
+    )
+    assert isinstance(token.exception, ConfigurationError)
