@@ -162,8 +162,7 @@ class TrainingCheckpoints:
         before = _read_json(self._settings_file)
         if before is None:
             raise ConfigurationError(
-                f"{self._settings_file} cannot be read: nothing says what was trained; remove {self.folder} and "
-                "leave out --resume"
+                f"{self._settings_file} cannot be read; remove {self.folder} and leave out --resume"
             )
         other = [name for name, value in self._settings.items() if before.get(name) != value]
         if other:

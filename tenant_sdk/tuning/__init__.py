@@ -1,4 +1,4 @@
-"""What the commands `finetune` and `generate` do, several adapters trained in one batch, and exact resuming."""
+"""What the commands `finetune` and `generate` do; several adapters in one batch; resuming a training."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -45,6 +45,7 @@ from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate, last_lo
 from tenant_sdk.tuning.resuming import ExactResume, state_bytes
 
 _FEW = 32  # tokens that show how a model attends
+_LOSSES = 50  # that a training shows, each the mean over as many steps
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Result: losses in nats per token, of the first step and the last fiftieth; perplexities of the held-out text.
+    """Result: losses in nats per token, of the first step and of the last fiftieth of them, and perplexities.
 
     ``seconds`` are those since ``resumed_at``, the number of steps that a training before it had done.
     """
@@ -357,7 +358,7 @@ def _fit(training: TrainingOptions, model: Any, longest: int, say: Callable[[str
 
 
 def _check_space(output: Path, state: int) -> None:
-    """Fail before hours of training, not after: two checkpoints (adapter, state, two moments) and the adapter."""
+    """Fail before hours of training: two checkpoints (adapter, state, two moments) and the adapter."""
     needed = state * (2 * 4 + 1) / 1e6 + 5
     free = free_megabytes(output.parent)
     if free < needed:
@@ -378,7 +379,7 @@ def _train(
     show: Callable[[TrainingStep], None],
 ) -> tuple[float, float]:
     """Run the Trainer; the losses at the start and at the end."""
-    shown = max(1, steps // 50)
+    shown = max(1, steps // _LOSSES)
     arguments = TrainingArguments(
         output_dir=str(checkpoints.folder),
         max_steps=steps,
@@ -426,7 +427,7 @@ def _train(
                 raise
             # torch and the Trainer have many errors for a damaged file.
             raise ConfigurationError(
-                f"cannot go on from {resume_from}: {error}; remove it, and train from the start without --resume"
+                f"cannot go on from {resume_from}: {error}; remove it and leave out --resume"
             ) from error
     history = trainer.state.log_history
     return last_loss(history[:1], 1), last_loss(history, shown)

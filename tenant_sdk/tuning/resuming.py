@@ -1,9 +1,13 @@
 """Trainings that go on from a Trainer's checkpoint as if they had not stopped, to the bit.
 
-PEFT saves what inference needs, and the Trainer has PEFT save and load a checkpoint's adapter. Training needs
-more: p-tuning's encoder and not only the prompt that it makes, the ranks that AdaLoRA has given up for now and
-the scores that it gives them up by, parameters outside of the adapter that are trained. So a file of all of it
-lies beside PEFT's files in a checkpoint, which the Trainer completes afterwards by its own state.
+The Trainer has PEFT save and load a checkpoint's adapter, and PEFT saves what inference needs. Training needs
+more: p-tuning's encoder besides the prompt that it makes, the ranks that AdaLoRA has given up for now and the
+scores that it ranks them by, parameters outside of the adapter that are trained. So a file with all of that
+lies beside PEFT's files in a checkpoint. It is written along with them, before the Trainer's own state, which
+makes a checkpoint whole.
+
+A session learns from its model which layers share a request (``tenant_sdk.model.virtual``), and gradients are
+rounded by request: to the bit a training goes on in a new session, or after a pass of such a model.
 """
 
 from __future__ import annotations
@@ -53,14 +57,14 @@ class _Resumed(NamedTuple):
 class ExactResume(TrainerCallback):
     """A callback of a ``transformers.Trainer`` that makes resuming exact, whatever PEFT's method is.
 
-    Give it in ``callbacks=``. Checkpoints get one more file, and ``train(resume_from_checkpoint=...)`` takes
-    all that is trained from it, into a model that was made in the same way. ``load_best_model_at_end`` does too.
-    The optimizer, its schedule and random numbers are the Trainer's, which reads them with ``torch.load``
+    Give it in ``callbacks=``. A checkpoint gets one more file. ``train(resume_from_checkpoint=...)`` takes
+    all that is trained from it, into a model that was made in the same way; so does
+    ``load_best_model_at_end``. The optimizer, its schedule and random numbers are the Trainer's, which reads them with ``torch.load``
     (``weights_only``): resume from folders of your own alone.
 
     Raises:
-        ConfigurationError: from the Trainer: the model has no adapter, or one of a method whose state is not
-            known here; or a checkpoint cannot be gone on from: it is damaged, lacks a file, or is another model's.
+        ConfigurationError: out of the Trainer: the model has no adapter, or one of a method whose state is
+            not known here; or a checkpoint is damaged, lacks a file, or is another model's.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -73,7 +77,7 @@ class ExactResume(TrainerCallback):
         for config in model.peft_config.values():
             if unknown := [name for name in _UNKNOWN if getattr(config, name, None)]:
                 raise ConfigurationError(
-                    f"ExactResume does not know what {unknown[0]} keeps from step to step; leave one of them out"
+                    f"ExactResume does not know what {unknown[0]} keeps between steps; leave one of them out"
                 )
         if args.deepspeed or args.fsdp:
             raise ConfigurationError("ExactResume needs all parameters in one process: no FSDP, no DeepSpeed")
@@ -97,7 +101,7 @@ class ExactResume(TrainerCallback):
         for name in _COMPANIONS:
             if not any(resumed.folder.glob(name)):
                 raise ConfigurationError(
-                    f"{resumed.folder / name} is missing: a training cannot go on from there; remove the folder"
+                    f"{resumed.folder / name} is missing: no training goes on from there; remove the folder"
                 )
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -127,8 +131,8 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **mor
                 return _restore(self, each)
         if (folder / TRAINER_STATE_NAME).is_file():
             raise ConfigurationError(
-                f"{folder} holds no {STATE}: it was made without ExactResume, or by an earlier version, so that "
-                "a training cannot go on from it; remove it"
+                f"{folder} holds no {STATE}: it was made without ExactResume, or by an earlier version; no "
+                "training goes on from it, remove it"
             )
     return type(self).load_adapter(self, model_id, adapter_name, *args, **more)
 
@@ -224,7 +228,7 @@ def _read(
 
 
 def _check_pattern(file: Path, model: Any, adapter: str, pattern: Mapping[str, list[bool]]) -> None:
-    """Which ranks are kept must be said of each layer, by PEFT's names, with the adapter's name or without."""
+    """Each layer must be said the ranks of, by PEFT's names, with the adapter's name or without."""
     end = f".lora_E.{adapter}"
     ranks = {n: len(each) for n, each in model.base_model.model.named_parameters() if n.endswith(end)}
     short = {name.removesuffix(f".{adapter}"): rank for name, rank in ranks.items()}
@@ -234,5 +238,5 @@ def _check_pattern(file: Path, model: Any, adapter: str, pattern: Mapping[str, l
 
 def _other(file: Path, what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{file} is of another model, adapter or version: {what}; go on with what wrote it, or remove the folder"
+        f"{file} is of another model, adapter or version: {what}; go on with what wrote it, or remove it"
     )
