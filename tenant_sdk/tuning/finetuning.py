@@ -18,6 +18,7 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -25,6 +26,7 @@ from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 from shared.errors import ConfigurationError, StorageError, SymbiosisError
 from tenant_sdk.model.naming import base_of
@@ -416,7 +418,11 @@ def _train(
     resume = "Then run the same command with --resume: it goes on from the last whole checkpoint."
     with disk_errors(checkpoints.folder, "a checkpoint", resume):
         try:
-            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+            if resume_from and resume_from.name == f"checkpoint-{steps}":  # the Trainer would do another step
+                model.load_adapter(str(resume_from), "default")
+                trainer.state = TrainerState.load_from_json(str(resume_from / TRAINER_STATE_NAME))
+            else:
+                trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         except (KeyboardInterrupt, SymbiosisError):
             if between.unsaved:  # so that --resume loses nothing
                 between.forget_draws()

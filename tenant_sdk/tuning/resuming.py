@@ -59,8 +59,8 @@ class ExactResume(TrainerCallback):
 
     Give it in ``callbacks=``. A checkpoint gets one more file. ``train(resume_from_checkpoint=...)`` takes
     all that is trained from it, into a model that was made in the same way; so does
-    ``load_best_model_at_end``. The optimizer, its schedule and random numbers are the Trainer's, which reads them with ``torch.load``
-    (``weights_only``): resume from folders of your own alone.
+    ``load_best_model_at_end``. The optimizer, its schedule and random numbers are the Trainer's, which reads
+    them with ``torch.load`` (``weights_only``): resume from folders of your own alone.
 
     Raises:
         ConfigurationError: out of the Trainer: the model has no adapter, or one of a method whose state is
@@ -81,8 +81,9 @@ class ExactResume(TrainerCallback):
                 )
         if args.deepspeed or args.fsdp:
             raise ConfigurationError("ExactResume needs all parameters in one process: no FSDP, no DeepSpeed")
-        model.save_pretrained = MethodType(_save_pretrained, model)
-        model.load_adapter = MethodType(_load_adapter, model)
+        vars(model).update(
+            save_pretrained=MethodType(_save_pretrained, model), load_adapter=MethodType(_load_adapter, model)
+        )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """See TrainerCallback; a checkpoint is loaded by now, but for random numbers."""

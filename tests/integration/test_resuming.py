@@ -289,6 +289,26 @@ def test_another_trainers_state_is_no_whole_checkpoint(
     assert any("no whole checkpoint" in line for line in said)
 
 
+def test_a_checkpoint_that_is_half_written_is_not_taken(
+    session: tenant_sdk.Session, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, training = transformers.Trainer._save_rng_state, options(text, "adapter")
+
+    def stop(self: Any, folder: str) -> None:
+        if self.state.global_step == 4:
+            raise RuntimeError("a crash")
+        save(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.Trainer._save_rng_state", stop)
+        with pytest.raises(RuntimeError) as ended:
+            train(session, training)
+    folder = text.parent / "adapter.checkpoints"
+    assert (folder / "checkpoint-4" / "training_state.safetensors").is_file()
+    assert ended.value.__notes__[0].startswith("step 2 is kept")
+    assert train(session, dataclasses.replace(training, resume=True))[0].resumed_at == 2
+
+
 def test_damaged_settings(session: tenant_sdk.Session, text: Path, stopped: Stopped) -> None:
     again, checkpoint = stopped(text)
     (checkpoint.parent / "settings.json").write_text("{")
