@@ -125,6 +125,7 @@ class TrainingCheckpoints:
         self.folder = output.with_name(output.name + ".checkpoints")
         self._settings_file = self.folder / "settings.json"
         self._settings = dict(settings)
+        self._resumed = False
 
     def check(self, *, resume: bool) -> None:
         """Whether a training can begin, or go on, so far as that shows without its settings.
@@ -152,12 +153,17 @@ class TrainingCheckpoints:
                 resume, or it had other settings.
         """
         self.check(resume=resume)
+        self._resumed = resume
         if not resume:
             with disk_errors(self.folder, "checkpoints", "Then run again."):
                 self.folder.mkdir(exist_ok=True)
                 self._settings_file.write_text(json.dumps(self._settings, indent=1))
             return None
-        before = _read_json(self._settings_file) or {}
+        before = _read_json(self._settings_file)
+        if before is None:
+            raise ConfigurationError(
+                f"{self._settings_file} cannot be read; remove {self.folder} and leave out --resume"
+            )
         other = [name for name, value in self._settings.items() if before.get(name) != value]
         if other:
             raise ConfigurationError(
@@ -168,15 +174,18 @@ class TrainingCheckpoints:
 
     @contextmanager
     def resumable(self) -> Iterator[None]:
-        """Note with whatever ends the training inside how far it came, where that is, and how to go on."""
+        """Note with whatever ends the training inside how far it came, where that is, and how to go on.
+
+        Not with an error that a file or an option is to blame for: it would end the same command again.
+        """
         try:
             yield
+        except ConfigurationError:
+            raise
         except BaseException as error:
             if newest := self._newest():
-                error.add_note(
-                    f"step {_step(newest)} is kept in {self.folder}; to go on from it, add --resume to the "
-                    "same command"
-                )
+                how = "run the same command again" if self._resumed else "add --resume to the same command"
+                error.add_note(f"step {_step(newest)} is kept in {self.folder}; to go on from it, {how}")
             raise
 
     def _newest(self) -> Path | None:
@@ -185,7 +194,8 @@ class TrainingCheckpoints:
     def _whole(self) -> list[Path]:
         """The checkpoints that are complete: the Trainer writes its state last."""
         found = [path for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()]
-        return [path for path in found if _read_json(path / "trainer_state.json") is not None]
+        states = [(path, _read_json(path / "trainer_state.json") or {}) for path in found]
+        return [path for path, state in states if state.get("global_step") == _step(path)]
 
     def remove(self) -> None:
         """The training is complete: its checkpoints are of no more use."""

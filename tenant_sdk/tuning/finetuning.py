@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     PrinterCallback,
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -23,6 +26,7 @@ from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 from shared.errors import ConfigurationError, StorageError, SymbiosisError
 from tenant_sdk.model.naming import base_of
@@ -40,10 +44,12 @@ from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method,
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Collate, Reader, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import save_adapter
-from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate
+from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate, last_loss
+from tenant_sdk.tuning.resuming import ExactResume, state_bytes
 from tenant_sdk.tuning.sampling import ends_of
 
 _FEW = 32  # tokens that show how a model attends
+_LOSSES = 50  # that a training shows, each the mean over as many steps
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Result: losses in nats per token of the batches of a step, perplexities of the held-out text.
+    """Result: losses in nats per token, of the first step and of the last fiftieth of them, and perplexities.
 
     ``seconds`` are those since ``resumed_at``, the number of steps that a training before it had done.
     """
@@ -167,15 +173,36 @@ class _AdaLora(TrainerCallback):
 
 
 class _Between(TrainerCallback):
-    """Whether the parameters are those of a whole number of steps."""
+    """Whether the parameters are those of a whole number of steps that no checkpoint has.
 
-    whole = True
+    Attributes:
+        begun: a step has, so that a checkpoint to resume from is loaded.
+    """
+
+    begun = unsaved = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun = True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.whole = False
+        self.unsaved = False
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.whole = True
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:  # a checkpoint holds the losses, too
+            self.unsaved = True
+            cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+            self._drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.unsaved = False
+
+    def forget_draws(self) -> None:
+        """Take back what was drawn since, for a step that was not done: it is drawn again."""
+        python, numpy, cpu, cuda = self._drawn
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state_all(cuda)
 
 
 def finetune(
@@ -241,7 +268,7 @@ def finetune(
         check_packing(model, examples)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
-    _check_space(output, trained)
+    _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
     settings = asdict(training) | {
@@ -256,6 +283,8 @@ def finetune(
     settings["targets"] = list(training.targets)
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
+    if training.resume and resume_from is None:
+        say(f"there is no whole checkpoint in {checkpoints.folder}: the training begins with its first step")
 
     with checkpoints.resumable():
         before = None
@@ -270,14 +299,14 @@ def finetune(
                 estimate(model, examples, batch, left, training.seed, lambda: session.stats, training.collate)
             )
         started = time.perf_counter()
-        losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
+        first, last = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
         seconds = time.perf_counter() - started
         after = None
         if held_out:
             after = perplexity(model, held_out, training.batch_size)
             say(f"held-out perplexity after: {after:.2f}")
         tokens = sum(len(example["input_ids"]) for example in examples)
-        report = TrainingReport(steps, seconds, done, trained, losses[0], losses[-1], before, after)
+        report = TrainingReport(steps, seconds, done, trained, first, last, before, after)
         resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
         with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
             save_adapter(
@@ -342,9 +371,9 @@ def _fit(training: TrainingOptions, model: Any, longest: int, say: Callable[[str
         say(tuning.plan.sentence(length, batch))
 
 
-def _check_space(output: Path, parameters: int) -> None:
-    """Fail before hours of training, not after: two checkpoints (weights, two moments) and the adapter."""
-    needed = parameters * 4 * (2 * 3 + 1) / 1e6 + 5
+def _check_space(output: Path, state: int) -> None:
+    """Fail before hours of training: two checkpoints (adapter, state, two moments) and the adapter."""
+    needed = state * (2 * 4 + 1) / 1e6 + 5
     free = free_megabytes(output.parent)
     if free < needed:
         raise StorageError(
@@ -362,8 +391,9 @@ def _train(
     checkpoints: TrainingCheckpoints,
     resume_from: Path | None,
     show: Callable[[TrainingStep], None],
-) -> list[float]:
-    """Run the Trainer; the logged losses in order."""
+) -> tuple[float, float]:
+    """Run the Trainer; the losses at the start and at the end."""
+    shown = max(1, steps // _LOSSES)
     arguments = TrainingArguments(
         output_dir=str(checkpoints.folder),
         max_steps=steps,
@@ -372,8 +402,7 @@ def _train(
         lr_scheduler_type="linear",
         warmup_steps=min(10, steps // 10),
         seed=training.seed,
-        logging_steps=max(1, steps // 50),
-        logging_first_step=True,
+        logging_steps=1,  # a mean over several would begin anew when a training is resumed
         save_strategy="steps",
         save_steps=training.save_steps,
         save_total_limit=1,
@@ -389,16 +418,34 @@ def _train(
         args=arguments,
         train_dataset=list(examples),
         data_collator=training.collate,
-        callbacks=[between, Progress(show), *([_AdaLora()] if training.method == "adalora" else [])],
+        callbacks=[
+            ExactResume(),
+            between,
+            Progress(show, shown),
+            *([_AdaLora()] if training.method == "adalora" else []),
+        ],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     resume = "Then run the same command with --resume: it goes on from the last whole checkpoint."
     with disk_errors(checkpoints.folder, "a checkpoint", resume):
         try:
-            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+            if resume_from and resume_from.name == f"checkpoint-{steps}":  # the Trainer would do another step
+                model.load_adapter(str(resume_from), "default")
+                trainer.state = TrainerState.load_from_json(str(resume_from / TRAINER_STATE_NAME))
+            else:
+                trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         except (KeyboardInterrupt, SymbiosisError):
-            if trainer.state.global_step and between.whole:  # so that --resume loses nothing
+            if between.unsaved:  # so that --resume loses nothing
+                between.forget_draws()
                 trainer._save_checkpoint(model, trial=None)
             raise
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        except Exception as error:
+            if resume_from is None or between.begun:
+                raise
+            # torch and the Trainer have many errors for a damaged file.
+            raise ConfigurationError(
+                f"cannot go on from {resume_from}: {error}; remove it and leave out --resume"
+            ) from error
+    history = trainer.state.log_history
+    return last_loss(history[:1], 1), last_loss(history, shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,25 +30,29 @@ class TrainingStep:
     seconds_left: float
 
 
-class Progress(TrainerCallback):
-    """Tells the command line about every step."""
+def last_loss(history: Sequence[Mapping[str, float]], steps: int) -> float:
+    """The mean over the last steps, of a Trainer's history that has each."""
+    losses = [entry["loss"] for entry in history if "loss" in entry][-steps:]
+    return sum(losses) / len(losses)
 
-    def __init__(self, show: Callable[[TrainingStep], None]) -> None:
-        self._show = show
+
+class Progress(TrainerCallback):
+    """Tells the command line about every step, with the mean loss of so many whenever they are done."""
+
+    def __init__(self, show: Callable[[TrainingStep], None], steps: int) -> None:
+        self._show, self._steps = show, steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See TrainerCallback; a resumed training has done steps before."""
         self._started, self._first = time.perf_counter(), state.global_step
         self._tokens = state.num_input_tokens_seen
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See TrainerCallback."""
-        self._tell(state, None)
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """See TrainerCallback."""
         if logs and "loss" in logs:
-            self._tell(state, logs["loss"])
+            self._tell(state, None)
+            if state.global_step == 1 or state.global_step % self._steps == 0:
+                self._tell(state, last_loss(state.log_history, self._steps))
 
     def _tell(self, state: Any, loss: float | None) -> None:
         seconds = time.perf_counter() - self._started

@@ -107,19 +107,25 @@ def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
     assert checkpoints.begin(resume=True) is None
     assert checkpoints.begin(resume=False) is None  # there is nothing in it to lose
     (checkpoints.folder / "checkpoint-3").mkdir()
-    (checkpoints.folder / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    (checkpoints.folder / "checkpoint-3" / "trainer_state.json").write_text('{"global_step": 3}')
     with pytest.raises(ConfigurationError, match="interrupted training; go on with --resume"):
         checkpoints.begin(resume=False)
     with pytest.raises(ConfigurationError, match="rank was 8, now 4"):
         TrainingCheckpoints(output, {"rank": 4}).begin(resume=True)
-    for step, state in ((9, "{}"), (10, "{}"), (11, '{"global_st'), (12, None)):
+    for step, state in (
+        (9, '{"global_step": 9}'),
+        (10, '{"global_step": 10}'),
+        (13, "{}"),
+        (11, '{"global_st'),
+        (12, None),
+    ):
         folder = checkpoints.folder / f"checkpoint-{step}"
         folder.mkdir()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
     found = checkpoints.begin(resume=True)
     assert found is not None
-    assert found.name == "checkpoint-10"  # 11 and 12 were cut off
+    assert found.name == "checkpoint-10"  # 11 and 12 were cut off, 13 is of no step
     assert json.loads((checkpoints.folder / "settings.json").read_text()) == settings
     checkpoints.remove()
     assert list(tmp_path.iterdir()) == []
