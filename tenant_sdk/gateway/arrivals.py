@@ -83,7 +83,8 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
             if not isinstance(client, Refusal):
                 self.shared.strangers.leave(self)
                 if not self.shared.known.take(client, 1):
-                    return self.transport.abort()
+                    self.transport.abort()
+                    return
                 self._client = client
         super().on_headers_complete()
 

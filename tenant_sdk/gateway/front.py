@@ -117,11 +117,13 @@ class Front:
         again = _again(wanted.body, receive)
         if scope["path"] in TOKENIZES:
             async with self._turns.taken(client):
-                return await self._application(_with_length(scope, wanted.body), again, send)
+                await self._application(_with_length(scope, wanted.body), again, send)
+            return
         if wanted.constraint is not None:
             refusal = await _unless_gone(self._judged(client, wanted.constraint), receive)
             if refusal is None or refusal.message:
-                return await _refuse(send, refusal)
+                await _refuse(send, refusal)
+                return
         # What ended one of its sequences is found by a name that nobody else can give.
         name, entered = secrets.token_hex(16), self._clock()
         scope = _with_length(scope, wanted.body, name.encode())
@@ -218,7 +220,7 @@ async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal 
 
 
 def _timed(send: Send) -> Send:
-    """``send``, which gives a client up that does not read its answer: its sequences are computed for nobody."""
+    """``send``, which gives a client up that does not read: its sequences are computed for nobody."""
 
     async def timed(message: Message) -> None:
         async with asyncio.timeout(SEND_SECONDS):

@@ -1,4 +1,4 @@
-"""Constraints as llguidance compiles them, with limits; and a process that tries one before the engine has it.
+"""Constraints as llguidance compiles them, with limits; and a process that tries each before the engine.
 
     python -m tenant_sdk.gateway.grammars TOKENIZER_FILE TOKENS END_OF_TEXT
 

@@ -45,47 +45,47 @@ IGNORED = frozenset(
 class StreamOptions(Struct):
     """Of a stream."""
 
-    include_usage: bool | None | UnsetType = UNSET
-    continuous_usage_stats: bool | None | UnsetType = UNSET
+    include_usage: bool | UnsetType | None = UNSET
+    continuous_usage_stats: bool | UnsetType | None = UNSET
 
 
 class Sampling(Struct, kw_only=True):
     """What completions and chats have in common; ``UNSET`` and null are not the same to vLLM."""
 
-    model: Short | None | UnsetType = UNSET
-    frequency_penalty: Penalty | None | UnsetType = UNSET
+    model: Short | UnsetType | None = UNSET
+    frequency_penalty: Penalty | UnsetType | None = UNSET
     logit_bias: (
         Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
-        | None
         | UnsetType
+        | None
     ) = UNSET
-    max_tokens: Count | None | UnsetType = UNSET
-    n: Annotated[int, Meta(ge=1, le=INT32)] | None | UnsetType = UNSET
-    presence_penalty: Penalty | None | UnsetType = UNSET
-    seed: Seed | None | UnsetType = UNSET
-    stop: Stop | Words | None | UnsetType = UNSET
-    stream: bool | None | UnsetType = UNSET
-    stream_options: StreamOptions | None | UnsetType = UNSET
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None | UnsetType = UNSET
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=-1, le=INT32)] | None | UnsetType = UNSET
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None | UnsetType = UNSET
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None | UnsetType = UNSET
-    stop_token_ids: Tokens | None | UnsetType = UNSET
+    max_tokens: Count | UnsetType | None = UNSET
+    n: Annotated[int, Meta(ge=1, le=INT32)] | UnsetType | None = UNSET
+    presence_penalty: Penalty | UnsetType | None = UNSET
+    seed: Seed | UnsetType | None = UNSET
+    stop: Stop | Words | UnsetType | None = UNSET
+    stream: bool | UnsetType | None = UNSET
+    stream_options: StreamOptions | UnsetType | None = UNSET
+    temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType | None = UNSET
+    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType | None = UNSET
+    top_k: Annotated[int, Meta(ge=-1, le=INT32)] | UnsetType | None = UNSET
+    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType | None = UNSET
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | UnsetType | None = UNSET
+    stop_token_ids: Tokens | UnsetType | None = UNSET
     include_stop_str_in_output: bool | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
     min_tokens: Count | UnsetType = UNSET
     skip_special_tokens: bool | UnsetType = UNSET
     spaces_between_special_tokens: bool | UnsetType = UNSET
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32)] | None | UnsetType = UNSET
-    truncation_side: Literal["left", "right"] | None | UnsetType = UNSET
-    allowed_token_ids: Tokens | None | UnsetType = UNSET
-    prompt_logprobs: Likeliest | None | UnsetType = UNSET
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32)] | UnsetType | None = UNSET
+    truncation_side: Literal["left", "right"] | UnsetType | None = UNSET
+    allowed_token_ids: Tokens | UnsetType | None = UNSET
+    prompt_logprobs: Likeliest | UnsetType | None = UNSET
     bad_words: Words | UnsetType = UNSET
     add_special_tokens: bool | UnsetType = UNSET
-    return_tokens_as_token_ids: bool | None | UnsetType = UNSET
-    return_token_ids: bool | None | UnsetType = UNSET
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None | UnsetType = UNSET
+    return_tokens_as_token_ids: bool | UnsetType | None = UNSET
+    return_token_ids: bool | UnsetType | None = UNSET
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | UnsetType | None = UNSET
     response_format: Any = UNSET
     structured_outputs: Any = UNSET
 
@@ -100,8 +100,8 @@ class Completion(Sampling, kw_only=True):
     """``/v1/completions``."""
 
     prompt: str | list[str | Token | list[Token]]
-    echo: bool | None | UnsetType = UNSET
-    logprobs: Likeliest | None | UnsetType = UNSET
+    echo: bool | UnsetType | None = UNSET
+    logprobs: Likeliest | UnsetType | None = UNSET
 
     @property
     def prompts(self) -> int:
@@ -121,9 +121,9 @@ class Function(Struct):
     """Of a tool, as templates show it to a model."""
 
     name: Short
-    description: str | None | UnsetType = UNSET
-    parameters: dict[str, Any] | None | UnsetType = UNSET
-    strict: bool | None | UnsetType = UNSET
+    description: str | UnsetType | None = UNSET
+    parameters: dict[str, Any] | UnsetType | None = UNSET
+    strict: bool | UnsetType | None = UNSET
 
 
 class Tool(Struct):
@@ -159,12 +159,12 @@ class ChatMessage(Struct):
     """Of a chat; what else clients put into one is left out."""
 
     role: Short
-    content: str | Annotated[list[Part], Meta(max_length=MESSAGES)] | None | UnsetType = UNSET
-    name: Short | None | UnsetType = UNSET
-    tool_calls: Annotated[list[Call], Meta(max_length=64)] | None | UnsetType = UNSET
-    tool_call_id: Short | None | UnsetType = UNSET
-    reasoning: str | None | UnsetType = UNSET
-    reasoning_content: str | None | UnsetType = UNSET
+    content: str | Annotated[list[Part], Meta(max_length=MESSAGES)] | UnsetType | None = UNSET
+    name: Short | UnsetType | None = UNSET
+    tool_calls: Annotated[list[Call], Meta(max_length=64)] | UnsetType | None = UNSET
+    tool_call_id: Short | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES)]
@@ -176,16 +176,16 @@ class Chat(Sampling, kw_only=True):
     """``/v1/chat/completions``."""
 
     messages: Messages
-    tools: Tools | None | UnsetType = UNSET
+    tools: Tools | UnsetType | None = UNSET
     add_generation_prompt: bool | UnsetType = UNSET
     continue_final_message: bool | UnsetType = UNSET
-    chat_template_kwargs: ForTemplate | None | UnsetType = UNSET
-    logprobs: bool | None | UnsetType = UNSET
-    top_logprobs: Likeliest | None | UnsetType = UNSET
-    max_completion_tokens: Count | None | UnsetType = UNSET
-    tool_choice: Literal["none"] | None | UnsetType = UNSET
+    chat_template_kwargs: ForTemplate | UnsetType | None = UNSET
+    logprobs: bool | UnsetType | None = UNSET
+    top_logprobs: Likeliest | UnsetType | None = UNSET
+    max_completion_tokens: Count | UnsetType | None = UNSET
+    tool_choice: Literal["none"] | UnsetType | None = UNSET
     reasoning_effort: (
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None | UnsetType
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | UnsetType | None
     ) = UNSET
     include_reasoning: bool | UnsetType = UNSET
     echo: bool | UnsetType = UNSET
@@ -204,9 +204,9 @@ class TokenizeText(Struct, kw_only=True):
     """``/tokenize`` of a text."""
 
     prompt: str
-    model: Short | None | UnsetType = UNSET
+    model: Short | UnsetType | None = UNSET
     add_special_tokens: bool | UnsetType = UNSET
-    return_token_strs: bool | None | UnsetType = UNSET
+    return_token_strs: bool | UnsetType | None = UNSET
 
     def check(self) -> str:
         """See ``Completion``."""
@@ -217,13 +217,13 @@ class TokenizeChat(Struct, kw_only=True):
     """``/tokenize`` of a chat."""
 
     messages: Messages
-    tools: Tools | None | UnsetType = UNSET
+    tools: Tools | UnsetType | None = UNSET
     add_generation_prompt: bool | UnsetType = UNSET
     continue_final_message: bool | UnsetType = UNSET
-    chat_template_kwargs: ForTemplate | None | UnsetType = UNSET
-    model: Short | None | UnsetType = UNSET
+    chat_template_kwargs: ForTemplate | UnsetType | None = UNSET
+    model: Short | UnsetType | None = UNSET
     add_special_tokens: bool | UnsetType = UNSET
-    return_token_strs: bool | None | UnsetType = UNSET
+    return_token_strs: bool | UnsetType | None = UNSET
 
     def check(self) -> str:
         """See ``Completion``."""
@@ -234,7 +234,7 @@ class Detokenize(Struct, kw_only=True):
     """``/detokenize``."""
 
     tokens: list[Token]
-    model: Short | None | UnsetType = UNSET
+    model: Short | UnsetType | None = UNSET
 
     def check(self) -> str:
         """See ``Completion``."""

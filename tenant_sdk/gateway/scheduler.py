@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which ends the requests of a step that failed, or those that it failed for, and goes on."""
+"""vLLM's scheduler, which ends the requests that a step failed for, and goes on."""
 
 from __future__ import annotations
 
