@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = GENERATES | TOKENIZES | {"/health", "/version", "/metrics"}
-TOKEN_BYTES = 8  # of a body that is tokenized, for each token that a prompt may have
 # vLLM's counters and gauges that the page shows.
 _SHOWN = {
     "vllm:generation_tokens_total": "tokens",
@@ -133,7 +132,7 @@ class Endpoints:
             queue=gateway.queue,
             folder=gateway.folder,
             retry_after=gateway.retry_after,
-            longest=lambda: TOKEN_BYTES * gateway.engine.model_config.max_model_len,
+            context=lambda: gateway.engine.model_config.max_model_len,
             judge=lambda: gateway.trials,
             unserved=self._unserved,
         )
@@ -229,7 +228,8 @@ class Endpoints:
             try:
                 await self._engine.add_lora(request)
             except Exception as error:
-                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {error}") from error
+                why = str(error).removeprefix("Call to add_lora method failed: ")
+                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
             # Without a moment in which nobody has the name.
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], gateway.served[adapter.name] = request, adapter

@@ -29,6 +29,7 @@ ADAPTER = "/v1/adapters/"  # and a name
 OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20
 SMALL_BODY_BYTES = 64 << 10
+TOKEN_BYTES = 8  # of a body that is tokenized, beside the small one, for each token of a sequence
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
@@ -50,7 +51,7 @@ class Front:
         door, queue: who comes in, and how many.
         folder: where the worker writes its ``Status``.
         retry_after: seconds in which a provider that is away may be back.
-        longest: bytes of a request that is tokenized, or put together again.
+        context: the most tokens of a sequence.
         judge: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
         clock: seconds, as ``Status.failed_at``.
@@ -64,14 +65,14 @@ class Front:
         queue: Queue,
         folder: Path,
         retry_after: int,
-        longest: Callable[[], int] = lambda: 0,
+        context: Callable[[], int],
         judge: Callable[[], Judge | None] = lambda: None,
         unserved: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._application, self._door, self._queue = application, door, queue
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
-        self._longest, self._judge, self._unserved = longest, judge, unserved
+        self._context, self._judge, self._unserved = context, judge, unserved
         self._arriving, self._turns = Shares(BODIES_BYTES, door.clients), Turns()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -95,7 +96,7 @@ class Front:
                 return await _refuse(send, body)
             if path not in GENERATES | TOKENIZES:
                 return await self._application(scope, _again(body, receive), send)
-            wanted = self._away() or asked(path, body)
+            wanted = self._away() or asked(path, body, self._context())
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
         if why := self._unserved(wanted.model):
@@ -143,7 +144,7 @@ class Front:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
         most = BODY_BYTES if path in GENERATES else SMALL_BODY_BYTES
         if path in TOKENIZES:
-            most += self._longest()
+            most += TOKEN_BYTES * self._context()
         body = bytearray()
         try:
             yield await self._received(client, most, body, receive)

@@ -10,51 +10,26 @@ from typing import Any
 OURS = ("tenant_sdk", "shared")  # whose words hold no text of a client
 
 
-class _Wordless(logging.LogRecord):
-    """A record of a library: its words, and those of an exception, may hold what a client sent."""
-
-    def __init__(
-        self, name: str, level: int, path: str, line: int, message: Any, args: Any, trouble: Any, **more: Any
-    ) -> None:
-        ours = name.partition(".")[0] in OURS
-        super().__init__(
-            name,
-            level,
-            path,
-            line,
-            message if ours else _told(path, line, trouble),
-            args if ours else (),
-            trouble if ours else None,
-            **more,
-        )
-
-
 def leave_words_out() -> None:
-    """From now on, in this process, for all loggers but those of this project."""
+    """From now on, in this process: a library's words, and those of an exception, may hold a client's."""
+    make = logging.getLogRecordFactory()
 
-    def record(
-        name: str,
-        level: int,
-        path: str,
-        line: int,
-        message: Any,
-        args: Any,
-        trouble: Any,
-        func: str | None = None,
-        sinfo: str | None = None,
-        **_: Any,
-    ) -> logging.LogRecord:
-        return _Wordless(name, level, path, line, message, args, trouble, func=func)
+    def wordless(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make(*arguments, **options)
+        if record.name.partition(".")[0] not in OURS:
+            record.msg, record.args = _told(record), ()
+            record.exc_info = record.exc_text = record.stack_info = None
+        return record
 
-    logging.setLogRecordFactory(record)
+    logging.setLogRecordFactory(wordless)
     warnings.simplefilter("ignore")  # these have words too, and are for developers
 
 
-def _told(path: str, line: int, trouble: Any) -> str:
+def _told(record: logging.LogRecord) -> str:
     """Where, and for an exception its kind and the way it took."""
-    told = f"(from {path}:{line}; words are left out, they may be a client's)"
-    error = trouble[1] if isinstance(trouble, tuple) else trouble
-    if not isinstance(error, BaseException):
+    told = f"from {record.pathname}:{record.lineno}; its words may hold a client's and are left out"
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None:
         return told
     way = "".join(traceback.format_tb(error.__traceback__))
     return f"{told}\n{way}{type(error).__name__}"

@@ -25,6 +25,8 @@ Short = Annotated[str, Meta(max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Plain = str | bool | int | float | None
 MESSAGES = 1024
+PARTS = 4096  # of all messages of a chat
+TOOLS_BYTES = 64 << 10
 # OpenAI's that clients send as a matter of course, and that change nothing here.
 IGNORED = frozenset(
     {
@@ -109,12 +111,16 @@ class Completion(Sampling, kw_only=True):
         several = isinstance(self.prompt, list) and any(isinstance(each, (str, list)) for each in self.prompt)
         return len(self.prompt) if several else 1
 
-    def check(self) -> str:
+    def check(self, context: int) -> str:
         """What is wrong with it that types do not say; empty: nothing."""
-        kinds = {type(each) for each in self.prompt} if isinstance(self.prompt, list) else {str}
-        if len(kinds) != 1:
+        if isinstance(self.prompt, str):
+            return ""
+        if len({type(each) for each in self.prompt}) != 1:
             return "a list of prompts has texts, or tokens, or lists of tokens, and is not empty"
-        return ""
+        whole: list[Any] = [self.prompt, *self.prompt]
+        tokens = [each for each in whole if isinstance(each, list) and isinstance(next(iter(each), 0), int)]
+        longest = max(map(len, tokens), default=0)
+        return _too_long(longest, context)
 
 
 class Function(Struct):
@@ -195,9 +201,9 @@ class Chat(Sampling, kw_only=True):
         """See ``Completion``."""
         return 1
 
-    def check(self) -> str:
+    def check(self, context: int) -> str:
         """See ``Completion``."""
-        return _wrong(self.messages)
+        return _wrong(self.messages, self.tools)
 
 
 class TokenizeText(Struct, kw_only=True):
@@ -208,7 +214,7 @@ class TokenizeText(Struct, kw_only=True):
     add_special_tokens: bool | UnsetType = UNSET
     return_token_strs: bool | UnsetType | None = UNSET
 
-    def check(self) -> str:
+    def check(self, context: int) -> str:
         """See ``Completion``."""
         return ""
 
@@ -225,9 +231,9 @@ class TokenizeChat(Struct, kw_only=True):
     add_special_tokens: bool | UnsetType = UNSET
     return_token_strs: bool | UnsetType | None = UNSET
 
-    def check(self) -> str:
+    def check(self, context: int) -> str:
         """See ``Completion``."""
-        return _wrong(self.messages)
+        return _wrong(self.messages, self.tools)
 
 
 class Detokenize(Struct, kw_only=True):
@@ -236,9 +242,9 @@ class Detokenize(Struct, kw_only=True):
     tokens: list[Token]
     model: Short | UnsetType | None = UNSET
 
-    def check(self) -> str:
+    def check(self, context: int) -> str:
         """See ``Completion``."""
-        return ""
+        return _too_long(len(self.tokens), context)
 
 
 Kind = type[Completion] | type[Chat] | type[TokenizeText] | type[TokenizeChat] | type[Detokenize]
@@ -260,16 +266,22 @@ class Asked(msgspec.Struct):
     body: bytes
 
 
-def asked(path: str, body: bytes) -> Asked | Refusal:
-    """What a request is for; refused if it is not JSON to the letter, or has what its path does not take."""
+def asked(path: str, body: bytes, context: int) -> Asked | Refusal:
+    """What a request is for; refused if it is not JSON to the letter, or has what its path does not take.
+
+    Args:
+        context: the most tokens of a sequence.
+    """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         kind = _kind(path, fields.keys())
         known = {each.encode_name for each in msgspec.structs.fields(kind)} | IGNORED
-        if others := [name for name, value in fields.items() if name not in known and value != b"null"]:
+        if others := [
+            name for name, value in fields.items() if name not in known and bytes(value) != b"null"
+        ]:
             return _refused(f"this gateway does not take the field {min(others)[:80]!r} at {path}")
         request = msgspec.json.decode(body, type=kind)
-        if wrong := request.check():
+        if wrong := request.check(context):
             return _refused(wrong)
         wanted = request.constraint() if isinstance(request, Sampling) else None
         sequences = request.prompts * max(1, _given(request.n) or 1) if isinstance(request, Sampling) else 1
@@ -294,8 +306,16 @@ def _given(value: Any) -> Any:
     return None if value is UNSET else value
 
 
-def _wrong(messages: list[ChatMessage]) -> str:
-    """What templates and vLLM would fail at."""
+def _too_long(tokens: int, context: int) -> str:
+    return f"{tokens} tokens; a sequence here has {context} at most" if tokens > context else ""
+
+
+def _wrong(messages: list[ChatMessage], tools: list[Tool] | UnsetType | None) -> str:
+    """What templates and vLLM would fail at, or take long for."""
+    if sum(len(each.content) for each in messages if isinstance(each.content, list)) > PARTS:
+        return f"messages of a chat have {PARTS} parts at most"
+    if len(msgspec.json.encode(_given(tools))) > TOOLS_BYTES:
+        return f"tools have {TOOLS_BYTES} bytes at most"
     for message in messages:
         for call in _given(message.tool_calls) or []:
             try:
