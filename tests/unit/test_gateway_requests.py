@@ -14,6 +14,10 @@ from tenant_sdk.gateway.requests import PARTS, Asked, asked
 CONTEXT = 64
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
+PARTED = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 5
+CALLED = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}]
+TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 10**5}}
 
 
 def ask(path: str, body: Any) -> Asked | Refusal:
@@ -75,20 +79,12 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         (TEXT, {"prompt": [[1], [1] * (CONTEXT + 1)]}, "64 at most"),
         (TEXT, {"logprobs": 21}, "logprobs"),
         (CHAT, {"messages": []}, "messages"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "type"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 5}, str(PARTS)),
+        (CHAT, {"messages": IMAGE}, "type"),
+        (CHAT, {"messages": PARTED}, str(PARTS)),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 10**5}}]}, "tools"),
+        (CHAT, {"tools": [TOOL]}, "tools"),
         (CHAT, {"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
-        (
-            CHAT,
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}
-                ]
-            },
-            "arguments",
-        ),
+        (CHAT, {"messages": CALLED}, "arguments"),
         ("/detokenize", {"tokens": [1] * (CONTEXT + 1)}, "64 at most"),
         ("/detokenize", {"tokens": [2**31]}, "tokens"),
         ("/tokenize", {"prompt": 1}, "prompt"),
