@@ -1,4 +1,4 @@
-"""What one client of a gateway can do to another: hostile values, constraints, adapters, and traces of texts."""
+"""What one client of a gateway can do to another: hostile values, constraints, adapters, traces of texts."""
 
 from __future__ import annotations
 
@@ -235,16 +235,9 @@ def marked(fields: list[str]) -> Iterator[dict[str, Any]]:
         for value in (*kinds, MARKED_TOKENS, [{"type": "text", "text": MARK}]):
             yield {field: value}
     schema = {"properties": {MARK: {"const": MARK}}, "required": [MARK]}
-    constraints: list[dict[str, Any]] = [
-        {"json": schema},
-        {"regex": f"{MARK}("},
-        {"grammar": f"root ::= {MARK}"},
-    ]
-    constraints += [
-        {"choice": [MARK]},
-        {"regex": f"{MARK}+"},
-        {"grammar": f'root ::= "{MARK}" root root | "x"'},
-    ]
+    constraints: list[dict[str, Any]] = [{"json": schema}, {"choice": [MARK]}]
+    constraints += [{"regex": f"{MARK}("}, {"regex": f"{MARK}+"}]
+    constraints += [{"grammar": f"root ::= {MARK}"}, {"grammar": f'root ::= "{MARK}" root root | "x"'}]
     for constraint in constraints:
         yield {"structured_outputs": constraint, "max_tokens": 16}
 
