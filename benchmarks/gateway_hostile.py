@@ -160,7 +160,7 @@ async def measure(
     url: str, adapters: Path, rounds: int, requests: int
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds that the plain client's requests take, undisturbed and disturbed, for each kind."""
-    hostile, found = Hostile(url, adapters), dict[str, Sides]()
+    hostile, found = Hostile(url, adapters), dict[str, tuple[list[float], list[float]]]()
     kinds: dict[str, tuple[Callable[[], Awaitable[None]], int]] = {
         "large schemas, clients that leave": (hostile.schemas, 4),
         "grammars that grow": (hostile.grammars, 2),
