@@ -238,9 +238,7 @@ async def test_what_ended_one_sequence_is_told_to_its_client_alone(tmp_path: Pat
 
 
 def test_few_ends_are_remembered(tmp_path: Path) -> None:
-    ended = Ended()
-    for at in range(REMEMBERED + 5):
-        ended.add(tmp_path, {f"request-{at}-": "why"})
+    Ended().add(tmp_path, {f"request-{at}-": "why" for at in range(REMEMBERED + 5)})
     assert Ended.reason(tmp_path, "request-4-") == ""
     assert Ended.reason(tmp_path, "request-5-") == "why"
     assert len(json.loads((tmp_path / "ended.json").read_bytes())["reasons"]) == REMEMBERED
