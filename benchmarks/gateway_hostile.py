@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,9 +47,21 @@ async def plain(client: openai.AsyncOpenAI, times: list[float]) -> None:
 class Hostile:
     """Clients with another key, or with none, that go on until they are cancelled."""
 
-    def __init__(self, url: str, adapters: Path) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self._address, self._adapters = (parts.hostname or "", parts.port or 0), adapters
+        self._address = (parts.hostname or "", parts.port or 0)
+        # Made once: this machine's processors are also those of the gateway.
+        member = {"type": "object", "properties": {f"q{j}": {"type": "string"} for j in range(10)}}
+        names = {f"p{i}": {"type": "string", "format": "date-time"} for i in range(490)}
+        schemas: list[Any] = [
+            {"properties": {f"property_{i}": member for i in range(5000)}},
+            {"properties": names},
+            {"anyOf": [{"properties": {f"a{i}": {}}} for i in range(490)]},
+        ]
+        constrained = [PLAIN | {"structured_outputs": {"json": each}, "max_tokens": 16} for each in schemas]
+        self._schemas = [json.dumps(each).encode() for each in constrained]
+        self._text = json.dumps({"prompt": "some words " * 700_000}).encode()
+        self._tokens = json.dumps({"prompt": [1] * 2_500_000}).encode()
 
     async def _post(self, path: str, body: Any, patience: float = 60.0) -> None:
         """Send it, and read the answer, or leave."""
@@ -69,15 +82,7 @@ class Hostile:
 
     async def schemas(self) -> None:
         """Large ones, and as large as are taken, of clients that leave."""
-        member = {"type": "object", "properties": {f"q{j}": {"type": "string"} for j in range(10)}}
-        huge = {"properties": {f"property_{i}": member for i in range(5000)}}
-        names = {f"p{i}": {"type": "string", "format": "date-time"} for i in range(490)}
-        for schema in (
-            huge,
-            {"properties": names},
-            {"anyOf": [{"properties": {f"a{i}": {}}} for i in range(490)]},
-        ):
-            body = PLAIN | {"structured_outputs": {"json": schema}, "max_tokens": 16}
+        for body in self._schemas:
             await self._post("/v1/completions", body, 3.0)
 
     async def grammars(self) -> None:
@@ -88,9 +93,9 @@ class Hostile:
 
     async def tokenizing(self) -> None:
         """Bodies of 8 MB, and as large as are taken."""
-        await self._post("/tokenize", {"prompt": "some words " * 700_000})
+        await self._post("/tokenize", self._text)
         await self._post("/tokenize", {"prompt": "some words " * 5_000})
-        await self._post("/detokenize", {"tokens": [1] * 2_000_000})
+        await self._post("/detokenize", self._tokens)
 
     async def adapter(self) -> None:
         """Adapters with absurd weights, added again and again."""
@@ -134,33 +139,43 @@ class Hostile:
         bodies: list[Any] = [{"top_k": 2**70}, {"kv_transfer_params": {}}, {"temperature": "x"}]
         for body in bodies:
             await self._post("/v1/completions", PLAIN | body)
-        await self._post("/v1/completions", PLAIN | {"prompt": [1] * 2_500_000})
+        await self._post("/v1/completions", self._tokens)
         await self._post("/v1/completions", b"[" * 8_000_000)
 
 
-async def disturbed(attack: Callable[[], Awaitable[None]], work: Awaitable[None], count: int) -> None:
-    """Some work, while so many hostile clients go on."""
+def attack(kind: Callable[[], Awaitable[None]], count: int, begun: Any) -> None:
+    """So many hostile clients of a kind, until this process is ended."""
 
     async def again() -> None:
         while True:
-            await attack()
-            await asyncio.sleep(0)
+            await kind()
 
-    hostile = [asyncio.ensure_future(again()) for _ in range(count)]
-    await asyncio.sleep(0.3)
+    async def all_of_them() -> None:
+        begun.set()
+        await asyncio.gather(*(again() for _ in range(count)))
+
+    asyncio.run(all_of_them())
+
+
+@contextmanager
+def disturbed(kind: Callable[[], Awaitable[None]], count: int) -> Iterator[None]:
+    """Hostile clients, in a process of their own, while this block lasts."""
+    ways = multiprocessing.get_context("fork")
+    begun = ways.Event()
+    process = ways.Process(target=attack, args=(kind, count, begun), daemon=True)
+    process.start()
+    begun.wait()
+    time.sleep(0.5)
     try:
-        await work
+        yield
     finally:
-        for each in hostile:
-            each.cancel()
-        await asyncio.gather(*hostile, return_exceptions=True)
+        process.kill()
+        process.join()
 
 
-async def measure(
-    url: str, adapters: Path, rounds: int, requests: int
-) -> dict[str, tuple[list[float], list[float]]]:
+async def measure(url: str, rounds: int, requests: int) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds that the plain client's requests take, undisturbed and disturbed, for each kind."""
-    hostile, found = Hostile(url, adapters), dict[str, tuple[list[float], list[float]]]()
+    hostile, found = Hostile(url), dict[str, tuple[list[float], list[float]]]()
     kinds: dict[str, tuple[Callable[[], Awaitable[None]], int]] = {
         "large schemas, clients that leave": (hostile.schemas, 4),
         "grammars that grow": (hostile.grammars, 2),
@@ -181,11 +196,12 @@ async def measure(
                 await plain(client, times)
 
         await some([])
-        for kind, (attack, count) in kinds.items():
+        for kind, (way, count) in kinds.items():
             calm, loud = found.setdefault(kind, ([], []))
             for _ in range(rounds):
                 await some(calm)
-                await disturbed(attack, some(loud), count)
+                with disturbed(way, count):
+                    await some(loud)
             console.print(f"{kind}: {statistics.median(loud) / statistics.median(calm):.2f}")
     return found
 
@@ -216,7 +232,7 @@ def main() -> None:
         provider = stack.enter_context(executor(model, work / "provider", "--numerics", "ring"))
         masks = stack.enter_context(executor(model, work / "masks", "--numerics", "ring"))
         url = stack.enter_context(gateway(provider, masks, work / "adapters", work, "--api-key-env", "KEYS"))
-        found = asyncio.run(measure(url, work / "adapters", options.rounds, options.requests))
+        found = asyncio.run(measure(url, options.rounds, options.requests))
     table = Table(title=f"streams of {TOKENS} tokens, ms: p50, p99")
     for column in ("hostile client", "undisturbed", "disturbed", "times, p50", "times, p99"):
         table.add_column(column)

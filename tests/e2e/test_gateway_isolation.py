@@ -13,6 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from commands import BASE_MODEL
 from conftest import executor_processes
 from gateways import RunningGateway, chat_model, gateway, needed, ran
 from safetensors.torch import load_file, save_file
@@ -184,6 +185,13 @@ def test_a_grammar_that_grows_without_end_is_ended(client: Client, other: Client
     status, told = client.ask(TEXT, USUAL[TEXT] | body)
     assert status == 422
     assert "constraint" in json.loads(told)["error"]["message"]
+
+
+def test_a_trial_ends_at_its_time_and_clients_take_turns() -> None:
+    said = ran("grammar_trials.py", BASE_MODEL)
+    assert (said["choice"], said["again"]) == ("", "")
+    assert "takes more than" in said["endless"]
+    assert "try again" in said["died"]
 
 
 @pytest.mark.parametrize(("factor", "alpha"), [(1e19, None), (1.0, 1e30)])
