@@ -27,9 +27,10 @@ TOKENIZES = frozenset({"/tokenize", "/detokenize"})
 FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
 ADAPTER = "/v1/adapters/"  # and a name
 OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
-BODY_BYTES = 8 << 20
+BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
-TOKEN_BYTES = 8  # of a body that is tokenized, beside the small one, for each token of a sequence
+TOKEN_BYTES = 16  # of a body, for each token that it may have
+FIELDS_BYTES = 4 << 10  # of a body that is tokenized, beside its tokens
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
@@ -142,9 +143,11 @@ class Front:
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
-        most = BODY_BYTES if path in GENERATES else SMALL_BODY_BYTES
-        if path in TOKENIZES:
-            most += TOKEN_BYTES * self._context()
+        most, longest = SMALL_BODY_BYTES, TOKEN_BYTES * self._context()
+        if path in GENERATES:
+            most = min(BODY_BYTES, most + longest * self._queue.most)
+        elif path in TOKENIZES:
+            most = min(BODY_BYTES, FIELDS_BYTES + longest)
         body = bytearray()
         try:
             yield await self._received(client, most, body, receive)
@@ -258,6 +261,8 @@ async def _refuse(send: Send, refusal: Refusal | None) -> None:
     headers = [(b"content-type", b"application/json")]
     if refusal.retry_after:
         headers.append((b"retry-after", str(refusal.retry_after).encode()))
+    if refusal.status in (408, 413):
+        headers.append((b"connection", b"close"))  # what else it sends is not read
     if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})

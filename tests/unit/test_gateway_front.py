@@ -164,8 +164,9 @@ async def test_tokenizing_is_queued_one_at_a_time(tmp_path: Path, path: str) -> 
 @awaited
 async def test_a_body_that_is_tokenized_is_small(tmp_path: Path) -> None:
     there = front(Working(), tmp_path)
-    big = await Client(there, "/tokenize").says(b" " * (66 << 10))
+    big = await Client(there, "/tokenize").says(b" " * (6 << 10))
     assert big.status == 413
+    assert (b"connection", b"close") in big.sent[0]["headers"]
 
 
 @pytest.mark.parametrize(
