@@ -115,7 +115,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(command: Sequence[object], url: str, log: Path, **environment: str) -> Iterator[str]:
+def server(
+    command: Sequence[object], url: str, log: Path, health: str = "/health", **environment: str
+) -> Iterator[str]:
     """A server's process, from its first answer to the end of the block."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -125,7 +127,7 @@ def server(command: Sequence[object], url: str, log: Path, **environment: str) -
             env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT), **environment},
         )
     try:
-        while subprocess.run(["curl", "-sf", "-o", "/dev/null", f"{url}/health"], check=False).returncode:  # noqa: S607
+        while subprocess.run(["curl", "-sf", "-o", "/dev/null", f"{url}{health}"], check=False).returncode:  # noqa: S607
             if process.poll() is not None:
                 raise SystemExit(log.read_text()[-3000:])
             time.sleep(0.5)
@@ -136,7 +138,9 @@ def server(command: Sequence[object], url: str, log: Path, **environment: str) -
 
 
 @contextmanager
-def gateway(provider: Executor, masks: Executor, adapters: Path, work: Path) -> Iterator[str]:
+def gateway(
+    provider: Executor, masks: Executor, adapters: Path, work: Path, *options: object
+) -> Iterator[str]:
     """With one-time masks."""
     port = free_port()
     command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--provider", provider.url, "--ca", provider.ca]
@@ -151,9 +155,10 @@ def gateway(provider: Executor, masks: Executor, adapters: Path, work: Path) -> 
         ADAPTERS,
         "--mask-budget-mib",
         1024,
+        *options,
     ]
     tokens = {"PROVIDER_TOKEN": provider.token, "MASKS_TOKEN": masks.token}
-    with server(command, f"http://127.0.0.1:{port}", work / "gateway.log", **tokens) as url:
+    with server(command, f"http://127.0.0.1:{port}", work / "gateway.log", "/healthz", **tokens) as url:
         yield url
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import BASE_MODEL, ENVIRONMENT, ROOT
@@ -20,6 +22,7 @@ from conftest import Executor
 PYTHON = Path(os.environ.get("SYMBIOSIS_GATEWAY_PYTHON", ROOT / ".venv-gateway" / "bin" / "python"))
 needed = pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: `make gateway` makes it")
 SECONDS = 240
+CLIENTS = Path(__file__).parent / "clients"
 # Says what was said before and ends, as templates of chat models do.
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -83,3 +86,14 @@ def chat_model(folder: Path) -> Path:
     shutil.copytree(BASE_MODEL, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+def ran(script: str, *arguments: object) -> dict[str, Any]:
+    """What a program of ``clients`` prints last, in the gateway's environment."""
+    command = [str(PYTHON), str(CLIENTS / script), *map(str, arguments)]
+    done = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told

@@ -11,8 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
-
 from shared.errors import (
     ConnectError,
     ConnectionLost,
@@ -79,27 +77,71 @@ def told(failure: str, message: str, retry_after: int) -> Refusal:
     return Refusal(500, "server_error", message or "the gateway failed; its log says why")
 
 
-class Asked(msgspec.Struct):
-    """Of a request's body, what is looked at in front."""
+@dataclass
+class Shares:
+    """What clients share, of which a part stays free for each of the others.
 
-    model: Any = None
-    prompt: Any = None
-    n: int | None = None
+    Args:
+        most: taken at once.
+        clients: how many there may be.
+    """
+
+    most: int
+    clients: int = 1
+    taken: dict[str, int] = field(default_factory=dict)
 
     @property
-    def sequences(self) -> int:
-        """How many it is for at once: ``n`` answers to each prompt."""
-        prompts = self.prompt if isinstance(self.prompt, list) else []
-        count = len(prompts) if any(isinstance(each, (str, list)) for each in prompts) else 1
-        return count * max(1, self.n or 1)
+    def own(self) -> int:
+        """What stays free for each client, until it takes it."""
+        return self.most // (2 * self.clients) if self.clients > 1 else 0
+
+    @property
+    def largest(self) -> int:
+        """The most that one client can have."""
+        return self.most - self.own * (self.clients - 1)
+
+    @property
+    def total(self) -> int:
+        """Taken by all."""
+        return sum(self.taken.values())
+
+    def take(self, client: str, count: int) -> bool:
+        """Whether a client could; it gives back what it took."""
+        others = [min(self.own, taken) for other, taken in self.taken.items() if other != client]
+        kept = self.own * (self.clients - 1) - sum(others)
+        if self.total + count + kept > self.most:
+            return False
+        self.taken[client] = self.taken.get(client, 0) + count
+        return True
+
+    def give_back(self, client: str, count: int) -> None:
+        """What ``take`` took."""
+        self.taken[client] -= count
 
 
-def asked(body: bytes) -> Asked | Refusal:
-    """What a request is for; refused if it is not JSON to the letter, which others might read otherwise."""
-    try:
-        return msgspec.json.decode(body, type=Asked)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Refusal(400, "invalid_request_error", f"the body is not as it should be: {error}")
+@dataclass
+class Strangers:
+    """Connections that have shown no key yet: the one that has been here longest makes room for another.
+
+    Args:
+        most: at once.
+    """
+
+    most: int
+    waiting: dict[object, None] = field(default_factory=dict)  # in the order in which they came
+
+    def arrive(self, connection: object) -> object | None:
+        """One more; the connection that is to be closed for it, if there is one."""
+        self.waiting[connection] = None
+        if len(self.waiting) <= self.most:
+            return None
+        first = next(iter(self.waiting))
+        del self.waiting[first]
+        return first
+
+    def leave(self, connection: object) -> None:
+        """It showed a key, or is closed."""
+        self.waiting.pop(connection, None)
 
 
 @dataclass
@@ -108,42 +150,45 @@ class Queue:
 
     Args:
         most: under way at once, computed or waiting.
+        clients: that share them.
     """
 
     most: int
-    under_way: int = 0
+    clients: int = 1
     requests: int = 0
     refused: int = 0
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def enter(self) -> Refusal | None:
-        """A request, as of one sequence, or why not; who entered leaves."""
-        return self._take(1, 1)
+    def __post_init__(self) -> None:
+        """Nobody is there yet."""
+        self._shares = Shares(self.most, self.clients)
 
-    def widen(self, count: int) -> Refusal | None:
-        """It is of so many, or why not; it leaves all the same, with one."""
-        if count > self.most:
-            why = f"it asks for {count} sequences at once, and this gateway takes {self.most}; ask for less"
+    @property
+    def under_way(self) -> int:
+        """Sequences of all clients."""
+        return self._shares.total
+
+    def enter(self, client: str, count: int) -> Refusal | None:
+        """A client's request for so many sequences, or why not; who entered leaves."""
+        if count > (largest := self._shares.largest):
+            why = f"it asks for {count} sequences at once, and this gateway takes {largest}; ask for less"
             return Refusal(400, "invalid_request_error", why)
-        return self._take(count - 1, 0)
-
-    def _take(self, count: int, requests: int) -> Refusal | None:
-        if self.under_way + count <= self.most:
-            self.under_way += count
-            self.requests += requests
+        if self._shares.take(client, count):
+            self.requests += 1
             return None
         self.refused += 1
+        mine = self._shares.taken.get(client, 0)
         return Refusal(
             429,
             "overloaded",
-            f"{self.under_way} sequences are under way or wait, of {self.most} that this gateway takes; "
-            "try again",
+            f"{self.under_way} sequences are under way or wait, {mine} of them with your key; this gateway "
+            f"takes {self.most}, and {largest} with one key; try again",
             self.retry_after,
         )
 
-    def leave(self, count: int, seconds: float) -> None:
-        """Who entered with so many is done after so many seconds."""
-        self.under_way -= count
+    def leave(self, client: str, count: int, seconds: float) -> None:
+        """A client that entered with so many is done after so many seconds."""
+        self._shares.give_back(client, count)
         self.requests -= 1
         self._seconds.append(seconds)
 
@@ -171,8 +216,13 @@ class Door:
 
     keys: Collection[str] = field(default=(), repr=False)
 
-    def refusal(self, headers: Sequence[tuple[bytes, bytes]]) -> Refusal | None:
-        """None: come in."""
+    @property
+    def clients(self) -> int:
+        """How many there may be: those who have the same key are one."""
+        return max(1, len(self.keys))
+
+    def admit(self, headers: Sequence[tuple[bytes, bytes]]) -> str | Refusal:
+        """Which client this is, or why it does not come in."""
         found = {name.lower(): value.decode("latin-1") for name, value in headers}
         if not self.keys:
             # A page of elsewhere, whose name was pointed at this machine, could ask in its reader's name.
@@ -180,10 +230,10 @@ class Door:
             # And such a page may send what it could not read the answer of.
             origin = found.get(b"origin", "")
             if name in LOOPBACK and (not origin or _host(origin.rpartition("//")[2]) in LOOPBACK):
-                return None
+                return ""
             return Refusal(403, "forbidden", "without --api-key-env this gateway answers to localhost alone")
         scheme, _, given = found.get(b"authorization", "").partition(" ")
         matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
         if scheme.lower() == "bearer" and any(matches):
-            return None
+            return str(matches.index(True))
         return Refusal(401, "unauthorized", "give one of this gateway's API keys: Authorization: Bearer KEY")

@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections import deque
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,17 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.v1.structured_output import backend_guidance
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
-from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front
 from tenant_sdk.gateway.page import HEADERS, PAGE
+from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.trials import Trials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,15 +44,7 @@ if TYPE_CHECKING:
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
-KEPT = {
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/tokenize",
-    "/detokenize",
-    "/health",
-    "/version",
-    "/metrics",
-}
+KEPT = GENERATES | TOKENIZES | {"/health", "/version", "/metrics"}
 # vLLM's counters and gauges that the page shows.
 _SHOWN = {
     "vllm:generation_tokens_total": "tokens",
@@ -74,6 +71,7 @@ class Gateway:
         about: what the page says at the top.
         address: host and port on which it listens.
         say: shows a line to who started it.
+        structured_outputs: take constraints on answers.
         ready_file: where the URL is written when it answers.
     """
 
@@ -88,10 +86,12 @@ class Gateway:
     about: str
     address: tuple[str, int]
     say: Callable[[str], None]
+    structured_outputs: bool = True
     ready_file: Path | None = None
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
     engine: Any = None  # vLLM's client of it
+    trials: Trials | None = None  # of constraints, if it takes any
     samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     @property
@@ -132,6 +132,8 @@ class Endpoints:
             queue=gateway.queue,
             folder=gateway.folder,
             retry_after=gateway.retry_after,
+            context=lambda: gateway.engine.model_config.max_model_len,
+            judge=lambda: gateway.trials,
             unserved=self._unserved,
         )
         app.get("/", include_in_schema=False)(self._page)
@@ -148,10 +150,29 @@ class Endpoints:
         self._engine, self._models = engine_client, state.openai_serving_models
         self._gateway.engine = engine_client
         _refuse_unknown_tokens(engine_client)
+        await self._try_constraints(engine_client)
+        leave_words_out()  # requests come from now on
         if self._gateway.adapters is not None:
             await self._look(self._gateway.adapters)
             self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))
         self._tasks += [asyncio.create_task(self._sample()), asyncio.create_task(self._announce())]
+
+    async def _try_constraints(self, engine: EngineClient) -> None:
+        """Have constraints tried before vLLM has them, which then need not be looked at in this process."""
+        gateway, tokenizer = self._gateway, engine.renderer.get_tokenizer()
+        if not gateway.structured_outputs:
+            return
+        if not GuidanceBackend.is_tokenizer_supported(tokenizer) or tokenizer.eos_token_id is None:
+            gateway.say("this model's tokenizer takes no structured outputs; requests for them are refused")
+            return
+        rules, file = copy(tokenizer.backend_tokenizer), gateway.folder / "grammars.json"
+        rules.no_padding()
+        rules.no_truncation()
+        file.write_text(rules.to_str())
+        tokens = max(engine.model_config.get_vocab_size(), len(tokenizer))
+        gateway.trials = Trials(file, tokens, tokenizer.eos_token_id)
+        await gateway.trials.start()
+        backend_guidance.validate_guidance_grammar = lambda *_, **__: None
 
     async def _announce(self) -> None:
         """Say so when requests are answered."""
@@ -208,8 +229,9 @@ class Endpoints:
             try:
                 await self._engine.add_lora(request)
             except Exception as error:
-                reason = str(error).replace(str(adapter.folder), str(folder))
-                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {reason}") from error
+                why = str(error).removeprefix("Call to add_lora method failed: ")
+                why = why.replace(str(adapter.folder), str(folder))
+                raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
             # Without a moment in which nobody has the name.
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], gateway.served[adapter.name] = request, adapter

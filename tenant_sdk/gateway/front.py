@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, asked, told
-from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.requests import Asked, asked
+from tenant_sdk.gateway.status import Ended, Status
+from tenant_sdk.gateway.trials import Turns
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -17,10 +22,26 @@ Receive = Callable[[], Awaitable[Message]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 GENERATES = frozenset({"/v1/completions", "/v1/chat/completions"})
-BODY_BYTES = 8 << 20
-BODY_SECONDS = 30.0
+TOKENIZES = frozenset({"/tokenize", "/detokenize"})
+# Each is answered at once from what is in memory; all paths that are not named here are closed.
+FREE = frozenset({"/v1/models", "/v1/adapters", "/status.json", "/health", "/version", "/metrics"})
+ADAPTER = "/v1/adapters/"  # and a name
 OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
+BODY_BYTES = 8 << 20  # however long sequences may be
+SMALL_BODY_BYTES = 64 << 10
+TOKEN_BYTES = 16  # of a body, for each token that it may have
+FIELDS_BYTES = 4 << 10  # of a body that is tokenized, beside its tokens
+BODIES_BYTES = 64 << 20  # of all that arrive at once
+BODY_SECONDS = 30.0
+SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
 _ERROR = b'data: {"error"'  # an event of a stream
+
+
+class Judge(Protocol):
+    """See ``tenant_sdk.gateway.trials.Trials``."""
+
+    async def refusal(self, client: str, given: Constraint) -> str:
+        """Why a constraint is refused; or empty."""
 
 
 class Front:
@@ -31,6 +52,8 @@ class Front:
         door, queue: who comes in, and how many.
         folder: where the worker writes its ``Status``.
         retry_after: seconds in which a provider that is away may be back.
+        context: the most tokens of a sequence.
+        judge: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
         clock: seconds, as ``Status.failed_at``.
     """
@@ -43,12 +66,15 @@ class Front:
         queue: Queue,
         folder: Path,
         retry_after: int,
+        context: Callable[[], int],
+        judge: Callable[[], Judge | None] = lambda: None,
         unserved: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._application, self._door, self._queue = application, door, queue
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
-        self._unserved = unserved
+        self._context, self._judge, self._unserved = context, judge, unserved
+        self._arriving, self._turns = Shares(BODIES_BYTES, door.clients), Turns()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -57,40 +83,101 @@ class Front:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         path = scope["path"]
-        if not path.isprintable():  # or a line's end after it would be another path here than there
-            return await _refuse(send, Refusal(404, "not_found_error", "there is no such path"))
         if path in OPEN:
             return await self._application(scope, receive, send)
-        if refusal := self._door.refusal(scope["headers"]):
-            return await _refuse(send, refusal)
-        if path not in GENERATES:
-            body = await _body(receive)
-            if isinstance(body, bytes):
+        client = self._door.admit(scope["headers"])
+        if isinstance(client, Refusal):
+            return await _refuse(send, client)
+        # A line's end, say, would make it another path here than there.
+        named = path.isprintable() and path.startswith(ADAPTER)
+        if path not in GENERATES | TOKENIZES | FREE and not named:
+            return await _refuse(send, Refusal(404, "not_found_error", "there is no such path"))
+        async with self._body(client, path, receive) as body:
+            if not isinstance(body, bytes):
+                return await _refuse(send, body)
+            if path not in GENERATES | TOKENIZES:
                 return await self._application(scope, _again(body, receive), send)
-            return await _refuse(send, body)
-        if refusal := self._away() or self._queue.enter():  # before its body takes memory
-            return await _refuse(send, refusal)
-        entered, count = self._clock(), 1
-        try:
-            admitted = await self._admitted(receive)
-            if admitted is None or isinstance(admitted, Refusal):
-                return await _refuse(send, admitted)
-            body, count = admitted
-            await self._application(scope, _again(body, receive), self._explained(send, entered))
-        finally:
-            self._queue.leave(count, self._clock() - entered)
-
-    async def _admitted(self, receive: Receive) -> tuple[bytes, int] | Refusal | None:
-        """A request's body, and its sequences, which are in the queue now; or why not; None: nobody asks."""
-        body = await _body(receive)
-        if not isinstance(body, bytes):
-            return body
-        wanted = asked(body)
+            wanted = self._away() or asked(path, body, self._context())
         if isinstance(wanted, Refusal):
-            return wanted
-        if isinstance(wanted.model, str) and (why := self._unserved(wanted.model)):
-            return Refusal(404, "not_found_error", f"{wanted.model} is not served: {why}")
-        return self._queue.widen(wanted.sequences) or (body, wanted.sequences)
+            return await _refuse(send, wanted)
+        if why := self._unserved(wanted.model):
+            return await _refuse(
+                send, Refusal(404, "not_found_error", f"{wanted.model} is not served: {why}")
+            )
+        if refusal := self._queue.enter(client, wanted.sequences):
+            return await _refuse(send, refusal)
+        entered = self._clock()
+        try:
+            await self._entered(client, wanted, scope, receive, send)
+        finally:
+            self._queue.leave(client, wanted.sequences, self._clock() - entered)
+
+    async def _entered(
+        self, client: str, wanted: Asked, scope: Message, receive: Receive, send: Send
+    ) -> None:
+        """Have a request answered that is in the queue."""
+        again = _again(wanted.body, receive)
+        if scope["path"] in TOKENIZES:
+            async with self._turns.taken(client):
+                await self._application(_with_length(scope, wanted.body), again, send)
+            return
+        if wanted.constraint is not None:
+            refusal = await _unless_gone(self._judged(client, wanted.constraint), receive)
+            if refusal is None or refusal.message:
+                await _refuse(send, refusal)
+                return
+        # What ended one of its sequences is found by a name that nobody else can give.
+        name, entered = secrets.token_hex(16), self._clock()
+        scope = _with_length(scope, wanted.body, name.encode())
+        await self._application(scope, again, _timed(self._explained(send, name, entered)))
+
+    async def _judged(self, client: str, given: Constraint) -> Refusal:
+        """Why a constraint is refused; without a message: it is not."""
+        judge = self._judge()
+        if judge is None:
+            why = "this gateway was started without structured outputs"
+            return Refusal(400, "invalid_request_error", why)
+        why = await judge.refusal(client, given)
+        return Refusal(400, "invalid_request_error", why and f"the {given.kind} is refused: {why}")
+
+    @asynccontextmanager
+    async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
+        """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
+        most, longest = SMALL_BODY_BYTES, TOKEN_BYTES * self._context()
+        if path in GENERATES:
+            most = min(BODY_BYTES, most + longest * self._queue.most)
+        elif path in TOKENIZES:
+            most = min(BODY_BYTES, FIELDS_BYTES + longest)
+        body = bytearray()
+        try:
+            yield await self._received(client, most, body, receive)
+        finally:
+            if body:
+                self._arriving.give_back(client, len(body))
+
+    async def _received(
+        self, client: str, most: int, body: bytearray, receive: Receive
+    ) -> bytes | Refusal | None:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    if len(body) + len(part) > most:
+                        return Refusal(
+                            413, "invalid_request_error", f"a request here has {most} bytes at most"
+                        )
+                    if not self._arriving.take(client, len(part)):
+                        why = "too many requests are arriving; try again"
+                        return Refusal(429, "overloaded", why, self._queue.retry_after)
+                    body += part
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            why = f"the request did not come within {BODY_SECONDS:g} s"
+            return Refusal(408, "invalid_request_error", why)
 
     def _away(self) -> Refusal | None:
         """What would be told after the patience, if executors are known to be away."""
@@ -99,7 +186,7 @@ class Front:
             return None
         return told(status.failure, status.error, self._retry_after)
 
-    def _explained(self, send: Send, since: float) -> Send:
+    def _explained(self, send: Send, name: str, since: float) -> Send:
         """``send``, for which a failure of a step is what ``told`` makes of it."""
         failed = False
 
@@ -107,38 +194,53 @@ class Front:
             nonlocal failed
             if message["type"] == "http.response.start" and message["status"] == 500:
                 failed = True
-                return await _refuse(send, self._told(since))
+                return await _refuse(send, self._told(name, since))
             if failed:  # the body of what was replaced
                 return None
             if message.get("body", b"").startswith(_ERROR):
-                message = {**message, "body": b"data: " + self._told(since).encoded() + b"\n\n"}
+                message = {**message, "body": b"data: " + self._told(name, since).encoded() + b"\n\n"}
             return await send(message)
 
         return explain
 
-    def _told(self, since: float) -> Refusal:
+    def _told(self, name: str, since: float) -> Refusal:
+        if why := Ended.reason(self._folder, name):
+            return Refusal(422, "invalid_request_error", why)
         status = Status.read(self._folder)
         if status.failed_at < since:  # whatever it was, no step failed
             return told("", "", 0)
         return told(status.failure, status.error, self._retry_after)
 
 
-async def _body(receive: Receive) -> bytes | Refusal | None:
-    """A request's, whole, or why not; None: its client hung up."""
-    body = bytearray()
+async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal | None:
+    """An answer that takes a while, unless its client hangs up first."""
+    working, gone = asyncio.ensure_future(answer), asyncio.ensure_future(receive())
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                body += message.get("body", b"")
-                if len(body) > BODY_BYTES:
-                    return Refusal(413, "invalid_request_error", f"a request has {BODY_BYTES} bytes at most")
-                if not message.get("more_body"):
-                    return bytes(body)
-    except TimeoutError:
-        return Refusal(408, "invalid_request_error", f"the request did not come within {BODY_SECONDS:g} s")
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+def _timed(send: Send) -> Send:
+    """``send``, which gives a client up that does not read: its sequences are computed for nobody."""
+
+    async def timed(message: Message) -> None:
+        async with asyncio.timeout(SEND_SECONDS):
+            await send(message)
+
+    return timed
+
+
+def _with_length(scope: Message, body: bytes, name: bytes = b"") -> Message:
+    """A request whose body was written again, under a name of ours."""
+    replaced = (b"content-length", b"transfer-encoding", b"x-request-id", b"content-type")
+    headers = [header for header in scope["headers"] if header[0].lower() not in replaced]
+    headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+    if name:
+        headers.append((b"x-request-id", name))
+    return {**scope, "headers": headers}
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -159,6 +261,8 @@ async def _refuse(send: Send, refusal: Refusal | None) -> None:
     headers = [(b"content-type", b"application/json")]
     if refusal.retry_after:
         headers.append((b"retry-after", str(refusal.retry_after).encode()))
+    if refusal.status in (408, 413):
+        headers.append((b"connection", b"close"))  # what else it sends is not read
     if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})

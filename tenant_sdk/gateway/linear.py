@@ -27,6 +27,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from shared.errors import ModelMismatch, SymbiosisError
+from shared.ring.rows import below
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
 from tenant_sdk.gateway.folder import METHOD
@@ -55,6 +56,7 @@ class Asking(NamedTuple):
 _IN_ORDER = frozenset({"GPT2LMHeadModel", "Phi3ForCausalLM"})
 # Not all of vLLM's models say what their layers are made of; these names are the same in all.
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+MOST = 1e30  # the size of a number that float32 can still multiply and add up
 _USUAL = Asking(RequestClass.PREFILL, 0)
 _asking: ContextVar[Asking] = ContextVar("asking", default=_USUAL)
 
@@ -67,6 +69,31 @@ def asking(how: Asking) -> Iterator[None]:
         yield
     finally:
         _asking.reset(before)
+
+
+class LostRows:
+    """Rows of a step with NaN, infinity or numbers too large to go on with; an adapter makes them.
+
+    They go on as zeros, so that the other rows do, and there are as many as before; the sequences that they
+    belong to end with an error (``worker``).
+
+    Attributes:
+        rows: bool [T] of the step; None: there are none.
+    """
+
+    def __init__(self) -> None:
+        self.rows: torch.Tensor | None = None
+
+    def without(self, values: torch.Tensor) -> torch.Tensor:
+        """[T, D] with zeros in the rows that are lost, which are remembered; itself if none is."""
+        if below(values, MOST):
+            return values
+        lost = ~(values.abs().amax(-1) < MOST)  # NaN is not less either
+        self.rows = lost if self.rows is None else self.rows | lost
+        return values.masked_fill(lost.unsqueeze(-1), 0.0)
+
+
+lost_rows = LostRows()
 
 
 class Part(NamedTuple):
@@ -140,6 +167,7 @@ class RemoteLinearMethod(LinearMethodBase):  # type: ignore[misc]
             # A run that measures memory or warms up: nobody's rows, so nothing is sent.
             width = sum(sum(part.group.widths(part.members)) for part in self._parts)
             return x.new_zeros((*x.shape[:-1], width))
+        rows = lost_rows.without(rows)
         how, count = _asking.get(), len(rows)
         if count < how.rows:
             rows = nn.functional.pad(rows, (0, 0, 0, how.rows - count))

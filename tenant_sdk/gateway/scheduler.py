@@ -1,13 +1,17 @@
-"""vLLM's scheduler, which ends the requests of a step that failed and goes on."""
+"""vLLM's scheduler, which ends the requests that a step failed for, and goes on."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler as Base
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
+from tenant_sdk.gateway.status import Ended
+from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
 from tenant_sdk.gateway.worker import FailedStep
 
 if TYPE_CHECKING:
@@ -18,32 +22,45 @@ if TYPE_CHECKING:
 class Scheduler(Base):  # type: ignore[misc]
     """See vLLM's."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._folder, self._ended = Path(self.vllm_config.model_config.model), Ended()
+        manager = self.structured_output_manager
+        if GuidanceBackend.is_tokenizer_supported(manager.tokenizer):  # else the server refuses constraints
+            vocabulary = self.vllm_config.model_config.get_vocab_size()
+            manager.backend = LimitedGuidance(
+                self.vllm_config, tokenizer=manager.tokenizer, vocab_size=vocabulary
+            )
+
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; whose blocks a step writes is remembered, as who hangs up is forgotten during it."""
         scheduled = super().schedule(*arguments, **options)
         cached = self.cache_config.enable_prefix_caching  # else nobody finds them
         self._written = {
-            block
+            request: [block for blocks in self.kv_cache_manager.get_block_ids(request) for block in blocks]
             for request in (scheduled.num_scheduled_tokens if cached else ())
-            for blocks in self.kv_cache_manager.get_block_ids(request)
-            for block in blocks
         }
         return scheduled
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See vLLM; requests of a ``FailedStep`` end with an error, and nothing of it stays in the cache."""
-        if not isinstance(model_runner_output, FailedStep):
-            outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
-                scheduler_output, model_runner_output
-            )
-            return outputs
-        under_way = scheduler_output.num_scheduled_tokens.keys() & self.requests.keys()
-        # They are in the cache of prefixes since they were scheduled, and hold nothing.
-        self.kv_cache_manager.evict_blocks(self._written)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request in self.finish_requests(under_way, RequestStatus.FINISHED_ERROR):
+        """See vLLM; what failed ends with an error, and nothing of it stays in the cache of prefixes."""
+        scheduled = scheduler_output.num_scheduled_tokens.keys()
+        lost: dict[str, str] = getattr(model_runner_output, "lost", {})
+        failed = scheduled if isinstance(model_runner_output, FailedStep) else lost.keys()
+        # They are in the cache since they were scheduled, and hold nothing.
+        self.kv_cache_manager.evict_blocks(
+            {block for each in failed for block in self._written.get(each, ())}
+        )
+        grammars = {each: self._grammar(each) for each in scheduled & self.requests.keys()}
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        spent = {name: each.ended for name, each in grammars.items() if each is not None and each.ended}
+        if lost or spent:
+            self._ended.add(self._folder, lost | spent)  # before the clients are told
+        for request in self.finish_requests(failed & self.requests.keys(), RequestStatus.FINISHED_ERROR):
             ended = EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
@@ -52,3 +69,8 @@ class Scheduler(Base):  # type: ignore[misc]
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
         return outputs
+
+    def _grammar(self, request: str) -> LimitedGrammar | None:
+        constrained = self.requests[request].structured_output_request
+        grammar = constrained.grammar if constrained is not None else None
+        return grammar if isinstance(grammar, LimitedGrammar) else None

@@ -49,6 +49,7 @@ class GatewayOptions:
         max_adapters: different ones in one step.
         max_rank: None: of the adapters that are there at the start.
         chat_template: Jinja file; None: the tokenizer's.
+        structured_outputs: take JSON schemas, patterns, choices and grammars that answers must match.
         prefix_cache: keep what was computed of prompts' beginnings; it shows which prompts begin alike.
         speculate: ``prompt-lookup``, the folder of a draft model, or empty.
         draft_tokens: guessed at once; None: ``DRAFT_TOKENS``.
@@ -68,6 +69,7 @@ class GatewayOptions:
     kv_memory_gib: float = 1.0
     max_adapters: int = 16
     max_rank: int | None = None
+    structured_outputs: bool = True
     prefix_cache: bool = False
     speculate: str = ""
     draft_tokens: int | None = None
@@ -190,6 +192,7 @@ def _set_environment(options: GatewayOptions) -> None:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": METHOD,
+        "TORCH_COMPILE_DISABLE": "1",  # the first request that needs a function would wait for a compiler
     }
     for variable in ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
         os.environ.pop(variable, None)  # keys and adapters are ours
@@ -218,18 +221,20 @@ def _prepare(
                 f"--context {options.context}: this model takes {longest} tokens at most"
             )
         manifest = session.manifest
+    door = Door(options.keys)
     endpoints.serving = endpoints.Gateway(
         folder=folder,
         manifest=manifest,
         adapters=options.adapters,
         most_rank=options.max_rank or (largest_rank(options.adapters) if options.adapters else RANKS[0]),
         allow_other_base=options.allow_other_base,
-        door=Door(options.keys),
-        queue=Queue(options.max_sequences + options.max_waiting),
+        door=door,
+        queue=Queue(options.max_sequences + options.max_waiting, door.clients),
         retry_after=max(1, math.ceil(config.patience)),
         about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104
         say=say,
+        structured_outputs=options.structured_outputs,
         ready_file=options.ready_file,
     )
 
@@ -258,6 +263,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "allowed-origins": "[]",  # no page of elsewhere may read what is answered here
         "uvicorn-log-level": "warning",
         "load-format": "safetensors",
+        "structured-outputs-config": json.dumps({"backend": "guidance"}),  # or the first request chooses
         "model-loader-extra-config": json.dumps({"enable_weights_track": True}),
     }
     if options.chat_template is not None:
@@ -310,6 +316,7 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from tenant_sdk.gateway import endpoints
+    from tenant_sdk.gateway.arrivals import Connections
 
     if METHOD not in [each.name for each in load_endpoint_plugins(("generate",))]:
         # vLLM would go on without, and so without a door.
@@ -319,7 +326,8 @@ def _run(arguments: list[str], options: GatewayOptions) -> None:
     serving = endpoints.serving
     assert serving is not None  # noqa: S101 - by _prepare
     try:
-        uvloop.run(run_server(parsed))
+        arrivals = Connections.at(serving.door).protocol()
+        uvloop.run(run_server(parsed, http=arrivals, ws="none"))
     except RuntimeError as error:
         why = Status.read(serving.folder).error
         if why and serving.engine is None:  # it did not start, and the worker said so in a sentence

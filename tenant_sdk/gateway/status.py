@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-FILE = "status.json"
+FILE, ENDED_FILE = "status.json", "ended.json"
+REMEMBERED = 256  # sequences that ended with an error of their own
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -42,9 +43,7 @@ class Status(msgspec.Struct, kw_only=True):
 
     def write(self, folder: Path) -> None:
         """Put it where ``read`` finds it, whole or not at all."""
-        temporary = folder / f".{FILE}"
-        temporary.write_bytes(msgspec.json.encode(self))
-        os.replace(temporary, folder / FILE)
+        _write(folder / FILE, self)
 
     @classmethod
     def read(cls, folder: Path) -> Status:
@@ -53,3 +52,35 @@ class Status(msgspec.Struct, kw_only=True):
             return msgspec.json.decode((folder / FILE).read_bytes(), type=cls)
         except FileNotFoundError:
             return cls()
+
+
+class Ended(msgspec.Struct):
+    """Sequences that ended with an error which is theirs alone, and why.
+
+    Attributes:
+        reasons: by the name that vLLM has for the sequence; it begins with that of its request.
+    """
+
+    reasons: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def add(self, folder: Path, reasons: dict[str, str]) -> None:
+        """Let the server know, before it hears of the end."""
+        self.reasons |= reasons
+        while len(self.reasons) > REMEMBERED:
+            del self.reasons[next(iter(self.reasons))]
+        _write(folder / ENDED_FILE, self)
+
+    @classmethod
+    def reason(cls, folder: Path, request: str) -> str:
+        """Why a sequence of a request ended; empty: none did."""
+        try:
+            told = msgspec.json.decode((folder / ENDED_FILE).read_bytes(), type=cls)
+        except FileNotFoundError:
+            return ""
+        return next((why for name, why in told.reasons.items() if request in name), "")
+
+
+def _write(path: Path, told: msgspec.Struct) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_bytes(msgspec.json.encode(told))
+    os.replace(temporary, path)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -18,7 +19,8 @@ from shared.wire.header import RequestClass
 from tenant_sdk.cli_options import NAMES
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.doorkeeper import Failure
-from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, probe
+from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, lost_rows, probe
+from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.status import Status
 
 if current_platform.is_cpu():
@@ -33,12 +35,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TELL_SECONDS = 0.5  # between two states of ``Status``
+ADAPTER_MOST = 1e6  # of what an adapter adds to a layer's output, for inputs about 1
+TRIED_ROWS = 8
 PROBE_SECONDS = 2.0  # between two looks at a provider that was away
 
 
 @dataclass
 class FailedStep(ModelRunnerOutput):  # type: ignore[misc]
     """The output of a step that came to nothing."""
+
+
+@dataclass
+class PartlyFailed(ModelRunnerOutput):  # type: ignore[misc]
+    """The output of a step that came to nothing for some sequences.
+
+    Attributes:
+        lost: these sequences, and why.
+    """
+
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 class Worker(Base):  # type: ignore[misc]
@@ -66,6 +81,8 @@ class Worker(Base):  # type: ignore[misc]
             from tenant_sdk.gateway.segmented import multiply_meanwhile
 
             multiply_meanwhile(self.model_runner.model)
+        self.model_runner.model.register_forward_hook(_without_lost)
+        self._lost: dict[str, str] = {}
         config = self.vllm_config
         self._folder, self._status = Path(config.model_config.model), Status()
         self._telling = threading.Lock()
@@ -73,11 +90,37 @@ class Worker(Base):  # type: ignore[misc]
         self._draft = speculation.num_speculative_tokens if speculation else 0
         threading.Thread(target=self._tell, name="symbiosis-status", daemon=True).start()
 
+    def compile_or_warm_up_model(self) -> Any:
+        """See vLLM; it is the last that comes before requests."""
+        done = super().compile_or_warm_up_model()
+        leave_words_out()
+        return done
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """See vLLM; its matrices are multiplied once before any sequence has them.
+
+        Raises:
+            ValueError: what they make of ordinary numbers is absurd.
+        """
+        added: bool = super().add_lora(lora_request)
+        adapter = self.model_runner.lora_manager._adapter_manager.get_adapter(lora_request.lora_int_id)
+        for name, layer in adapter.loras.items():
+            downs, ups = (each if isinstance(each, list) else [each] for each in (layer.lora_a, layer.lora_b))
+            for down, up in zip(downs, ups, strict=True):
+                if down is not None and not _sane(down, up):
+                    self.remove_lora(lora_request.lora_int_id)
+                    raise ValueError(
+                        f"at {name} it makes numbers above {ADAPTER_MOST:g} of numbers about 1, or none at "
+                        "all; its training diverged, or lora_alpha is not what it was trained with"
+                    )
+        return added
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """See vLLM; a step whose products fail gives a ``FailedStep``."""
         scheduled, status = scheduler_output.num_scheduled_tokens, self._status
         if not scheduled:  # it says who has ended; nothing is asked for, so it does not show who is back
             return super().execute_model(scheduler_output)
+        lost_rows.rows, self._lost = None, {}
         status.steps += 1
         status.sequences += len(scheduled)
         try:
@@ -85,6 +128,7 @@ class Worker(Base):  # type: ignore[misc]
                 output = super().execute_model(scheduler_output)
             if status.failing:
                 self._write(failing=False)
+            self._lost = self._owners(scheduled)
             return output
         except SymbiosisError as error:
             log.warning("a step failed: %s", error)
@@ -98,6 +142,31 @@ class Worker(Base):  # type: ignore[misc]
                 req_id_to_index={request: at for at, request in enumerate(requests)},
                 sampled_token_ids=[[] for _ in requests],
             )
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """See vLLM; sequences whose rows were lost get no token."""
+        output = super().sample_tokens(grammar_output)
+        if not self._lost or not isinstance(output, ModelRunnerOutput):
+            return output
+        for sequence in self._lost:
+            output.sampled_token_ids[output.req_id_to_index[sequence]] = []
+        log.warning("%d of %d sequences of a step were lost", len(self._lost), len(output.req_ids))
+        return PartlyFailed(**vars(output), lost=self._lost)
+
+    def _owners(self, scheduled: dict[str, int]) -> dict[str, str]:
+        """The sequences of a step whose rows were lost, and why."""
+        if lost_rows.rows is None:
+            return {}
+        sequences = self.model_runner.input_batch.req_ids  # in the order of the rows
+        counts = [scheduled[each] for each in sequences]
+        parts = lost_rows.rows[: sum(counts)].split(counts)
+        lost = [sequence for sequence, part in zip(sequences, parts, strict=True) if part.any()]
+        return {sequence: self._explained(sequence) for sequence in lost}
+
+    def _explained(self, sequence: str) -> str:
+        adapter = self.model_runner.requests[sequence].lora_request
+        maker = "the model" if adapter is None else f"the adapter {adapter.lora_name}"
+        return f"{maker} made NaN, infinity or absurdly large numbers of this text; other requests went on"
 
     def _asking(self, scheduled: SchedulerOutput) -> Asking:
         """How a step's products are asked for: as somebody waits, with drafts of constant length."""
@@ -150,3 +219,15 @@ class Worker(Base):  # type: ignore[misc]
                 status.write(self._folder)
             except OSError as error:
                 log.warning("cannot write to %s: %s", self._folder, error.strerror)
+
+
+def _without_lost(_: Any, __: Any, hidden: Any) -> Any:
+    """What a model makes last is looked at by no layer behind it; see ``LostRows``."""
+    return lost_rows.without(hidden) if isinstance(hidden, torch.Tensor) else hidden
+
+
+def _sane(down: torch.Tensor, up: torch.Tensor) -> bool:
+    """Whether ``x A^T B^T`` is of an ordinary size; the scale is in B."""
+    x = torch.randn(TRIED_ROWS, down.shape[1], generator=torch.Generator().manual_seed(0))
+    made = x @ down.cpu().float().T @ up.cpu().float().T
+    return bool((made.abs() < ADAPTER_MOST).all())

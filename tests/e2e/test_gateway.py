@@ -22,9 +22,8 @@ import openai
 import peft
 import pytest
 import torch
-from commands import ENVIRONMENT
 from conftest import Executor, executor_processes
-from gateways import PYTHON, RunningGateway, chat_model, free_port, gateway, needed
+from gateways import RunningGateway, chat_model, free_port, gateway, needed, ran
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = needed
@@ -39,7 +38,6 @@ PROMPTS = (
 NUMERICS = (
     "ring-fine"  # log-likelihoods of several tokens to 1e-3; with ``ring`` they are off by up to 1.4e-3
 )
-CLIENTS = Path(__file__).parents[1] / "clients"
 COUNTED = ("symbiosis_rows_total", "symbiosis_product_seconds_count")  # by the provider
 
 
@@ -249,14 +247,6 @@ def test_a_streaming_chat(client: openai.OpenAI) -> None:
     assert parts[-1].usage.completion_tokens == 12
 
 
-def ran(script: str, *arguments: object) -> dict[str, Any]:
-    command = [str(PYTHON), str(CLIENTS / script), *map(str, arguments)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
-
-
 def test_lm_eval(running: RunningGateway, model: Path, tmp_path: Path) -> None:
     told = ran("lm_eval_client.py", running.url, KEY, model, tmp_path)
     assert len(told["gateway"]) == 8
@@ -325,7 +315,7 @@ def test_a_full_queue(client: openai.OpenAI) -> None:
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(ask, range(24)))
     refused = [answer for answer in answers if answer.startswith("429")]
-    assert 1 <= len(refused) <= 8
+    assert 1 <= len(refused) <= 12  # four of sixteen places are the other key's
     assert all(int(answer.split()[1]) >= 1 for answer in refused)
     assert len({answer for answer in answers if not answer.startswith("429")}) == 1
 

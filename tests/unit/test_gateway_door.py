@@ -21,8 +21,9 @@ from shared.errors import (
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway import serving
-from tenant_sdk.gateway.doorkeeper import Asked, Door, Failure, Queue, Refusal, asked, told
+from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, Strangers, told
 from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.requests import Asked, asked
 from tenant_sdk.gateway.serving import GatewayOptions
 from tenant_sdk.gateway.status import Status
 
@@ -35,7 +36,7 @@ def host(name: str) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("name", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]"])
 def test_without_keys_this_machine_comes_in(name: str) -> None:
-    assert Door().refusal(host(name)) is None
+    assert Door().admit(host(name)) == ""
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,8 @@ def test_without_keys_this_machine_comes_in(name: str) -> None:
 )
 def test_without_keys_other_names_do_not(name: str) -> None:
     """A page whose name points at this machine is read with that name."""
-    refusal = Door().refusal(host(name))
-    assert refusal is not None
+    refusal = Door().admit(host(name))
+    assert isinstance(refusal, Refusal)
     assert refusal.status == 403
 
 
@@ -60,16 +61,16 @@ def test_without_keys_other_names_do_not(name: str) -> None:
 )
 def test_pages_of_elsewhere_send_nothing(origin: str, status: int | None) -> None:
     """A page can send what its reader's machine would not let it read."""
-    refusal = Door().refusal([*host("localhost:8000"), (b"Origin", origin.encode())])
-    assert (refusal and refusal.status) == status
+    found = Door().admit([*host("localhost:8000"), (b"Origin", origin.encode())])
+    assert (found.status if isinstance(found, Refusal) else None) == status
 
 
 @pytest.mark.parametrize(
-    ("given", "status"),
+    ("given", "client"),
     [
-        (f"Bearer {KEY}", None),
-        (f"bearer {KEY}", None),
-        ("Bearer another-key-of-enough", None),
+        (f"Bearer {KEY}", "0"),
+        (f"bearer {KEY}", "0"),
+        ("Bearer another-key-of-enough", "1"),
         (f"Bearer {KEY}x", 401),
         (f"Basic {KEY}", 401),
         (KEY, 401),
@@ -77,44 +78,69 @@ def test_pages_of_elsewhere_send_nothing(origin: str, status: int | None) -> Non
         ("Bearer \xe9", 401),
     ],
 )
-def test_keys(given: str, status: int | None) -> None:
+def test_keys(given: str, client: str | int) -> None:
     door = Door((KEY, "another-key-of-enough"))
-    refusal = door.refusal([(b"authorization", given.encode("latin-1")), *host("anywhere.example")])
-    assert (refusal and refusal.status) == status
+    found = door.admit([(b"authorization", given.encode("latin-1")), *host("anywhere.example")])
+    assert (found.status if isinstance(found, Refusal) else found) == client
     assert KEY not in repr(door)
 
 
 def test_a_queue_has_an_end() -> None:
     queue = Queue(2)
-    assert queue.enter() is None
-    assert queue.enter() is None
-    refusal = queue.enter()
+    assert [queue.enter("", 1), queue.enter("", 1)] == [None, None]
+    refusal = queue.enter("", 1)
     assert refusal is not None
     assert (refusal.status, refusal.retry_after, queue.refused) == (429, 1, 1)
-    queue.leave(1, 9.0)
-    assert queue.enter() is None
-    refusal = queue.enter()
+    queue.leave("", 1, 9.0)
+    assert queue.enter("", 1) is None
+    refusal = queue.enter("", 1)
     assert refusal is not None
     assert refusal.retry_after == 5  # two of them, of nine seconds each
 
 
 def test_a_queue_counts_sequences() -> None:
     queue = Queue(4)
-    assert [queue.enter(), queue.widen(3)] == [None, None]
-    assert queue.enter() is None
-    refusal = queue.widen(2)
+    assert [queue.enter("", 3), queue.enter("", 1)] == [None, None]
+    refusal = queue.enter("", 1)
     assert refusal is not None
     assert refusal.status == 429
-    queue.leave(1, 6.0)
-    queue.leave(3, 6.0)
+    queue.leave("", 1, 6.0)
+    queue.leave("", 3, 6.0)
     assert (queue.under_way, queue.requests) == (0, 0)
-    assert [queue.enter(), queue.widen(4)] == [None, None]
-    refusal = queue.enter()
+    assert queue.enter("", 4) is None
+    refusal = queue.enter("", 1)
     assert refusal is not None
     assert refusal.retry_after == 6  # four sequences of one request
-    refusal = queue.widen(5)  # never, however long it waits
+    refusal = queue.enter("", 5)  # never, however long it waits
     assert refusal is not None
     assert (refusal.status, refusal.retry_after) == (400, 0)
+
+
+def test_no_key_takes_all_places() -> None:
+    queue = Queue(16, clients=2)
+    assert [queue.enter("0", 1) for _ in range(12)] == [None] * 12
+    refusal = queue.enter("0", 1)
+    assert refusal is not None
+    assert "12 with one key" in refusal.message
+    assert [queue.enter("1", 1) for _ in range(4)] == [None] * 4
+    assert queue.enter("1", 1) is not None
+    queue.leave("0", 1, 1.0)
+    assert queue.enter("1", 1) is None  # beyond its own part, those that leave make room for all
+
+
+def test_shares_of_many_clients() -> None:
+    shares = Shares(3, clients=5)  # fewer than two for each: nothing can be kept free
+    assert [shares.take("0", 1) for _ in range(4)] == [True, True, True, False]
+    shares.give_back("0", 3)
+    assert shares.take("1", 3)
+
+
+def test_the_stranger_that_waited_longest_makes_room() -> None:
+    strangers = Strangers(2)
+    assert [strangers.arrive(each) for each in ("a", "b")] == [None, None]
+    strangers.leave("a")
+    assert [strangers.arrive(each) for each in ("c", "d", "e")] == [None, "b", "c"]
+    strangers.leave("b")  # it is closed, and has left before
 
 
 @pytest.mark.parametrize(
@@ -125,12 +151,12 @@ def test_a_queue_counts_sequences() -> None:
         ({"prompt": ["one", "two"], "n": 3}, 6),
         ({"prompt": [1, 2, 3]}, 1),
         ({"prompt": [[1, 2], [3]], "n": None}, 2),
-        ({"prompt": [], "n": -5}, 1),
         ({"messages": [{"role": "user"}], "n": 4}, 4),
     ],
 )
 def test_sequences_of_a_request(body: Any, count: int) -> None:
-    wanted = asked(json.dumps(body).encode())
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    wanted = asked(path, json.dumps(body).encode(), 64)
     assert isinstance(wanted, Asked)
     assert wanted.sequences == count
 
@@ -142,16 +168,16 @@ def test_sequences_of_a_request(body: Any, count: int) -> None:
         b"\xff",
         b"[]",
         b"[" * 100_000,
-        b'{"n": 1' + b"0" * 5000 + b"}",
-        b'{"n": "32"}',  # that vLLM would take for 32
-        b'{"n": 32.0}',
-        b'{"n": 32, "x": NaN}',  # that Python would read
-        '{"n": 32}'.encode("utf-16"),
-        b'\xef\xbb\xbf{"n": 32}',
+        b'{"prompt": "", "n": 1' + b"0" * 5000 + b"}",
+        b'{"prompt": "", "n": "32"}',  # that vLLM would take for 32
+        b'{"prompt": "", "n": 32.5}',
+        b'{"prompt": "", "n": 32, "user": NaN}',  # that Python would read
+        '{"prompt": "", "n": 32}'.encode("utf-16"),
+        b'\xef\xbb\xbf{"prompt": "", "n": 32}',
     ],
 )
 def test_what_could_be_read_otherwise_is_refused(body: bytes) -> None:
-    refusal = asked(body)
+    refusal = asked("/v1/completions", body, 64)
     assert isinstance(refusal, Refusal)
     assert refusal.status == 400
 
@@ -180,7 +206,7 @@ def run(
     path: str = "/v1/completions",
     name: str = "localhost",
     *,
-    body: bytes = b"{}",
+    body: bytes = b'{"prompt": ""}',
 ) -> Sent:
     """What a client of one request is sent."""
     sent: Sent = []
@@ -198,7 +224,8 @@ def run(
 
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> Front:
     options.setdefault("clock", lambda: 1.0)
-    return Front(application, door=Door(), queue=Queue(most), folder=folder, retry_after=3, **options)
+    options = {"context": lambda: 64, "door": Door(), "queue": Queue(most)} | options
+    return Front(application, folder=folder, retry_after=3, **options)
 
 
 def answering(status: int, *bodies: bytes) -> Any:
@@ -235,9 +262,9 @@ def test_what_is_not_away_is_tried_again(tmp_path: Path, failure: Failure) -> No
 def test_an_adapter_that_was_refused_says_why(tmp_path: Path) -> None:
     refused = {"mine": "it has rank 64"}
     there = front(answering(200), tmp_path, unserved=lambda name: refused.get(name, ""))
-    start, body = run(there, body=b'{"model": "mine"}')
+    start, body = run(there, body=b'{"model": "mine", "prompt": ""}')
     assert (start["status"], b"it has rank 64" in body["body"]) == (404, True)
-    assert run(there, body=b'{"model": "other"}')[0]["status"] == 200
+    assert run(there, body=b'{"model": "other", "prompt": ""}')[0]["status"] == 200
 
 
 def test_what_failed_before_is_not_told(tmp_path: Path) -> None:
@@ -281,9 +308,10 @@ def test_who_fails_leaves_the_queue(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_is_429_but_not_for_other_paths(tmp_path: Path) -> None:
-    queue = Queue(1, under_way=1)
-    there = Front(answering(200, b"yes"), door=Door(), queue=queue, folder=tmp_path, retry_after=3)
-    assert run(there)[0]["status"] == 429
+    queue = Queue(1)
+    queue.enter("", 1)
+    there = front(answering(200, b"yes"), tmp_path, queue=queue)
+    assert [run(there)[0]["status"], run(there, "/tokenize")[0]["status"]] == [429, 429]
     assert run(there, "/v1/models")[0]["status"] == 200
 
 
@@ -314,9 +342,9 @@ def part(body: bytes, more: bool) -> Any:
 
 def test_a_body_comes_through_whole(tmp_path: Path) -> None:
     gone = {"type": "http.disconnect"}
-    sent, came = received(part(b'{"n"', True), part(b": 2}", False), gone, folder=tmp_path)
+    sent, came = received(part(b'{"prompt":"","n"', True), part(b":2}", False), gone, folder=tmp_path)
     assert sent[0]["status"] == 200
-    assert came == [part(b'{"n": 2}', False), gone]
+    assert came == [part(b'{"n":2,"prompt":""}', False), gone]
 
 
 def test_who_hangs_up_while_sending_reaches_nothing(tmp_path: Path) -> None:

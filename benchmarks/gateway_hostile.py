@@ -1,0 +1,250 @@
+"""A gateway with one hostile client of each kind: how long another client waits, beside undisturbed.
+
+    make gateway                                     # vLLM, in an environment of its own
+    python benchmarks/gateway_hostile.py
+
+Undisturbed and disturbed take turns, so that other work on the machine meets both. The clients have different
+keys. Everything shares this machine's processors, the hostile clients too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+from common import executor, write_model
+from gateway import TOKENIZER, console, gateway, quantile, write_adapters
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+KEYS = ("the-key-of-the-plain-client", "the-key-of-the-hostile-client")
+TOKENS = 8
+PLAIN = {"model": "base", "prompt": "And in the beginning", "temperature": 0, "ignore_eos": True}
+
+
+async def plain(client: openai.AsyncOpenAI, times: list[float]) -> None:
+    """One stream of a few tokens."""
+    began = time.perf_counter()
+    options: Any = {"model": "base", "prompt": PLAIN["prompt"], "temperature": 0, "max_tokens": TOKENS}
+    async for _ in await client.completions.create(**options, stream=True, extra_body={"ignore_eos": True}):
+        continue
+    times.append(time.perf_counter() - began)
+
+
+class Hostile:
+    """Clients with another key, or with none, that go on until they are cancelled."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._address = (parts.hostname or "", parts.port or 0)
+        # Made once: this machine's processors are also those of the gateway.
+        member = {"type": "object", "properties": {f"q{j}": {"type": "string"} for j in range(10)}}
+        names = {f"p{i}": {"type": "string", "format": "date-time"} for i in range(490)}
+        schemas: list[Any] = [
+            {"properties": {f"property_{i}": member for i in range(5000)}},
+            {"properties": names},
+            {"anyOf": [{"properties": {f"a{i}": {}}} for i in range(490)]},
+        ]
+        constrained = [PLAIN | {"structured_outputs": {"json": each}, "max_tokens": 16} for each in schemas]
+        self._schemas = [json.dumps(each).encode() for each in constrained]
+        self._text = json.dumps({"prompt": "some words " * 700_000}).encode()
+        self._tokens = json.dumps({"prompt": [1] * 2_500_000}).encode()
+
+    async def _post(self, path: str, body: Any, patience: float = 60.0) -> None:
+        """Send it, and read the answer, or leave."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[1]}\r\n"
+        head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        writer = None
+        try:
+            async with asyncio.timeout(patience):
+                reader, writer = await asyncio.open_connection(*self._address)
+                writer.write(head.encode() + content)
+                await reader.read()
+        except (OSError, TimeoutError):
+            pass  # it leaves, or is turned away
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def schemas(self) -> None:
+        """Large ones, and as large as are taken, of clients that leave."""
+        for body in self._schemas:
+            await self._post("/v1/completions", body, 3.0)
+
+    async def grammars(self) -> None:
+        """That grow with every token."""
+        grammar = 'root ::= root root root | root root | "a" | "b"'
+        body = PLAIN | {"structured_outputs": {"grammar": grammar}, "max_tokens": 400}
+        await self._post("/v1/completions", body)
+
+    async def tokenizing(self) -> None:
+        """Bodies of 8 MB, and as large as are taken."""
+        await self._post("/tokenize", self._text)
+        await self._post("/tokenize", {"prompt": "some words " * 5_000})
+        await self._post("/detokenize", self._tokens)
+
+    async def adapter(self) -> None:
+        """Adapters with absurd weights, added again and again."""
+        await self._post("/v1/adapters", {"path": ".absurd", "name": "absurd"})
+        await self._post("/v1/completions", PLAIN | {"model": "absurd", "max_tokens": 4})
+
+    async def slow_headers(self) -> None:
+        """Forty connections whose headers do not end."""
+        await self._connections(40, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n", 11.0)
+
+    async def slow_bodies(self) -> None:
+        """Forty requests whose bodies do not end."""
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[1]}\r\n"
+        await self._connections(40, f'{head}Content-Length: 100000\r\n\r\n{{"prompt": "'.encode(), 31.0)
+
+    async def many_connections(self) -> None:
+        """That say nothing."""
+        await self._connections(300, b"", 0.2)
+
+    async def _connections(self, count: int, said: bytes, seconds: float) -> None:
+        writers = []
+        try:
+            for _ in range(count):
+                _, writer = await asyncio.open_connection(*self._address)
+                writers.append(writer)
+                writer.write(said)
+            await asyncio.sleep(seconds)
+        except OSError:
+            pass  # turned away
+        finally:
+            for writer in writers:
+                writer.close()
+
+    async def log_probabilities(self) -> None:
+        """Of prompts, which once had a compiler run."""
+        body = PLAIN | {"echo": True, "logprobs": 5, "max_tokens": 1}
+        await self._post("/v1/completions", body)
+
+    async def bad_requests(self) -> None:
+        """Values that do not fit, and bodies of 8 MB."""
+        bodies: list[Any] = [{"top_k": 2**70}, {"kv_transfer_params": {}}, {"temperature": "x"}]
+        for body in bodies:
+            await self._post("/v1/completions", PLAIN | body)
+        await self._post("/v1/completions", self._tokens)
+        await self._post("/v1/completions", b"[" * 8_000_000)
+
+
+def attack(kind: Callable[[], Awaitable[None]], count: int, begun: Any) -> None:
+    """So many hostile clients of a kind, until this process is ended."""
+
+    async def again() -> None:
+        while True:
+            await kind()
+
+    async def all_of_them() -> None:
+        begun.set()
+        await asyncio.gather(*(again() for _ in range(count)))
+
+    asyncio.run(all_of_them())
+
+
+@contextmanager
+def disturbed(kind: Callable[[], Awaitable[None]], count: int) -> Iterator[None]:
+    """Hostile clients, in a process of their own, while this block lasts."""
+    ways = multiprocessing.get_context("fork")
+    begun = ways.Event()
+    process = ways.Process(target=attack, args=(kind, count, begun), daemon=True)
+    process.start()
+    begun.wait()
+    time.sleep(0.5)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+async def measure(url: str, rounds: int, requests: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds that the plain client's requests take, undisturbed and disturbed, for each kind."""
+    hostile, found = Hostile(url), dict[str, tuple[list[float], list[float]]]()
+    kinds: dict[str, tuple[Callable[[], Awaitable[None]], int]] = {
+        "large schemas, clients that leave": (hostile.schemas, 4),
+        "grammars that grow": (hostile.grammars, 2),
+        "tokenizing": (hostile.tokenizing, 4),
+        "absurd adapters": (hostile.adapter, 2),
+        "headers that do not end": (hostile.slow_headers, 1),
+        "bodies that do not end": (hostile.slow_bodies, 1),
+        "connections that say nothing": (hostile.many_connections, 1),
+        "echo and log-probabilities": (hostile.log_probabilities, 2),
+        "bad requests": (hostile.bad_requests, 2),
+    }
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0, timeout=120
+    ) as client:
+
+        async def some(times: list[float]) -> None:
+            for _ in range(requests):
+                await plain(client, times)
+
+        await some([])
+        for kind, (way, count) in kinds.items():
+            calm, loud = found.setdefault(kind, ([], []))
+            for _ in range(rounds):
+                await some(calm)
+                with disturbed(way, count):
+                    await some(loud)
+            console.print(f"{kind}: {statistics.median(loud) / statistics.median(calm):.2f}")
+    return found
+
+
+def write_absurd(adapters: Path, name: str) -> None:
+    """An adapter whose weights are finite and of no use."""
+    folder = adapters / ".absurd"
+    shutil.copytree(adapters / name, folder)
+    weights = {key: value * 1e19 for key, value in load_file(folder / "adapter_model.safetensors").items()}
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+def main() -> None:
+    """Measure in turn, print a table, write gateway_hostile.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=25, help="of the plain client in each half")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    os.environ["KEYS"] = " ".join(KEYS)
+    with tempfile.TemporaryDirectory(prefix="symbiosis-bench-") as name, ExitStack() as stack:
+        work = Path(name)
+        model = work / "model"
+        write_model(model, layers=6, width=256, heads=4, feed_forward=704, vocabulary=2048, context=512)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TOKENIZER / file, model)
+        write_absurd(work / "adapters", write_adapters(model, work / "adapters")[0])
+        provider = stack.enter_context(executor(model, work / "provider", "--numerics", "ring"))
+        masks = stack.enter_context(executor(model, work / "masks", "--numerics", "ring"))
+        url = stack.enter_context(gateway(provider, masks, work / "adapters", work, "--api-key-env", "KEYS"))
+        found = asyncio.run(measure(url, options.rounds, options.requests))
+    table = Table(title=f"streams of {TOKENS} tokens, ms: p50, p99")
+    for column in ("hostile client", "undisturbed", "disturbed", "times, p50", "times, p99"):
+        table.add_column(column)
+    for kind, sides in found.items():
+        quantiles = [[1e3 * quantile(side, share) for share in (0.5, 0.99)] for side in sides]
+        calm, loud = quantiles
+        cells = [f"{p50:.0f}, {p99:.0f}" for p50, p99 in quantiles]
+        table.add_row(kind, *cells, *(f"{b / a:.2f}" for a, b in zip(calm, loud, strict=True)))
+    console.print(table)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "gateway_hostile.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""HTTP connections of the gateway's server: headers have a time and a size, and connections a number."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tenant_sdk.gateway.doorkeeper import Door, Refusal, Shares, Strangers
+
+HEADER_SECONDS = 10.0
+HEADER_BYTES = 64 << 10
+STRANGERS = 128  # connections that have shown no key
+CONNECTIONS = 1024  # that have shown one, of all clients
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What all connections of a server share.
+
+    Args:
+        door: says whose a connection is.
+        known: places of connections that have shown a key.
+        strangers: the others.
+    """
+
+    door: Door
+    known: Shares
+    strangers: Strangers
+
+    @classmethod
+    def at(cls, door: Door) -> Connections:
+        """Those behind a door."""
+        return cls(door, Shares(CONNECTIONS, door.clients), Strangers(STRANGERS))
+
+    def protocol(self) -> type[HttpToolsProtocol]:
+        """What uvicorn makes for each connection."""
+        return type("Arrival", (_Arrival,), {"shared": self})
+
+
+class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
+    """One connection."""
+
+    shared: Connections
+    _client: str | None = None
+    _late: asyncio.TimerHandle | None = None
+    _bytes = 0  # of headers that are not complete
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio."""
+        super().connection_made(transport)
+        self._expect()
+        if (first := self.shared.strangers.arrive(self)) is not None:
+            assert isinstance(first, _Arrival)  # noqa: S101 - only they arrive
+            first.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._expected()
+        self.shared.strangers.leave(self)
+        if self._client is not None:
+            self.shared.known.give_back(self._client, 1)
+            self._client = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if self._late is None and (self.cycle is None or not self.cycle.more_body):
+            self._expect()  # the next request begins
+        if self._late is not None:
+            self._bytes += len(data)
+        super().data_received(data)
+        if self._late is not None and self._bytes > HEADER_BYTES:
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        self._expected()
+        if self._client is None:
+            client = self.shared.door.admit(self.headers)
+            if not isinstance(client, Refusal):
+                self.shared.strangers.leave(self)
+                if not self.shared.known.take(client, 1):
+                    self.transport.abort()
+                    return
+                self._client = client
+        super().on_headers_complete()
+
+    def _expect(self) -> None:
+        """Headers come from now on."""
+        self._bytes = 0
+        self._late = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def _expected(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None

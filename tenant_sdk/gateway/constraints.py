@@ -1,0 +1,167 @@
+"""What an answer must match: a JSON schema, a pattern, choices or a grammar, with bounds. No I/O.
+
+These bounds keep the work of a look small. How long a constraint takes to compile does not follow from its
+size, so each is tried as well, in a process that can be stopped (``tenant_sdk.gateway.trials``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+SPEC_BYTES = 32 << 10  # of a schema or a grammar
+PATTERN_BYTES = 4 << 10
+CHOICES, CHOICE_BYTES = 500, 1 << 10
+NESTING = 64
+MEMBERS = 500  # of one object or list in a schema
+STRING_BYTES = 4 << 10  # of one name, pattern or constant in a schema
+# A count in a schema is written out while it is compiled; a length is not.
+_COUNTS = frozenset({"minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties"})
+MOST_ITEMS = 500
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class ConstraintRefused(ValueError):
+    """Why a constraint is not taken, in words for the client."""
+
+
+class Constraint(NamedTuple):
+    """What every text of an answer must match.
+
+    Attributes:
+        kind: ``json``, ``regex``, ``choice`` or ``grammar``.
+        text: a schema or a list of strings as JSON, a pattern, or a grammar.
+    """
+
+    kind: str
+    text: str
+
+    def as_field(self) -> dict[str, Any]:
+        """As ``structured_outputs`` of a request."""
+        return {self.kind: json.loads(self.text) if self.kind == "choice" else self.text}
+
+
+def constraint(response_format: Any, structured_outputs: Any) -> Constraint | None:
+    """The constraint of a request, from its fields of these names; None: it has none.
+
+    Raises:
+        ConstraintRefused: it is none that this gateway takes.
+    """
+    found = [each for each in (_of_format(response_format), _of_outputs(structured_outputs)) if each]
+    if len(found) > 1:
+        raise ConstraintRefused("give response_format or structured_outputs, not both")
+    if not found:
+        return None
+    _check(found[0])
+    return found[0]
+
+
+def _of_format(given: Any) -> Constraint | None:
+    if given is None:
+        return None
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint("json", '{"type": "object"}')
+    schema = given.get("json_schema") if isinstance(given, dict) else None
+    if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        return Constraint("json", _encoded(schema["schema"]))
+    raise ConstraintRefused(
+        'response_format is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
+        '"json_schema": {"schema": {...}}}'
+    )
+
+
+def _of_outputs(given: Any) -> Constraint | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ConstraintRefused("structured_outputs is an object")
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1 or not given.keys() <= set(_KINDS):
+        raise ConstraintRefused(f"structured_outputs has exactly one of {', '.join(_KINDS)}")
+    ((kind, value),) = given.items()
+    if kind == "json_object" and value is True:
+        return Constraint("json", '{"type": "object"}')
+    if kind == "json" and isinstance(value, dict):
+        return Constraint("json", _encoded(value))
+    if kind == "choice" and isinstance(value, list) and value and all(isinstance(e, str) for e in value):
+        return Constraint("choice", _encoded(value))
+    if kind in ("json", "regex", "grammar") and isinstance(value, str) and value:
+        return Constraint(kind, value)
+    raise ConstraintRefused(f"structured_outputs.{kind} has a value of the wrong type, or an empty one")
+
+
+def _encoded(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _check(given: Constraint) -> None:
+    """Refuse what is too large to be tried, or cannot be compiled at all."""
+    size = len(given.text.encode())
+    if size > (most := PATTERN_BYTES if given.kind == "regex" else SPEC_BYTES):
+        raise ConstraintRefused(f"the {given.kind} has {size} bytes; this gateway takes {most}")
+    if "\0" in given.text:
+        raise ConstraintRefused(f"the {given.kind} has a character of the value 0")
+    if given.kind == "choice":
+        choices = json.loads(given.text)
+        longest = max(len(each.encode()) for each in choices)
+        if len(choices) > CHOICES or longest > CHOICE_BYTES or "" in choices:
+            raise ConstraintRefused(f"choice has at most {CHOICES} texts of 1 to {CHOICE_BYTES} bytes")
+    if given.kind == "json":
+        try:
+            schema = msgspec.json.decode(given.text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ConstraintRefused("the schema is not JSON") from error
+        if not isinstance(schema, dict):
+            raise ConstraintRefused("a schema is an object")
+        _check_schema(schema)
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    for depth, node in _nodes(schema):
+        if depth > NESTING:
+            raise ConstraintRefused(f"the schema nests more than {NESTING} objects and lists in one another")
+        if isinstance(node, (dict, list)) and len(node) > MEMBERS:
+            raise ConstraintRefused(f"an object or a list of the schema has more than {MEMBERS} members")
+        strings = [node] if isinstance(node, str) else list(node) if isinstance(node, dict) else []
+        if any(len(each) > STRING_BYTES for each in strings):
+            raise ConstraintRefused(f"a text in the schema has more than {STRING_BYTES} characters")
+        if isinstance(node, dict):
+            for name in _COUNTS & node.keys():
+                if isinstance(node[name], (int, float)) and not node[name] <= MOST_ITEMS:
+                    raise ConstraintRefused(f"{name} of a schema is at most {MOST_ITEMS}")
+            _follow(schema, node)
+
+
+def _nodes(schema: Any) -> Iterator[tuple[int, Any]]:
+    """All that is in a schema, with its depth; nothing below ``NESTING`` is opened."""
+    waiting = [(0, schema)]
+    while waiting:
+        depth, node = waiting.pop()
+        yield depth, node
+        if isinstance(node, (dict, list)) and depth <= NESTING:
+            children = node.values() if isinstance(node, dict) else node
+            waiting += [(depth + 1, child) for child in children]
+
+
+def _follow(schema: dict[str, Any], node: dict[str, Any]) -> None:
+    """Whether the references that begin at a node lead to a schema, and not in a circle."""
+    seen = list[str]()
+    while isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
+        if reference in seen:
+            raise ConstraintRefused("a $ref of the schema leads back to itself")
+        if not reference.startswith("#"):
+            raise ConstraintRefused("a $ref of a schema leads into the same schema: it begins with #")
+        seen.append(reference)
+        target: Any = schema
+        for part in reference.removeprefix("#").split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            target = target.get(part) if isinstance(target, dict) else None
+        if target is None:
+            return  # of another form, or to nothing: compiling it tells
+        node = target

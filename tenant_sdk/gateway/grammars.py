@@ -1,0 +1,117 @@
+"""Constraints as llguidance compiles them, with limits; and a process that tries each before the engine.
+
+    python -m tenant_sdk.gateway.grammars TOKENIZER_FILE TOKENS END_OF_TEXT
+
+reads constraints as lines of JSON, and writes for each why it is refused, or an empty text. Each is tried in
+a child of its own, which ends when it has used more than its time or memory; only then does the engine
+compile it, which cannot be stopped there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import llguidance
+import msgspec
+
+from tenant_sdk.gateway.constraints import Constraint
+
+SECONDS = 0.4  # of a processor, for one trial
+MEMORY = 256 << 20  # beyond what the process has
+STEPS = 16  # tokens that a trial goes on for
+NICENESS = 10  # sequences that are computed come first
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_lexer_states=5_000,
+    max_grammar_size=50_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,  # they would hold a client's text
+)
+
+
+def compiled(tokenizer: llguidance.LLTokenizer, given: Constraint) -> llguidance.LLMatcher:
+    """What follows one text that matches.
+
+    Raises:
+        ValueError: it cannot be compiled, or not within ``LIMITS``.
+    """
+    if given.kind == "json":
+        text = llguidance.LLMatcher.grammar_from_json_schema(given.text)
+    else:
+        text = llguidance.grammar_from(given.kind, given.text)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise ValueError(_sentence(matcher))
+    return matcher
+
+
+def trial(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
+    """Compile it and go on for some tokens of chance; why that failed, or an empty text."""
+    try:
+        matcher = compiled(tokenizer, given)
+    except ValueError as error:
+        return " ".join(str(error).split())[:400]
+    chance = random.Random(0)  # noqa: S311 - no secret
+    for step in range(STEPS):
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            return "no text matches it" if not step else _sentence(matcher)
+        tokens = [at for at in range(tokenizer.vocab_size) if allowed >> at & 1 and at != tokenizer.eos_token]
+        if not tokens or not matcher.consume_token(chance.choice(tokens)):
+            break
+    return ""
+
+
+def _sentence(matcher: llguidance.LLMatcher) -> str:
+    return " ".join(matcher.get_error().split())[:400]
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    file, tokens, end = sys.argv[1:]
+    os.nice(NICENESS)
+    tokenizer = llguidance.LLTokenizer(Path(file).read_text(), n_vocab=int(tokens), eos_token=int(end))
+    trial(tokenizer, Constraint("choice", '["yes", "no"]'))  # what the first compiles is then there for all
+    _write("")
+    for line in sys.stdin.buffer:
+        _write(_apart(tokenizer, msgspec.json.decode(line, type=Constraint)))
+
+
+def _write(text: str) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(text) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _apart(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
+    """``trial`` in a child, whose time and memory end."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY,) * 2)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
+            os.write(writing, b"=" + trial(tokenizer, given).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as told:
+        found = told.read()
+    os.waitpid(child, 0)
+    if found.startswith(b"="):
+        return found[1:].decode()
+    return f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 20} MiB; make it smaller"
+
+
+if __name__ == "__main__":
+    main()

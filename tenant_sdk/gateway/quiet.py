@@ -1,0 +1,35 @@
+"""What libraries write into the log once requests come: where and of what kind, and never their words."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import warnings
+from typing import Any
+
+OURS = ("tenant_sdk", "shared")  # whose words hold no text of a client
+
+
+def leave_words_out() -> None:
+    """From now on, in this process: a library's words, and those of an exception, may hold a client's."""
+    make = logging.getLogRecordFactory()
+
+    def wordless(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make(*arguments, **options)
+        if record.name.partition(".")[0] not in OURS:
+            record.msg, record.args = _told(record), ()
+            record.exc_info = record.exc_text = record.stack_info = None
+        return record
+
+    logging.setLogRecordFactory(wordless)
+    warnings.simplefilter("ignore")  # these have words too, and are for developers
+
+
+def _told(record: logging.LogRecord) -> str:
+    """Where, and for an exception its kind and the way it took."""
+    told = f"from {record.pathname}:{record.lineno}; its words may hold a client's and are left out"
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None:
+        return told
+    way = "".join(traceback.format_tb(error.__traceback__))
+    return f"{told}\n{way}{type(error).__name__}"

@@ -1,0 +1,331 @@
+"""What clients may ask for: the fields of each path, with their bounds; anything else is refused. No I/O.
+
+A request is read with these types and written again from them, so that vLLM reads nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tenant_sdk.gateway.constraints import Constraint, ConstraintRefused, constraint
+from tenant_sdk.gateway.doorkeeper import Refusal
+
+INT32 = 2**31 - 1
+Count = Annotated[int, Meta(ge=0, le=INT32)]
+Token = Annotated[int, Meta(ge=0, le=INT32)]
+Tokens = Annotated[list[Token], Meta(max_length=1024)]
+Likeliest = Annotated[int, Meta(ge=0, le=20)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+Words = Annotated[list[Stop], Meta(max_length=16)]
+Short = Annotated[str, Meta(max_length=256)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Plain = str | bool | int | float | None
+MESSAGES = 1024
+PARTS = 4096  # of all messages of a chat
+TOOLS_BYTES = 64 << 10
+# OpenAI's that clients send as a matter of course, and that change nothing here.
+IGNORED = frozenset(
+    {
+        "best_of",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+
+class StreamOptions(Struct):
+    """Of a stream."""
+
+    include_usage: bool | UnsetType | None = UNSET
+    continuous_usage_stats: bool | UnsetType | None = UNSET
+
+
+class Sampling(Struct, kw_only=True):
+    """What completions and chats have in common; ``UNSET`` and null are not the same to vLLM."""
+
+    model: Short | UnsetType | None = UNSET
+    frequency_penalty: Penalty | UnsetType | None = UNSET
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+        | UnsetType
+        | None
+    ) = UNSET
+    max_tokens: Count | UnsetType | None = UNSET
+    n: Annotated[int, Meta(ge=1, le=INT32)] | UnsetType | None = UNSET
+    presence_penalty: Penalty | UnsetType | None = UNSET
+    seed: Seed | UnsetType | None = UNSET
+    stop: Stop | Words | UnsetType | None = UNSET
+    stream: bool | UnsetType | None = UNSET
+    stream_options: StreamOptions | UnsetType | None = UNSET
+    temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType | None = UNSET
+    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType | None = UNSET
+    top_k: Annotated[int, Meta(ge=-1, le=INT32)] | UnsetType | None = UNSET
+    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType | None = UNSET
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | UnsetType | None = UNSET
+    stop_token_ids: Tokens | UnsetType | None = UNSET
+    include_stop_str_in_output: bool | UnsetType = UNSET
+    ignore_eos: bool | UnsetType = UNSET
+    min_tokens: Count | UnsetType = UNSET
+    skip_special_tokens: bool | UnsetType = UNSET
+    spaces_between_special_tokens: bool | UnsetType = UNSET
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32)] | UnsetType | None = UNSET
+    truncation_side: Literal["left", "right"] | UnsetType | None = UNSET
+    allowed_token_ids: Tokens | UnsetType | None = UNSET
+    prompt_logprobs: Likeliest | UnsetType | None = UNSET
+    bad_words: Words | UnsetType = UNSET
+    add_special_tokens: bool | UnsetType = UNSET
+    return_tokens_as_token_ids: bool | UnsetType | None = UNSET
+    return_token_ids: bool | UnsetType | None = UNSET
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | UnsetType | None = UNSET
+    response_format: Any = UNSET
+    structured_outputs: Any = UNSET
+
+    def constraint(self) -> Constraint | None:
+        """See ``constraints.constraint``; the request has it in one field afterwards."""
+        found = constraint(_given(self.response_format), _given(self.structured_outputs))
+        self.response_format, self.structured_outputs = UNSET, found.as_field() if found else UNSET
+        return found
+
+
+class Completion(Sampling, kw_only=True):
+    """``/v1/completions``."""
+
+    prompt: str | list[str | Token | list[Token]]
+    echo: bool | UnsetType | None = UNSET
+    logprobs: Likeliest | UnsetType | None = UNSET
+
+    @property
+    def prompts(self) -> int:
+        """How many there are."""
+        several = isinstance(self.prompt, list) and any(isinstance(each, (str, list)) for each in self.prompt)
+        return len(self.prompt) if several else 1
+
+    def check(self, context: int) -> str:
+        """What is wrong with it that types do not say; empty: nothing."""
+        if isinstance(self.prompt, str):
+            return ""
+        if len({type(each) for each in self.prompt}) != 1:
+            return "a list of prompts has texts, or tokens, or lists of tokens, and is not empty"
+        whole: list[Any] = [self.prompt, *self.prompt]
+        tokens = [each for each in whole if isinstance(each, list) and isinstance(next(iter(each), 0), int)]
+        longest = max(map(len, tokens), default=0)
+        return _too_long(longest, context)
+
+
+class Function(Struct):
+    """Of a tool, as templates show it to a model."""
+
+    name: Short
+    description: str | UnsetType | None = UNSET
+    parameters: dict[str, Any] | UnsetType | None = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class Tool(Struct):
+    """Which a template may show; this gateway does not make a model call it."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class Called(Struct):
+    """A function that an earlier answer called."""
+
+    name: Short
+    arguments: str
+
+
+class Call(Struct):
+    """See ``Called``."""
+
+    id: Short
+    function: Called
+    type: Literal["function"] = "function"
+
+
+class Part(Struct):
+    """Of a message: text alone."""
+
+    text: str
+    type: Literal["text"] = "text"
+
+
+class ChatMessage(Struct):
+    """Of a chat; what else clients put into one is left out."""
+
+    role: Short
+    content: str | Annotated[list[Part], Meta(max_length=MESSAGES)] | UnsetType | None = UNSET
+    name: Short | UnsetType | None = UNSET
+    tool_calls: Annotated[list[Call], Meta(max_length=64)] | UnsetType | None = UNSET
+    tool_call_id: Short | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES)]
+Tools = Annotated[list[Tool], Meta(max_length=64)]
+ForTemplate = Annotated[dict[Short, Plain], Meta(max_length=16)]
+
+
+class Chat(Sampling, kw_only=True):
+    """``/v1/chat/completions``."""
+
+    messages: Messages
+    tools: Tools | UnsetType | None = UNSET
+    add_generation_prompt: bool | UnsetType = UNSET
+    continue_final_message: bool | UnsetType = UNSET
+    chat_template_kwargs: ForTemplate | UnsetType | None = UNSET
+    logprobs: bool | UnsetType | None = UNSET
+    top_logprobs: Likeliest | UnsetType | None = UNSET
+    max_completion_tokens: Count | UnsetType | None = UNSET
+    tool_choice: Literal["none"] | UnsetType | None = UNSET
+    reasoning_effort: (
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | UnsetType | None
+    ) = UNSET
+    include_reasoning: bool | UnsetType = UNSET
+    echo: bool | UnsetType = UNSET
+
+    @property
+    def prompts(self) -> int:
+        """See ``Completion``."""
+        return 1
+
+    def check(self, context: int) -> str:
+        """See ``Completion``."""
+        return _wrong(self.messages, self.tools)
+
+
+class TokenizeText(Struct, kw_only=True):
+    """``/tokenize`` of a text."""
+
+    prompt: str
+    model: Short | UnsetType | None = UNSET
+    add_special_tokens: bool | UnsetType = UNSET
+    return_token_strs: bool | UnsetType | None = UNSET
+
+    def check(self, context: int) -> str:
+        """See ``Completion``."""
+        return ""
+
+
+class TokenizeChat(Struct, kw_only=True):
+    """``/tokenize`` of a chat."""
+
+    messages: Messages
+    tools: Tools | UnsetType | None = UNSET
+    add_generation_prompt: bool | UnsetType = UNSET
+    continue_final_message: bool | UnsetType = UNSET
+    chat_template_kwargs: ForTemplate | UnsetType | None = UNSET
+    model: Short | UnsetType | None = UNSET
+    add_special_tokens: bool | UnsetType = UNSET
+    return_token_strs: bool | UnsetType | None = UNSET
+
+    def check(self, context: int) -> str:
+        """See ``Completion``."""
+        return _wrong(self.messages, self.tools)
+
+
+class Detokenize(Struct, kw_only=True):
+    """``/detokenize``."""
+
+    tokens: list[Token]
+    model: Short | UnsetType | None = UNSET
+
+    def check(self, context: int) -> str:
+        """See ``Completion``."""
+        return _too_long(len(self.tokens), context)
+
+
+Kind = type[Completion] | type[Chat] | type[TokenizeText] | type[TokenizeChat] | type[Detokenize]
+
+
+class Asked(msgspec.Struct):
+    """A request that may go on.
+
+    Attributes:
+        model: that it is for; empty: the base model.
+        sequences: how many it is for at once, ``n`` answers to each prompt.
+        constraint: on its answers.
+        body: it, with the fields of this module alone.
+    """
+
+    model: str
+    sequences: int
+    constraint: Constraint | None
+    body: bytes
+
+
+def asked(path: str, body: bytes, context: int) -> Asked | Refusal:
+    """What a request is for; refused if it is not JSON to the letter, or has what its path does not take.
+
+    Args:
+        context: the most tokens of a sequence.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        kind = _kind(path, fields.keys())
+        known = {each.encode_name for each in msgspec.structs.fields(kind)} | IGNORED
+        if others := [
+            name for name, value in fields.items() if name not in known and bytes(value) != b"null"
+        ]:
+            return _refused(f"this gateway does not take the field {min(others)[:80]!r} at {path}")
+        request = msgspec.json.decode(body, type=kind)
+        if wrong := request.check(context):
+            return _refused(wrong)
+        wanted = request.constraint() if isinstance(request, Sampling) else None
+        sequences = request.prompts * max(1, _given(request.n) or 1) if isinstance(request, Sampling) else 1
+    except ConstraintRefused as error:
+        return _refused(str(error))
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        return _refused(f"the body is not as it should be: {error}")
+    return Asked(_given(request.model) or "", sequences, wanted, msgspec.json.encode(request))
+
+
+def _kind(path: str, fields: Any) -> Kind:
+    if path == "/v1/completions":
+        return Completion
+    if path == "/v1/chat/completions":
+        return Chat
+    if path == "/detokenize":
+        return Detokenize
+    return TokenizeChat if "messages" in fields else TokenizeText
+
+
+def _given(value: Any) -> Any:
+    return None if value is UNSET else value
+
+
+def _too_long(tokens: int, context: int) -> str:
+    return f"{tokens} tokens; a sequence here has {context} at most" if tokens > context else ""
+
+
+def _wrong(messages: list[ChatMessage], tools: list[Tool] | UnsetType | None) -> str:
+    """What templates and vLLM would fail at, or take long for."""
+    if sum(len(each.content) for each in messages if isinstance(each.content, list)) > PARTS:
+        return f"messages of a chat have {PARTS} parts at most"
+    if len(msgspec.json.encode(_given(tools))) > TOOLS_BYTES:
+        return f"tools have {TOOLS_BYTES} bytes at most"
+    for message in messages:
+        for call in _given(message.tool_calls) or []:
+            try:
+                arguments = msgspec.json.decode(call.function.arguments or "{}")
+            except (msgspec.DecodeError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                return "arguments of a tool call are an object in JSON"
+    return ""
+
+
+def _refused(why: str) -> Refusal:
+    return Refusal(400, "invalid_request_error", why)

@@ -1,0 +1,74 @@
+"""vLLM's llguidance, with limits on what a grammar may take: to compile, in one step, and of a sequence."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.grammars import compiled
+
+# Of a processor, for the masks of one sequence: the first that are computed take longer than the others.
+GRACE_SECONDS, TOKEN_SECONDS = 0.5, 0.005
+_KINDS = {
+    StructuredOutputOptions.JSON: "json",
+    StructuredOutputOptions.REGEX: "regex",
+    StructuredOutputOptions.CHOICE: "choice",
+    StructuredOutputOptions.GRAMMAR: "grammar",
+}
+
+
+class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
+    """Of one sequence, which ends when it takes too much.
+
+    Attributes:
+        ended: why it does not go on; or empty.
+    """
+
+    ended = ""
+    _tokens, _seconds = 0, 0.0
+
+    def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
+        """See vLLM."""
+        began = time.thread_time()  # not what others took meanwhile
+        super().fill_bitmask(bitmask, idx)
+        self._count(began)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """See vLLM; False ends the sequence with an error."""
+        if self.ended:
+            return False
+        began = time.thread_time()
+        accepted: bool = super().accept_tokens(request_id, tokens)
+        self._tokens += len(tokens)
+        self._count(began)
+        return accepted and not self.ended
+
+    def check_error(self) -> None:
+        """Remember it; vLLM would write it down, and end the text as if it were complete."""
+        if self.ll_matcher.is_error() and not self.ended:
+            self.ended = "what the constraint allows here became too large to compute"
+
+    def _count(self, began: float) -> None:
+        self._seconds += time.thread_time() - began
+        if self._seconds > GRACE_SECONDS + TOKEN_SECONDS * self._tokens and not self.ended:
+            self.ended = "computing what the constraint allows takes too long"
+
+
+class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
+    """See vLLM's ``StructuredOutputBackend``."""
+
+    def compile_grammar(
+        self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: Any = None
+    ) -> LimitedGrammar:
+        """See vLLM; it was tried before, in a process of its own.
+
+        Raises:
+            ValueError: it cannot be compiled after all.
+        """
+        matcher = compiled(self.ll_tokenizer, Constraint(_KINDS[request_type], grammar_spec))
+        return LimitedGrammar(ll_matcher=matcher, ll_tokenizer=self.ll_tokenizer, vocab_size=self.vocab_size)

@@ -1,0 +1,99 @@
+"""In the gateway's environment: connections that send no whole headers, too many headers, or too many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from typing import Any
+
+import uvicorn
+
+from tenant_sdk.gateway import arrivals
+from tenant_sdk.gateway.arrivals import Connections
+from tenant_sdk.gateway.doorkeeper import Door, Shares, Strangers
+
+KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
+arrivals.HEADER_SECONDS = 0.5
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """Answers at once, whatever the path."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def connected() -> socket.socket:
+    """To the server."""
+    opened = socket.create_connection(("127.0.0.1", port))
+    opened.settimeout(60)
+    return opened
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the server closes it before it says anything."""
+    try:
+        return connection.recv(100) == b""
+    except ConnectionError:
+        return True
+
+
+def asks(connection: socket.socket, key: int) -> bytes:
+    """The first line of what is answered with a key; empty: the connection is closed."""
+    head = f"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[key]}\r\n\r\n"
+    try:
+        connection.sendall(head.encode())
+        return connection.recv(1000).partition(b"\r\n")[0]
+    except ConnectionError:
+        return b""
+
+
+door = Door(KEYS)
+connections = Connections(door, Shares(8, door.clients), Strangers(4))
+sockets = [socket.create_server(("127.0.0.1", 0))]
+port = sockets[0].getsockname()[1]
+config = uvicorn.Config(
+    application, http=connections.protocol(), ws="none", lifespan="off", log_level="critical"
+)
+server = uvicorn.Server(config)
+thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=sockets)))
+thread.start()
+
+OK = b"HTTP/1.1 200 OK"
+unfinished = [connected() for _ in range(3)]
+for each in unfinished:
+    each.sendall(b"GET / HTTP/1.1\r\nHost: local")
+assert all(map(ended, unfinished)), "headers that do not end"
+kept = connected()
+assert asks(kept, 0) == OK
+kept.sendall(b"GET / HTTP/1.1\r\nHost: local")
+assert ended(kept), "headers of a second request that do not end"
+arrivals.HEADER_SECONDS = 600.0
+large = connected()
+try:
+    large.sendall(b"GET / HTTP/1.1\r\n")
+    for _ in range(100):
+        large.sendall(b"a: " + b"b" * 10_000 + b"\r\n")
+except ConnectionError:
+    pass
+assert ended(large), "headers without an end"
+
+strangers = [connected() for _ in range(8)]
+assert all(map(ended, strangers[:4])), "the strangers that waited longest make room"
+assert asks(strangers[-1], 0) == OK
+known, answers = list[socket.socket](), list[bytes]()
+for _ in range(6):  # one after the other, or they would be strangers together
+    known.append(connected())
+    answers.append(asks(known[-1], 0))
+assert answers.count(OK) == 5, "one key has six of eight places, and two stay for the other"
+others = [connected() for _ in range(2)]
+assert [asks(each, 1) for each in others] == [OK, OK]
+for each in [*strangers, *known, *others, *unfinished, kept, large]:
+    each.close()
+server.should_exit = True
+thread.join()
+assert connections.known.total == 0, "who leaves gives the place back"
+assert not connections.strangers.waiting
+print(json.dumps({"known": connections.known.taken}))

@@ -1,0 +1,78 @@
+"""In the gateway's environment: rows that one adapter spoils go on as zeros, and end their sequence alone."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tenant_sdk.gateway import worker
+from tenant_sdk.gateway.linear import RemoteLinearMethod, lost_rows
+from tenant_sdk.gateway.segmented import SegmentedLora
+from tenant_sdk.tuning.segmented import Segments
+
+INFINITY = float("inf")
+sent: list[torch.Tensor] = []
+
+
+class Products:
+    """A group whose product is its input, and which takes finite rows alone, as an executor's."""
+
+    info = SimpleNamespace(inputs=16)
+
+    def submit(self, direction: object, members: int, blocks: list[torch.Tensor], urgency: object) -> Any:
+        """Remember what would be sent."""
+        assert blocks[0].isfinite().all()
+        sent.append(blocks[0])
+        return SimpleNamespace(result=lambda: [blocks[0].clone()])
+
+
+torch.manual_seed(0)
+x = torch.randn(5, 16)  # two rows of the first sequence, one of the second, two of the third
+a, b = torch.randn(3, 1, 8, 16), torch.randn(3, 1, 16, 8)
+a[1] *= 1e19
+b[1] *= 1e19
+lora = SegmentedLora.__new__(SegmentedLora)
+lora._segments, lora._made = Segments(torch.tensor([0, 0, 1, -1, -1]), 3), None
+y = torch.randn(5, 16)
+others, expected = [0, 1, 3, 4], y.clone()
+expected[:2] += x[:2] @ a[0, 0].T @ b[0, 0].T
+lora.add_lora_linear(y, x, (a,), (b,), 1.0, (16,))
+torch.testing.assert_close(y[others], expected[others])
+assert y[2].eq(0).all()
+assert lost_rows.rows.tolist() == [False, False, True, False, False]
+
+# What makes NaN between two layers is seen at the second, and there are as many rows as before.
+method = RemoteLinearMethod([SimpleNamespace(group=Products(), members=1)], "layer")
+rows = x.clone()
+rows[4, 3], rows[3, 0] = float("nan"), -INFINITY
+out = method.apply(torch.nn.Identity(), rows)
+assert sent[0].shape == rows.shape
+torch.testing.assert_close(out[:3], x[:3])
+assert out[3:].eq(0).all()
+assert worker._without_lost(None, None, rows)[3:].eq(0).all()
+
+batch = ["first", "second", "third"]
+this = worker.Worker.__new__(worker.Worker)
+lora_request = SimpleNamespace(lora_name="spoiled")
+this.model_runner = SimpleNamespace(
+    input_batch=SimpleNamespace(req_ids=batch),
+    requests={each: SimpleNamespace(lora_request=lora_request) for each in batch},
+    sample_tokens=lambda _: ModelRunnerOutput(batch, {n: i for i, n in enumerate(batch)}, [[1], [2], [3]]),
+)
+this._lost = this._owners({"second": 1, "third": 2, "first": 2})
+output = this.sample_tokens(None)
+assert output.sampled_token_ids == [[1], [], []]
+assert set(output.lost) == {"second", "third"}
+assert "adapter spoiled" in output.lost["second"]
+this._lost = {}
+assert this.sample_tokens(None).sampled_token_ids == [[1], [2], [3]]
+
+# An adapter is tried when it is added.
+assert worker._sane(torch.randn(8, 16), torch.randn(16, 8))
+for down, up in ((1e19, 1.0), (1.0, 1e30), (1e19, 1e19), (INFINITY, 1.0)):
+    assert not worker._sane(torch.randn(8, 16) * down, torch.randn(16, 8) * up)
+print(json.dumps({"lost": lost_rows.rows.tolist()}))

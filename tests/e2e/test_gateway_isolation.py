@@ -1,0 +1,265 @@
+"""What one client of a gateway can do to another: hostile values, constraints, adapters, traces of texts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from commands import BASE_MODEL
+from conftest import executor_processes
+from gateways import RunningGateway, chat_model, gateway, needed, ran
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = needed
+
+KEYS = ("a-key-that-is-nobody-s", "another-that-is-nobody-s")
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MARK = "zebraquagga"
+MARKED_TOKENS = [1717, 1818, 1919, 1616]
+# Each may be right for one field and is wrong for most.
+HOSTILE = (
+    str(2**70),
+    str(2**31 - 1),
+    "-1",
+    "1e400",
+    "NaN",
+    "null",
+    '"x"',
+    "[]",
+    '["x", 1]',
+    f"[{2**40}]",
+    "{}",
+    '{"1": 1e300}',
+    '{"$ref": "#"}',
+    "[" * 300 + "]" * 300,
+)
+
+
+@pytest.fixture(scope="module")
+def running(
+    tls_dir: Path, token_file: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    folder = tmp_path_factory.mktemp("isolation")
+    model = chat_model(folder / "base")
+    write_adapter(model, folder / "adapters" / "one")
+    (folder / "tmp").mkdir()
+    with executor_processes(tls_dir, token_file, folder) as start:
+        provider, masks = (start(model, "--numerics", "ring") for _ in range(2))
+        options = ("--adapters", folder / "adapters", "--max-sequences", 8, "--max-waiting", 8)
+        options += ("--api-key-env", "KEYS", "--prefix-cache")
+        variables = {"KEYS": " ".join(KEYS), "TMPDIR": str(folder / "tmp")}
+        with gateway(provider, masks, folder / "gateway", *options, **variables) as it:
+            yield it
+
+
+def write_adapter(model: Path, folder: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(folder)
+
+
+def private(running: RunningGateway) -> Path:
+    """The folder of the gateway's own."""
+    (folder,) = (running.log.parent.parent / "tmp").glob("symbiosis-gateway-*")
+    return folder
+
+
+class Client:
+    """Sends bodies as they are."""
+
+    def __init__(self, running: RunningGateway, key: int = 0) -> None:
+        self._address = running.url.removeprefix("http://")
+        self._headers = {"Authorization": f"Bearer {KEYS[key]}", "Content-Type": "application/json"}
+
+    def ask(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, bytes]:
+        sent = body if isinstance(body, (str, type(None))) else json.dumps(body)
+        with closing(http.client.HTTPConnection(self._address, timeout=120)) as connection:
+            connection.request(method, path, sent, self._headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def text(self, **body: Any) -> str:
+        status, told = self.ask(TEXT, {"model": "base", "prompt": "And", "max_tokens": 8} | body)
+        assert status == 200, told
+        return str(json.loads(told)["choices"][0]["text"])
+
+
+@pytest.fixture
+def client(running: RunningGateway) -> Client:
+    return Client(running)
+
+
+@pytest.fixture
+def other(running: RunningGateway) -> Iterator[Client]:
+    """One with another key, whose answers stay as they were whatever a test does."""
+    opened = Client(running, 1)
+    said = opened.text(temperature=0)
+    yield opened
+    assert opened.text(temperature=0) == said
+    assert opened.ask("/healthz", method="GET")[0] == 200
+
+
+@pytest.fixture(scope="module")
+def vllm() -> dict[str, Any]:
+    """The fields of its requests, and the paths of its server."""
+    return ran("request_fields.py")
+
+
+USUAL: dict[str, dict[str, Any]] = {
+    TEXT: {"model": "base", "prompt": "And", "max_tokens": 1},
+    CHAT: {"model": "base", "messages": [{"role": "user", "content": "And"}], "max_tokens": 1},
+    "/tokenize": {"model": "base", "prompt": "And"},
+    "/detokenize": {"model": "base", "tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("path", USUAL)
+def test_no_value_of_any_field_is_an_error_of_the_server(
+    client: Client, other: Client, vllm: dict[str, Any], path: str
+) -> None:
+    found: dict[str, int] = {}
+    for field in vllm["fields"][path]:
+        usual = json.dumps({name: value for name, value in USUAL[path].items() if name != field})
+        for value in HOSTILE:
+            status, _ = client.ask(path, f'{usual[:-1]}, "{field}": {value}}}')
+            found[f"{field}: {value[:20]}"] = status
+    assert {each: status for each, status in found.items() if status not in (200, 400, 404)} == {}
+
+
+def test_paths_that_are_not_named_are_closed(client: Client, vllm: dict[str, Any]) -> None:
+    """Whatever vLLM's server has."""
+    answered = {"/v1/models", "/health", "/version", "/metrics", *USUAL}
+    for path in vllm["paths"]:
+        for method in ("GET", "POST"):
+            status, told = client.ask(path, "{}" if method == "POST" else None, method)
+            assert (status == 404) == (path not in answered), (method, path, status)
+            if status == 404:
+                assert json.loads(told)["error"]["type"] == "not_found_error"
+
+
+CONSTRAINTS: list[tuple[dict[str, Any], int]] = [
+    ({"choice": ["yes", "no"]}, 200),
+    ({"json": {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}}, 200),
+    ({"json": {"$defs": {"n": {"properties": {"c": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}}, 200),
+    ({"json": {"type": "string", "maxLength": 10**9}}, 200),
+    ({"json": {"properties": {f"p{i}": {"type": "string"} for i in range(300)}}}, 200),
+    ({"json": {"anyOf": [{"$ref": "#"}]}}, 400),
+    ({"json": {"allOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(4)]} for i in range(20)]}}, 400),
+    ({"json": {"type": "integer", "multipleOf": 999999937}}, 400),
+    ({"regex": "[a-z]{1,5000}"}, 200),
+    ({"regex": "(a{1,1000}){1,1000}"}, 200),
+    ({"regex": r"\p{L}{1,100}"}, 200),
+    ({"regex": "(" * 1000 + "a" + ")" * 1000}, 400),
+    ({"regex": r"(a)\1"}, 400),
+    ({"grammar": 'root ::= root "a" | "a"'}, 200),
+    ({"grammar": "root ::= ((("}, 400),
+    ({"grammar": "root ::= nothere"}, 400),
+    ({"grammar": 'root ::= ("a"{1,1000}){1,1000}'}, 400),
+]
+
+
+def test_constraints_have_the_same_answer_in_any_order(client: Client, other: Client) -> None:
+    """The first that comes decides nothing for the others."""
+    for order in (CONSTRAINTS, CONSTRAINTS[::-1]):
+        for given, expected in order:
+            status, told = client.ask(TEXT, USUAL[TEXT] | {"max_tokens": 12, "structured_outputs": given})
+            assert status == expected, (given, told[:300])
+    assert client.text(structured_outputs={"choice": ["yes", "no"]}) in ("yes", "no")
+    shape = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": shape}}
+    assert client.text(response_format=schema).startswith("{")
+
+
+def test_a_grammar_that_grows_without_end_is_ended(client: Client, other: Client) -> None:
+    grammar = 'root ::= root root root | root root | "a" | "b"'
+    body = {"structured_outputs": {"grammar": grammar}, "ignore_eos": True, "max_tokens": 400}
+    status, told = client.ask(TEXT, USUAL[TEXT] | body)
+    assert status == 422
+    assert "constraint" in json.loads(told)["error"]["message"]
+
+
+def test_a_trial_ends_at_its_time_and_clients_take_turns() -> None:
+    said = ran("grammar_trials.py", BASE_MODEL)
+    assert (said["choice"], said["again"]) == ("", "")
+    assert "takes more than" in said["endless"]
+    assert "try again" in said["died"]
+
+
+@pytest.mark.parametrize(("factor", "alpha"), [(1e19, None), (1.0, 1e30)])
+def test_an_adapter_with_absurd_weights_is_refused(
+    running: RunningGateway, client: Client, other: Client, factor: float, alpha: float | None
+) -> None:
+    adapters = running.log.parent.parent / "adapters"
+    folder = adapters / f".absurd-{factor:g}"
+    shutil.copytree(adapters / "one", folder)
+    weights = {name: each * factor for name, each in load_file(folder / "adapter_model.safetensors").items()}
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["lora_alpha"] = alpha or config["lora_alpha"]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    status, told = client.ask("/v1/adapters", {"path": folder.name, "name": "absurd"})
+    assert (status, b"diverged" in told) == (400, True)
+    assert client.ask(TEXT, USUAL[TEXT] | {"model": "absurd"})[0] == 404
+
+
+def test_rows_that_an_adapter_spoils_end_their_sequence_alone() -> None:
+    assert ran("lost_rows.py")["lost"] == [False, False, True, True, True]
+
+
+def test_connections_and_their_headers_have_limits() -> None:
+    assert ran("arrivals.py")["known"] == {"0": 0, "1": 0}
+
+
+def test_nothing_is_compiled_for_a_request(running: RunningGateway, client: Client) -> None:
+    """A compiler would stop every stream."""
+    client.text(echo=True, logprobs=1, prompt_logprobs=1)
+    client.text(top_k=3, top_p=0.5, temperature=1.0, seed=1, min_p=0.1)
+    assert not [each for each in (private(running) / "compiled").rglob("*") if each.is_file()]
+
+
+def marked(fields: list[str]) -> Iterator[dict[str, Any]]:
+    """Bodies with marks in each field, of the kinds that it may have."""
+    tool = {"type": "function", "function": {"name": MARK, "description": MARK, "parameters": {MARK: MARK}}}
+    for field in fields:
+        for value in (MARK, [MARK], {MARK: MARK}, MARKED_TOKENS):
+            yield {field: value}
+    yield {"messages": [{"role": MARK, "content": MARK}, {"role": MARK, "content": [{"text": MARK}]}]}
+    yield {"tools": [tool]}
+    schema = {"properties": {MARK: {"const": MARK}}, "required": [MARK]}
+    constraints: list[dict[str, Any]] = [{"json": schema}, {"choice": [MARK]}]
+    constraints += [{"regex": f"{MARK}("}, {"regex": f"{MARK}+"}]
+    constraints += [{"grammar": f"root ::= {MARK}"}, {"grammar": f'root ::= "{MARK}" root root | "x"'}]
+    for constraint in constraints:
+        yield {"structured_outputs": constraint, "max_tokens": 16}
+
+
+def test_texts_leave_no_trace(running: RunningGateway, client: Client, vllm: dict[str, Any]) -> None:
+    """In the log, files, and what other clients see, whatever field had them and whether it was taken."""
+    for path, fields in vllm["fields"].items():
+        for body in marked([*fields, MARK]):
+            client.ask(path, USUAL[path] | body)
+        client.ask(f"{path}?{MARK}={MARK}", USUAL[path])
+        client.ask(path, f'{{"prompt": "{MARK}')
+    client.ask(f"/{MARK}")
+    client.ask("/v1/adapters", {"path": MARK})
+    client.ask(f"/v1/adapters/{MARK}", method="DELETE")
+    client.text(prompt=MARKED_TOKENS, echo=True, logprobs=5)
+    traces = [MARK, ", ".join(map(str, MARKED_TOKENS)), *KEYS]
+    told = {path: client.ask(path, method="GET")[1].decode() for path in ("/metrics", "/status.json")}
+    told["the log"] = running.said
+    for folder in (private(running), running.log.parent):
+        told |= {str(each): each.read_bytes().decode("latin-1") for each in files(folder)}
+    assert [(where, trace) for where, text in told.items() for trace in traces if trace in text] == []
+
+
+def files(folder: Path) -> list[Path]:
+    return [each for each in folder.rglob("*") if each.is_file()]

@@ -1,0 +1,302 @@
+"""What a gateway's front does with slow, hostile and unlucky clients; without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenant_sdk.gateway import front as in_front
+from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.doorkeeper import Door, Queue
+from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.quiet import leave_words_out
+from tenant_sdk.gateway.status import REMEMBERED, Ended
+from tenant_sdk.gateway.trials import Turns
+
+KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
+TEXT = "/v1/completions"
+BODY = b'{"prompt": "x"}'
+CONSTRAINED = b'{"prompt": "x", "structured_outputs": {"regex": "a"}}'
+
+
+def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that runs in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        async def whole() -> None:
+            await test(*arguments, **options)
+
+        asyncio.run(whole())
+
+    return run
+
+
+class Client:
+    """One request: what it sends comes when the test says so."""
+
+    def __init__(self, there: Front, path: str = TEXT, key: int = 0) -> None:
+        self.sent, self._coming = list[dict[str, Any]](), asyncio.Queue[dict[str, Any]]()
+        headers = [(b"authorization", f"Bearer {KEYS[key]}".encode()), (b"x-request-id", b"mine")]
+        scope = {"type": "http", "path": path, "headers": headers}
+        self.task = asyncio.ensure_future(there(scope, self._coming.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(dict(message))
+
+    async def says(self, body: bytes, more: bool = False) -> Client:
+        self._coming.put_nowait({"type": "http.request", "body": body, "more_body": more})
+        await settled()
+        return self
+
+    async def leaves(self) -> None:
+        self._coming.put_nowait({"type": "http.disconnect"})
+        await settled()
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+
+async def settled() -> None:
+    """Every task goes on until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Working:
+    """An application whose answers come when the test says so."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.go, self.scopes, self.status = asyncio.Event(), list[Any](), status
+        self.at_once = self.most_at_once = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scopes.append(scope)
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        await self.go.wait()
+        self.at_once -= 1
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Front:
+    door = Door(KEYS)
+    return Front(
+        application,
+        door=door,
+        queue=Queue(most, door.clients),
+        folder=folder,
+        retry_after=3,
+        context=lambda: 64,
+        **options,
+    )
+
+
+@awaited
+async def test_slow_bodies_take_no_places(tmp_path: Path) -> None:
+    application = Working()
+    application.go.set()
+    there = front(application, tmp_path)
+    slow = [await Client(there).says(b'{"prompt": "', more=True) for _ in range(40)]
+    assert there._queue.under_way == 0
+    for key in (0, 1):
+        assert (await Client(there, key=key).says(BODY)).status == 200
+    for each in slow:
+        await each.leaves()
+        assert each.task.done()
+        assert each.sent == []
+    assert there._arriving.total == 0
+
+
+@awaited
+async def test_bodies_that_arrive_are_bounded_and_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    application = Working()
+    application.go.set()
+    monkeypatch.setattr(in_front, "BODIES_BYTES", 4000)
+    there = front(application, tmp_path)
+    hostile = [await Client(there).says(b" " * 1000, more=True) for _ in range(4)]
+    assert [each.status for each in hostile if each.sent] == [429]
+    assert (await Client(there, key=1).says(BODY)).status == 200
+    for each in hostile:
+        await each.leaves()
+    assert there._arriving.total == 0
+
+
+@awaited
+async def test_one_key_does_not_fill_the_queue(tmp_path: Path) -> None:
+    application = Working()
+    there = front(application, tmp_path, most=4)
+    hostile = [await Client(there).says(BODY) for _ in range(5)]
+    assert [each.status for each in hostile if each.sent] == [429, 429]
+    other = await Client(there, key=1).says(BODY)
+    application.go.set()
+    await settled()
+    assert other.status == 200
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+@awaited
+async def test_tokenizing_is_queued_one_at_a_time(tmp_path: Path, path: str) -> None:
+    application = Working()
+    there = front(application, tmp_path, most=8)
+    body = BODY if path == "/tokenize" else b'{"tokens": [1]}'
+    for key in (0, 0, 0, 1):
+        await Client(there, path, key).says(body)
+    assert there._queue.under_way == 4
+    application.go.set()
+    await settled()
+    assert len(application.scopes) == 4
+    assert application.most_at_once == 1
+    assert there._queue.under_way == 0
+
+
+@awaited
+async def test_a_body_that_is_tokenized_is_small(tmp_path: Path) -> None:
+    there = front(Working(), tmp_path)
+    big = await Client(there, "/tokenize").says(b" " * (6 << 10))
+    assert big.status == 413
+    assert (b"connection", b"close") in big.sent[0]["headers"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/responses", "/ping", "/invocations", "/pooling", "/v1/completions/render", "/tokenizer_info"],
+)
+@awaited
+async def test_paths_that_are_not_named_are_closed(tmp_path: Path, path: str) -> None:
+    application = Working()
+    client = Client(front(application, tmp_path), path)
+    await settled()
+    assert (client.status, application.scopes) == (404, [])
+
+
+class Slow:
+    """A judge that takes until the test says so."""
+
+    def __init__(self, why: str = "") -> None:
+        self.go, self.why, self.cancelled, self.asked = asyncio.Event(), why, 0, list[Constraint]()
+
+    async def refusal(self, client: str, given: Constraint) -> str:
+        self.asked.append(given)
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return self.why
+
+
+@awaited
+async def test_a_client_that_leaves_cancels_its_trial(tmp_path: Path) -> None:
+    judge, application = Slow(), Working()
+    there = front(application, tmp_path, judge=lambda: judge)
+    client = await Client(there).says(CONSTRAINED)
+    assert judge.asked == [("regex", "a")]
+    await client.leaves()
+    assert (judge.cancelled, client.sent, application.scopes) == (1, [], [])
+    assert there._queue.under_way == 0
+
+
+@awaited
+async def test_a_constraint_that_is_refused_reaches_nothing(tmp_path: Path) -> None:
+    judge, application = Slow("too large"), Working()
+    judge.go.set()
+    client = await Client(front(application, tmp_path, judge=lambda: judge)).says(CONSTRAINED)
+    assert (client.status, application.scopes) == (400, [])
+    assert b"the regex is refused: too large" in client.sent[1]["body"]
+
+
+@awaited
+async def test_constraints_can_be_switched_off(tmp_path: Path) -> None:
+    client = await Client(front(Working(), tmp_path)).says(CONSTRAINED)
+    assert client.status == 400
+    assert b"without structured outputs" in client.sent[1]["body"]
+
+
+@awaited
+async def test_what_ended_one_sequence_is_told_to_its_client_alone(tmp_path: Path) -> None:
+    application = Working(status=500)
+    there = front(application, tmp_path)
+    one, other = await Client(there).says(BODY), await Client(there).says(BODY)
+    name = dict(application.scopes[0]["headers"])[b"x-request-id"].decode()
+    assert name != "mine"  # or a client could guess another's
+    Ended().add(tmp_path, {f"cmpl-{name}-0-abc": "its adapter made NaN"})
+    application.go.set()
+    await settled()
+    assert (one.status, other.status) == (422, 500)
+    assert b"its adapter made NaN" in one.sent[1]["body"]
+
+
+def test_few_ends_are_remembered(tmp_path: Path) -> None:
+    Ended().add(tmp_path, {f"request-{at}-": "why" for at in range(REMEMBERED + 5)})
+    assert Ended.reason(tmp_path, "request-4-") == ""
+    assert Ended.reason(tmp_path, "request-5-") == "why"
+    assert len(json.loads((tmp_path / "ended.json").read_bytes())["reasons"]) == REMEMBERED
+
+
+@awaited
+async def test_a_client_that_does_not_read_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_front, "SEND_SECONDS", 0.01)
+    application = Working()
+    application.go.set()
+    there = front(application, tmp_path)
+
+    async def stuck(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": BODY, "more_body": False}
+
+    scope = {"type": "http", "path": TEXT, "headers": [(b"authorization", f"Bearer {KEYS[0]}".encode())]}
+    with pytest.raises(TimeoutError):
+        await there(scope, receive, stuck)
+    assert there._queue.under_way == 0
+
+
+@awaited
+async def test_turns_alternate() -> None:
+    turns, order, held = Turns(), list[str](), asyncio.Event()
+
+    async def wait(client: str) -> None:
+        async with turns.taken(client):
+            order.append(client)
+            await held.wait()
+
+    waiting = [asyncio.ensure_future(wait(client)) for client in "aaaab"]
+    await settled()
+    held.set()
+    await asyncio.gather(*waiting)
+    assert order[:3] in (["a", "b", "a"], ["a", "a", "b"])
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    before = logging.getLogRecordFactory()
+    leave_words_out()
+    yield
+    logging.setLogRecordFactory(before)
+
+
+def test_libraries_words_are_left_out(quiet: None, caplog: pytest.LogCaptureFixture) -> None:
+    text = "a secret " + "text"
+    try:
+        raise ValueError(text)
+    except ValueError:
+        logging.getLogger("vllm.something").exception("failed at %s", text)
+    logging.getLogger("tenant_sdk.gateway.worker").warning("a step failed: %s", "gone")
+    assert text not in caplog.text
+    assert "ValueError" in caplog.text
+    assert "a step failed: gone" in caplog.text

@@ -1,0 +1,205 @@
+"""Which requests a gateway takes, and with which constraints on answers; without vLLM."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tenant_sdk.gateway.constraints import CHOICES, MEMBERS, SPEC_BYTES, ConstraintRefused, constraint
+from tenant_sdk.gateway.doorkeeper import Refusal
+from tenant_sdk.gateway.requests import PARTS, Asked, asked
+
+CONTEXT = 64
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
+PARTED = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 5
+CALLED = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}]
+TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 10**5}}
+
+
+def ask(path: str, body: Any) -> Asked | Refusal:
+    usual = {TEXT: {"prompt": "x"}, CHAT: {"messages": MESSAGES}}.get(path, {})
+    return asked(path, json.dumps(usual | body).encode(), CONTEXT)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_k", 2**70),
+        ("top_k", -2),
+        ("n", 0),
+        ("n", 2**40),
+        ("seed", 2**63),
+        ("max_tokens", -1),
+        ("max_tokens", 2**31),
+        ("temperature", 3),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("presence_penalty", 2.5),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", [1]),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 257),
+        ("stop_token_ids", [-1]),
+        ("bad_words", "x"),
+        ("prompt_logprobs", 21),
+        ("cache_salt", ""),
+        ("stream_options", 1),
+        ("model", 1),
+        ("model", "x" * 257),
+        ("kv_transfer_params", {"do_remote_prefill": True}),
+        ("priority", 1),
+        ("prompt_embeds", "x"),
+        ("vllm_xargs", {"x": 1}),
+        ("use_beam_search", True),
+        ("chat_template", "{{ x }}"),
+        ("whatever", False),
+    ],
+)
+def test_what_is_refused(path: str, field: str, value: Any) -> None:
+    refusal = ask(path, {field: value})
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 400
+    assert field in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        (TEXT, {"prompt": []}, "not empty"),
+        (TEXT, {"prompt": ["x", 1]}, "texts, or tokens"),
+        (TEXT, {"prompt": [[1], ["x"]]}, "prompt"),
+        (TEXT, {"prompt": [1] * (CONTEXT + 1)}, "64 at most"),
+        (TEXT, {"prompt": [[1], [1] * (CONTEXT + 1)]}, "64 at most"),
+        (TEXT, {"logprobs": 21}, "logprobs"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": IMAGE}, "type"),
+        (CHAT, {"messages": PARTED}, str(PARTS)),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [TOOL]}, "tools"),
+        (CHAT, {"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
+        (CHAT, {"messages": CALLED}, "arguments"),
+        ("/detokenize", {"tokens": [1] * (CONTEXT + 1)}, "64 at most"),
+        ("/detokenize", {"tokens": [2**31]}, "tokens"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_too_much(path: str, body: Any, why: str) -> None:
+    refusal = ask(path, body)
+    assert isinstance(refusal, Refusal)
+    assert why in refusal.message
+
+
+def test_what_vllm_reads_is_what_was_read_here() -> None:
+    body = {"user": "u", "store": True, "priority": None, "max_tokens": None, "n": 2, "temperature": 0.5}
+    wanted = ask(TEXT, body)
+    assert isinstance(wanted, Asked)
+    assert json.loads(wanted.body) == {"prompt": "x", "max_tokens": None, "n": 2, "temperature": 0.5}
+    chat = ask(CHAT, {"messages": [{"role": "user", "content": "x", "audio": {"id": 1}}]})
+    assert isinstance(chat, Asked)
+    assert json.loads(chat.body) == {"messages": MESSAGES}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "text"),
+    [
+        ("response_format", {"type": "json_object"}, "json", '{"type": "object"}'),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, "json", '{"a":1}'),
+        ("structured_outputs", {"json": {"a": 1}}, "json", '{"a":1}'),
+        ("structured_outputs", {"choice": ["a", "b"]}, "choice", '["a","b"]'),
+        ("structured_outputs", {"regex": "a+", "json": None}, "regex", "a+"),
+        ("structured_outputs", {"grammar": "root ::= x"}, "grammar", "root ::= x"),
+    ],
+)
+def test_constraints(field: str, value: Any, kind: str, text: str) -> None:
+    wanted = ask(CHAT, {field: value})
+    assert isinstance(wanted, Asked)
+    assert wanted.constraint == (kind, text)
+    assert wanted.constraint is not None
+    assert json.loads(wanted.body)["structured_outputs"] == wanted.constraint.as_field()
+    assert "response_format" not in json.loads(wanted.body)
+
+
+def test_no_constraint() -> None:
+    wanted = ask(CHAT, {"response_format": {"type": "text"}, "structured_outputs": None})
+    assert isinstance(wanted, Asked)
+    assert wanted.constraint is None
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "leads back": {"$ref": "#"},
+    "itself": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "begins with #": {"$ref": "https://elsewhere.example/schema"},
+    "nests more": nested(100),
+    str(MEMBERS): {"properties": {f"p{i}": {} for i in range(MEMBERS + 1)}},
+    "list of the schema": {"enum": list(range(MEMBERS + 1))},
+    "minItems": {"minItems": 10**6},
+    "maxItems": {"items": {"maxItems": 1e300}},
+    "text in the schema": {"const": "x" * 5000},
+    str(SPEC_BYTES): {"anyOf": [{"const": f"{i}" * 2000} for i in range(20)]},
+}
+
+
+@pytest.mark.parametrize("why", SCHEMAS)
+def test_schemas_that_are_refused(why: str) -> None:
+    with pytest.raises(ConstraintRefused, match=why):
+        constraint(None, {"json": SCHEMAS[why]})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": "{"},
+        {"json": "[" * 10**4},
+        {"json": "1"},
+        {"json": {}, "regex": "a"},
+        {"regex": ""},
+        {"regex": "a" * 5000},
+        {"regex": "a\0"},
+        {"choice": []},
+        {"choice": [""]},
+        {"choice": ["x"] * (CHOICES + 1)},
+        {"choice": ["x" * 2000]},
+        {"choice": "x"},
+        {"grammar": "x" * (SPEC_BYTES + 1)},
+        {"structural_tag": "{}"},
+        {"json_object": False},
+        {},
+        "x",
+    ],
+)
+def test_constraints_that_are_refused(given: Any) -> None:
+    with pytest.raises(ConstraintRefused):
+        constraint(None, given)
+
+
+def test_a_tree_is_no_circle() -> None:
+    tree = {"$defs": {"n": {"properties": {"c": {"items": {"$ref": "#/$defs/n"}}}}}, "$ref": "#/$defs/n"}
+    assert constraint(None, {"json": tree}) is not None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"type": "json_schema"}, {"type": "structural_tag"}, {"type": "json_schema", "json_schema": 1}, 1],
+)
+def test_formats_that_are_refused(given: Any) -> None:
+    with pytest.raises(ConstraintRefused, match="response_format"):
+        constraint(given, None)
+
+
+def test_two_constraints() -> None:
+    with pytest.raises(ConstraintRefused, match="not both"):
+        constraint({"type": "json_object"}, {"regex": "a"})
