@@ -91,7 +91,9 @@ class _OfWeights(torch._C._TensorMeta):
         if not args or not isinstance(args[0], torch.Tensor):
             return super().__call__(*args, **kwargs)
         if not isinstance(args[0], RemoteWeight):
-            raise RemoteWeightUnavailable(f"values cannot take the place of a frozen weight. {_LOAD}{_LOCAL}")
+            raise RemoteWeightUnavailable(
+                f"values cannot take a frozen weight's place. {_LOAD}{_LOCAL}".rstrip()
+            )
         return torch.nn.Parameter(args[0], kwargs.get("requires_grad", False))
 
 
