@@ -258,6 +258,6 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     status, _, err = rest(run)
     assert status == 1, err
     assert f"error: {phoenix.executor.url} was tried again and again for 2." in err
-    assert f"is kept in {output}.checkpoints; to go on from it, add --resume to the same command" in err
+    assert f"is kept in {output}.checkpoints; to go on from it, run the same command again" in err
     ok_here(*learning(base, output, "--resume"))
     assert weights(output) == undisturbed
