@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import AutoConfig, GenerationConfig, LevitConfig, PreTrainedCo
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.options import closest
 from shared.wire.messages import Manifest
+from tenant_sdk.connection.remote import RemoteExecutor
 
 # Keys by which transformers finds something to load or to run. Numbers under such names are harmless.
 _LOADS = re.compile(
@@ -167,6 +168,25 @@ def generation_configuration(data: bytes | None, config: Any) -> GenerationConfi
             if each is not None and (type(each) is not int or not 0 <= each < 1 << 31):
                 raise ModelMismatch(f"the executor's generation_config.json: {name} cannot be {each!r:.40}")
     return GenerationConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def download_files(remote: RemoteExecutor, names: Iterable[str]) -> dict[str, bytes]:
+    """Those of the named files that the executor has; only names of ``TENANT_FILES`` are in a manifest."""
+    wanted = set(names)
+    return {info.name: remote.file(info) for info in remote.manifest.files if info.name in wanted}
+
+
+def read_configuration(
+    remote: RemoteExecutor, overrides: Mapping[str, Any] | None = None
+) -> tuple[Any, GenerationConfig]:
+    """The executor's model configuration with ``overrides``, and how it generates.
+
+    Raises:
+        ModelMismatch: they are refused (``tenant_sdk.model.configuration``).
+    """
+    files = download_files(remote, ("config.json", "generation_config.json"))
+    config = model_configuration(files.get("config.json", b""), remote.manifest, overrides or {})
+    return config, generation_configuration(files.get("generation_config.json"), config)
 
 
 class _Limits:

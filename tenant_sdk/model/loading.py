@@ -7,9 +7,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shared.errors import ConfigurationError, ModelMismatch, peer_text
 from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
-from tenant_sdk.model.configuration import generation_configuration, model_configuration
+from tenant_sdk.model.configuration import download_files, read_configuration
 from tenant_sdk.model.mixtures import Placement, expert_parameters
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.model.surgery import (
@@ -52,12 +51,6 @@ _one_at_a_time = threading.Lock()
 MOST_BUFFERS = 1 << 30  # bytes of what a model computes when it is built: rotary tables, causal masks
 
 
-def download_files(remote: RemoteExecutor, names: Iterable[str]) -> dict[str, bytes]:
-    """Those of the named files that the executor has; only names of ``TENANT_FILES`` are in a manifest."""
-    wanted = set(names)
-    return {info.name: remote.file(info) for info in remote.manifest.files if info.name in wanted}
-
-
 def load_tokenizer(remote: RemoteExecutor) -> Any:
     """The executor's tokenizer.
 
@@ -73,19 +66,6 @@ def load_tokenizer(remote: RemoteExecutor) -> Any:
             "AutoTokenizer.from_pretrained"
         )
     return build_tokenizer(files)
-
-
-def read_configuration(
-    remote: RemoteExecutor, overrides: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[Any, GenerationConfig]:
-    """The executor's model configuration with ``overrides``, and how it generates.
-
-    Raises:
-        ModelMismatch: they are refused (``tenant_sdk.model.configuration``).
-    """
-    files = download_files(remote, ("config.json", "generation_config.json"))
-    config = model_configuration(files.get("config.json", b""), remote.manifest, overrides)
-    return config, generation_configuration(files.get("generation_config.json"), config)
 
 
 def check_causal(remote: RemoteExecutor, config: Any = None) -> None:

@@ -21,7 +21,8 @@ from transformers import logging as transformers_logging
 
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.hub import checkpoint_folder
-from tenant_sdk.model.loading import check_causal, read_configuration
+from tenant_sdk.model.configuration import read_configuration
+from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
 from tenant_sdk.session import Session
 from tenant_sdk.storage import disk_errors
