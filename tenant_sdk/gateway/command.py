@@ -77,10 +77,14 @@ def serve(
         Optional[int],  # noqa: UP045
         _option(_MODEL, "Of adapters that come later. Default: of those that are there.", metavar="RANK"),
     ] = None,
-    structured_outputs: Annotated[
+    no_constraints: Annotated[
         bool,
-        _option(_MODEL, "Take JSON schemas, patterns, choices and grammars that answers must match."),
-    ] = True,
+        _option(
+            _MODEL,
+            "Refuse structured outputs: JSON schemas, patterns, choices and grammars for answers.",
+            "--no-constraints",
+        ),
+    ] = False,
     prefix_cache: Annotated[
         bool,
         _option(
@@ -130,7 +134,7 @@ def serve(
         kv_memory_gib=kv_memory_gib,
         max_adapters=max_adapters,
         max_rank=max_rank,
-        structured_outputs=structured_outputs,
+        structured_outputs=not no_constraints,
         prefix_cache=prefix_cache,
         speculate=speculate or "",
         draft_tokens=draft_tokens,
