@@ -1,4 +1,4 @@
-"""What is not public in torch, transformers and websockets: missing, raising or wrong, and right all the same."""
+"""What is not public in torch, transformers and websockets: missing or wrong, and right all the same."""
 
 from __future__ import annotations
 
