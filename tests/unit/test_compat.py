@@ -1,16 +1,19 @@
-"""What is not public in torch and websockets: missing, raising or wrong, and right all the same."""
+"""What is not public in torch, transformers and websockets: missing or wrong, and right all the same."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import make_dataclass
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_ring_product import SHAPES, expected, seeded, some_rows, some_weight
-from transformers import core_model_loading
+from transformers import GenerationMixin, core_model_loading
+from transformers.generation import utils as generation
 from websockets import frames
 
 from provider.executor.weights import FloatWeight
@@ -31,6 +34,7 @@ def raises(*_: Any) -> Any:
 def fresh() -> Iterator[None]:
     """Each is tried once; other tests shall not get what was found here."""
     found = compat.websocket_mask, compat.int8_product, compat.onednn_products, compat.conversions
+    found += (compat.cache_name,)
     for each in found:
         each.cache_clear()
     yield
@@ -207,3 +211,25 @@ def test_without_the_libraries_it_is_for_onednn_is_not_missed(
     caplog.set_level(logging.INFO, "shared")
     assert compat.onednn_products() is None
     assert not caplog.records
+
+
+# -- what transformers calls a cache ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "kept"])
+def test_the_cache_is_found_by_its_type(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the present version calls it, and the next one."""
+    output = make_dataclass("Output", [("sequences", "Tensor"), (name, "Cache | None", None)])
+    monkeypatch.setattr(generation, "GenerateDecoderOnlyOutput", output)
+    taken = Signature([Parameter(name, Parameter.KEYWORD_ONLY)])
+    monkeypatch.setattr(GenerationMixin.prepare_inputs_for_generation, "__signature__", taken, raising=False)
+    assert compat.cache_name() == name
+
+
+def test_a_cache_that_generate_does_not_take_has_the_earlier_name(
+    monkeypatch: pytest.MonkeyPatch, told: Any
+) -> None:
+    output = make_dataclass("Output", [("other", "Cache | None", None)])
+    monkeypatch.setattr(generation, "GenerateDecoderOnlyOutput", output)
+    assert compat.cache_name() == "past_key_values"
+    told("the cache of transformers' generate", "its results are wrong")
