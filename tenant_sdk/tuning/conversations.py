@@ -232,18 +232,24 @@ def _render(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = chat_template(tokenizer, where)
-    marked = _MARKED.search(template) is not None
+    tools = list(tools) if tools is not None else None
+    marks = None
     try:
-        rendered: Any = render_jinja_template(
-            [list(messages)],
-            tools=list(tools) if tools is not None else None,
-            chat_template=template,
-            add_generation_prompt=answer,
-            return_assistant_tokens_mask=marked,
-            **tokenizer.special_tokens_map,
-        )
+        if _MARKED.search(template):
+            rendered: Any = render_jinja_template(
+                [list(messages)],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=answer,
+                return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+            )
+            (text,), (marks,) = rendered
+        else:
+            text = tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer
+            )
     except Exception as error:  # whatever a template does; its own words, not those that it was given
         words = str(error) if str(error) and str(error) in template else type(error).__name__
         raise ConfigurationError(f"{where}: the chat template does not take the messages: {words}") from None
-    texts, marks = rendered
-    return texts[0], marks[0] if marked else None
+    return text, marks

@@ -152,11 +152,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class ReadFile:
-    """The examples of a file; ``unread``: names of its records' keys that are not read."""
+    """The examples of a file.
+
+    ``unread``: names of its records' keys that are not read. ``tokens``: of a plain text, with a last block
+    that is too short.
+    """
 
     path: Path
     entries: tuple[Entry, ...]
     unread: tuple[str, ...] = ()
+    tokens: int = 0
 
     @property
     def examples(self) -> list[Example]:
@@ -172,7 +177,7 @@ class ReadFile:
         sizes = [len(example["input_ids"]) for example in self.examples]
         if self.entries[0].line is None:
             return [
-                f"{self.path}: read as plain text, {sum(sizes)} tokens in {len(sizes)} blocks of {sizes[0]}"
+                f"{self.path}: read as plain text, {self.tokens} tokens in {len(sizes)} blocks of {sizes[0]}"
             ]
         records = len({entry.line for entry in self.entries})
         trained = sum(map(trained_tokens, self.examples))
@@ -248,7 +253,7 @@ class Reader:
             tokens = _text_tokens(path, text, self.tokenizer)
             check_embedded(self.tokenizer, tokens, self.embeddings, str(path))
             blocks = pack(tokens, self.length, keep_tail=self.keep_tail)
-            return ReadFile(path, tuple(Entry(None, whole(block)) for block in blocks))
+            return ReadFile(path, tuple(Entry(None, whole(block)) for block in blocks), tokens=len(tokens))
         entries: list[Entry] = []
         unread: set[str] = set()
         for line, record in records_of(path, text):

@@ -18,9 +18,9 @@ import tenant_sdk
 from provider import inprocess
 from shared.compat import cache_name
 from shared.errors import ConfigurationError
-from tenant_sdk import cli
 from tenant_sdk.sequences.contexts import default_place
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
+from tenant_sdk.tuning.own import load
 
 _PLAIN: dict[str, Any] = {
     "hidden_size": 64,
@@ -245,7 +245,7 @@ def test_commands_on_a_cpu_do_without_copies(opened: Opened, monkeypatch: pytest
         monkeypatch.setenv(FORCED, given or "")
         if given is None:
             monkeypatch.delenv(FORCED)
-        cli._load(session, None, None)
+        load(session, None, None, bars=False)
         assert os.environ[FORCED] == found
 
 
