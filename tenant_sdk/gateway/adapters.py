@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 USUAL_RANK = 16
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
+_WORDS_BYTES = 1 << 20  # of configurations, and of what a file has beside its numbers
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 # Of PEFT's configuration: what changes the product, and the value with which it does not.
@@ -128,13 +129,15 @@ def take(
     if within is not None:
         _check_below(within, source)
     check_adapter_folder(source)
+    _check_sizes(source, manifest)
     with disk_errors(copies, f"a copy of {source}", "The adapter is not served until then."):
         content = {each: (source / each).read_bytes() for each in (CONFIG, WEIGHTS)}
         if (source / RECORD).is_file():
             content[RECORD] = (source / RECORD).read_bytes()
         digest = hashlib.sha256()
         for each, data in content.items():
-            digest.update(f"{each} {len(data)} ".encode() + data)
+            digest.update(f"{each} {len(data)} ".encode())
+            digest.update(data)
         folder = copies / digest.hexdigest()[:32]
         new = not folder.exists()
         if new:
@@ -165,11 +168,26 @@ def _check_below(folder: Path, source: Path) -> None:
             )
 
 
+def _check_sizes(source: Path, manifest: Manifest) -> None:
+    """Refuse files that are larger than an adapter of the highest rank for every layer, in 8 bytes a number.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    axes = sum(group.inputs + each.outputs for group in manifest.groups for each in group.members)
+    for name, most in ((CONFIG, 0), (RECORD, 0), (WEIGHTS, 8 * RANKS[-1] * axes)):
+        file, most = source / name, most + _WORDS_BYTES
+        if file.is_file() and file.stat().st_size > most:
+            raise ConfigurationError(
+                f"{file} has {file.stat().st_size} bytes; an adapter's has {most} at most"
+            )
+
+
 def _config(folder: Path, source: Path) -> dict[str, Any]:
     """Of a folder, which errors call ``source``."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read {source / CONFIG}: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None

@@ -76,8 +76,18 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
+        """See httptools; a request that comes before the answer to the last one closes the connection.
+
+        Thousands of them come in one read, and each would take memory. If the client hung up, uvicorn would
+        tell the newest one, while the sequences of the others went on.
+
+        Raises:
+            ValueError: there is such a request, and nothing behind it is parsed.
+        """
         self._expected()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            raise ValueError("requests are not pipelined here")
         if self._client is None:
             client = self.shared.door.admit(self.headers)
             if not isinstance(client, Refusal):
@@ -87,6 +97,11 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
                     return
                 self._client = client
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn; nothing is said on a connection that was closed just now."""
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def _expect(self) -> None:
         """Headers come from now on."""

@@ -281,7 +281,7 @@ class Endpoints:
                 self._seen[name] = mark
                 await self.add(path)
                 gateway.refused.pop(name, None)
-            except SymbiosisError as error:
+            except Exception as error:  # whatever it is, the other folders are served
                 if gateway.refused.get(name) != str(error):
                     gateway.say(str(error))
                 gateway.refused[name] = str(error)
@@ -312,7 +312,7 @@ class Endpoints:
                 raise ConfigurationError("this gateway was started without --adapters, so it takes none")
             path = (folder / asked.path).resolve()
             adapter = await self.add(path, asked.name or path.name)
-        except (SymbiosisError, msgspec.DecodeError) as error:
+        except (SymbiosisError, msgspec.DecodeError, OSError, ValueError) as error:
             return _answer(Refusal(400, "invalid_request_error", str(error)))
         return JSONResponse(_shown(adapter), 201)
 

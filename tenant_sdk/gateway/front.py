@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.requests import Asked, asked
@@ -197,7 +199,7 @@ class Front:
                 return await _refuse(send, self._told(name, since))
             if failed:  # the body of what was replaced
                 return None
-            if message.get("body", b"").startswith(_ERROR):
+            if _failed(message.get("body", b"")):
                 message = {**message, "body": b"data: " + self._told(name, since).encoded() + b"\n\n"}
             return await send(message)
 
@@ -210,6 +212,17 @@ class Front:
         if status.failed_at < since:  # whatever it was, no step failed
             return told("", "", 0)
         return told(status.failure, status.error, self._retry_after)
+
+
+def _failed(event: bytes) -> bool:
+    """Whether a part of a stream says that the gateway failed, and not that its client is wrong."""
+    if not event.startswith(_ERROR):
+        return False
+    try:
+        said = msgspec.json.decode(event.partition(b"\n")[0].removeprefix(b"data: "))
+        return int(said["error"]["code"]) >= 500
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return True
 
 
 async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal | None:

@@ -24,6 +24,9 @@ from tenant_sdk.gateway.constraints import Constraint
 SECONDS = 0.4  # of a processor, for one trial
 MEMORY = 256 << 20  # beyond what the process has
 STEPS = 16  # tokens that a trial goes on for
+# A chain of rules takes a stack as deep, and a process whose stack ends dies. The trial has far less of it
+# than a thread of the engine, so that what passes has room there.
+TRIAL_STACK, ENGINE_STACK = 2 << 20, 64 << 20
 NICENESS = 10  # sequences that are computed come first
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
@@ -99,6 +102,7 @@ def _apart(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:
             os.close(reading)
             there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY,) * 2)
+            resource.setrlimit(resource.RLIMIT_STACK, (TRIAL_STACK,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
             os.write(writing, b"=" + trial(tokenizer, given).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
+from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
 from tenant_sdk.gateway.worker import FailedStep
@@ -23,6 +25,7 @@ class Scheduler(Base):  # type: ignore[misc]
     """See vLLM's."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
         self._folder, self._ended = Path(self.vllm_config.model_config.model), Ended()
         manager = self.structured_output_manager

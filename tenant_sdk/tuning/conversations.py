@@ -232,13 +232,13 @@ def _render(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = chat_template(tokenizer, where)
-    tools = list(tools) if tools is not None else None
+    described: Any = tools
     marks = None
     try:
         if _MARKED.search(template):
             rendered: Any = render_jinja_template(
                 [list(messages)],
-                tools=tools,
+                tools=described,
                 chat_template=template,
                 add_generation_prompt=answer,
                 return_assistant_tokens_mask=True,
@@ -247,7 +247,7 @@ def _render(
             (text,), (marks,) = rendered
         else:
             text = tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer
+                list(messages), tools=described, tokenize=False, add_generation_prompt=answer
             )
     except Exception as error:  # whatever a template does; its own words, not those that it was given
         words = str(error) if str(error) and str(error) in template else type(error).__name__

@@ -80,6 +80,11 @@ except ConnectionError:
     pass
 assert ended(large), "headers without an end"
 
+pipelined = connected()
+pipelined.sendall(2 * b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+assert ended(pipelined), "a request that comes before the last one is answered"
+pipelined.close()
+
 strangers = [connected() for _ in range(8)]
 assert all(map(ended, strangers[:4])), "the strangers that waited longest make room"
 assert asks(strangers[-1], 0) == OK

@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import llguidance
 from tokenizers import Tokenizer
 
 from tenant_sdk.gateway.constraints import Constraint
+from tenant_sdk.gateway.grammars import ENGINE_STACK, compiled
 from tenant_sdk.gateway.trials import Trials
 
 file = Path(sys.argv[1]) / "tokenizer.json"
@@ -20,6 +24,20 @@ tokens = Tokenizer.from_file(str(file)).get_vocab_size()
 # Too large for the front; here it stands for what nobody thought of.
 ENDLESS = Constraint("json", '{"type": "array", "items": {"type": "integer"}, "maxItems": 1000000}')
 CHOICE = Constraint("choice", '["yes", "no"]')
+
+
+def chain(length: int) -> Constraint:
+    """Rules that follow one another: compiling them takes a stack as deep."""
+    rules = "".join(f'A{at}: ("a" A{at + 1})+\n' for at in range(length))
+    return Constraint("grammar", f'start: A0\n{rules}A{length}: "x"')
+
+
+def compiled_in_a_thread(given: Constraint) -> None:
+    """As in the engine; a stack that ends would end this process."""
+    rules = llguidance.LLTokenizer(file.read_text(), n_vocab=tokens, eos_token=0)
+    threading.stack_size(ENGINE_STACK)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compiled, rules, given).result()
 
 
 async def main() -> dict[str, str]:
@@ -39,6 +57,12 @@ async def main() -> dict[str, str]:
     await trials._process.wait()
     said["died"] = await trials.refusal("plain", CHOICE)
     said["again"] = await trials.refusal("plain", CHOICE)
+    passed = 0  # the longest chain that a trial lets through; halving
+    for step in (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1):
+        if not await trials.refusal("plain", chain(passed + step)):
+            passed += step
+    said["chain"] = await trials.refusal("plain", chain(passed + 1))
+    compiled_in_a_thread(chain(passed))
     trials.stop()
     return said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,10 +152,14 @@ def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
     assert take(own, copies, manifest, allow_other_base=True).rank == 4
 
 
-@pytest.mark.parametrize("damage", ["config", "weights", "record", "missing"])
+@pytest.mark.parametrize("damage", ["config", "weights", "record", "missing", "deep", "large"])
 def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) -> None:
     if damage == "missing":
         (own / WEIGHTS).unlink()
+    elif damage == "deep":
+        (own / CONFIG).write_text("[" * 100_000)
+    elif damage == "large":
+        os.truncate(own / WEIGHTS, 3 << 30)  # sparse; it is not read
     else:
         (own / {"config": CONFIG, "weights": WEIGHTS, "record": RECORD}[damage]).write_bytes(b"\x80\x02}q")
     with pytest.raises(ConfigurationError) as caught:
