@@ -29,6 +29,7 @@ from security.plan import AuditResult
 from security.supplies import Supplies
 from shared import forks
 from tenant_sdk import composition, config
+from tenant_sdk.model import configuration
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.products import masks
 from tenant_sdk.trust import operators
@@ -95,7 +96,7 @@ def obeyed_settings(patch: pytest.MonkeyPatch, folder: Path) -> None:
     def settings(data: bytes, config: Any) -> Any:
         return transformers.GenerationConfig(**json.loads(data))
 
-    patch.setattr(model_loading, "generation_configuration", settings)
+    patch.setattr(configuration, "generation_configuration", settings)
 
 
 def unbounded(patch: pytest.MonkeyPatch, folder: Path) -> None:
