@@ -13,7 +13,7 @@ from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 
 # Of a processor, for the masks of one sequence: the first that are computed take longer than the others.
-GRACE_SECONDS, TOKEN_SECONDS = 0.2, 0.003
+GRACE_SECONDS, TOKEN_SECONDS = 0.1, 0.002
 _KINDS = {
     StructuredOutputOptions.JSON: "json",
     StructuredOutputOptions.REGEX: "regex",
