@@ -15,7 +15,7 @@ import pytest
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Queue
-from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.front import Front, _failed
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.status import REMEMBERED, Ended
 from tenant_sdk.gateway.trials import Turns
@@ -300,3 +300,16 @@ def test_libraries_words_are_left_out(quiet: None, caplog: pytest.LogCaptureFixt
     assert text not in caplog.text
     assert "ValueError" in caplog.text
     assert "a step failed: gone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("event", "gateways"),
+    [
+        (b'data: {"choices": []}\n\n', False),
+        (b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n', False),
+        (b'data: {"error": {"message": "ended", "code": 500}}\n\n', True),
+        (b'data: {"error": "of another form"}\n\n', True),
+    ],
+)
+def test_errors_of_clients_in_a_stream_stay_as_they_are(event: bytes, gateways: bool) -> None:
+    assert _failed(event) is gateways
