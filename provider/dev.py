@@ -20,7 +20,7 @@ from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.ownership import check_own
+from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Development:
         """Make what is missing, and start the mask source, which loads the model by itself."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_own(self._profile)  # or tenants would refuse it
+            check_tree(self._folder)  # tenants would refuse a profile of others', and links lead elsewhere
             self._check_profile()
             port = self._source_port()
             self._tokens = [_party(self._folder / name) for name in ("provider", "masks")]

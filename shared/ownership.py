@@ -46,6 +46,26 @@ def check_own(path: str | Path) -> None:
         return  # its reader meets the same, and says what could not be read
 
 
+def check_tree(folder: str | Path) -> None:
+    """``check_own`` of a folder that this program writes into, and of all that is in it; it holds no links.
+
+    A link there, of another user or out of an archive, would have another file written over.
+
+    Raises:
+        ConfigurationError: which part of it, and what to do.
+    """
+    check_own(folder)
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            place = Path(parent) / name
+            if place.is_symlink():
+                raise ConfigurationError(
+                    f"{folder} is refused: {place} is a link, and what is written there would go elsewhere. "
+                    "Remove it, or name another folder"
+                )
+            check_own(place)
+
+
 def check_secret(path: str | Path, what: str, *, group: bool = False) -> None:
     """``check_own``, and refuse a file with a secret that others can read.
 

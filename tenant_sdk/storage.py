@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from shared.errors import ConfigurationError, StorageError
+from shared.ownership import check_tree
 
 # What a disk does to a program that did nothing wrong; other errors of the system are let through.
 _DISK_ERRORS = {
@@ -131,8 +132,10 @@ class TrainingCheckpoints:
         """Whether a training can begin, or go on, so far as that shows without its settings.
 
         Raises:
-            ConfigurationError: an interrupted training would be overwritten, or there is none to resume.
+            ConfigurationError: an interrupted training would be overwritten, or there is none to resume; or
+                the folder is not this user's alone.
         """
+        check_tree(self.folder)
         if not resume and self._whole():
             raise ConfigurationError(
                 f"{self.folder} holds an interrupted training; go on with --resume, or remove it first"
@@ -156,7 +159,8 @@ class TrainingCheckpoints:
         self._resumed = resume
         if not resume:
             with disk_errors(self.folder, "checkpoints", "Then run again."):
-                self.folder.mkdir(exist_ok=True)
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                check_tree(self.folder)  # somebody else may have made it just now
                 self._settings_file.write_text(json.dumps(self._settings, indent=1))
             return None
         before = _read_json(self._settings_file)

@@ -66,6 +66,8 @@ def write_certificates(
         .add_extension(ca_identifier, critical=False)
         .sign(ca_key, hashes.SHA256())
     )
+    for name in ("ca.pem", "server.pem", "client.pem"):
+        (folder / name).unlink(missing_ok=True)  # a link would have another file written over
     (folder / "ca.pem").write_bytes(ca.public_bytes(Encoding.PEM))
     for role, usage in (
         ("server", ExtendedKeyUsageOID.SERVER_AUTH),

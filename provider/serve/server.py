@@ -228,6 +228,7 @@ class Server:
         path = Path(path)
         temporary = path.with_name(path.name + ".new")
         try:
+            temporary.unlink(missing_ok=True)  # a link would have another file written over
             temporary.write_bytes(msgspec.json.encode({"url": self.url, "pid": os.getpid(), **more}))
             temporary.replace(path)
         except OSError as error:

@@ -19,11 +19,12 @@ from provider.dev import Development
 from provider.serve.certificates import DEFAULT_HOSTS, own_certificate, write_certificates
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError
-from shared.ownership import check_own, check_secret
+from shared.ownership import check_own, check_secret, check_tree
 from tenant_sdk.cli import app
 from tenant_sdk.connection.handshake import client_context
 from tenant_sdk.products.fingerprints import StoredFingerprints
 from tenant_sdk.profiles import Secret, read_profile
+from tenant_sdk.storage import TrainingCheckpoints
 
 OTHER = 54321  # a user and group that nobody has
 
@@ -205,3 +206,31 @@ def test_a_clients_key_that_everybody_can_read(tls_dir: Path, tmp_path: Path) ->
         client_context(None, pair)
     pair[1].chmod(0o640)
     client_context(None, pair)
+
+
+def test_a_folder_that_is_written_into_holds_no_links(tmp_path: Path) -> None:
+    folder, other = tmp_path / "run.checkpoints", tmp_path / "other"
+    other.write_text("mine")
+    check_tree(folder)  # not there yet
+    (folder / "checkpoint-2").mkdir(parents=True)
+    check_tree(folder)
+    for place in (folder / "settings.json", folder / "checkpoint-2" / "README.md"):
+        place.symlink_to(other)
+        with pytest.raises(ConfigurationError, match=f"{place} is a link"):
+            TrainingCheckpoints(tmp_path / "run", {}).begin(resume=False)
+        place.unlink()
+    assert other.read_text() == "mine"
+    (folder / "checkpoint-2").chmod(0o777)
+    with pytest.raises(ConfigurationError, match="others can write to"):
+        TrainingCheckpoints(tmp_path / "run", {}).begin(resume=False)
+
+
+def test_a_folder_of_development_out_of_an_archive_holds_no_links(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "dev" / "masks").mkdir(parents=True)
+    (tmp_path / "dev" / "masks" / "log").symlink_to(other)
+    config = ServeConfig(model_dir=tmp_path, dev=True, dev_dir=tmp_path / "dev")
+    with pytest.raises(ConfigurationError, match="log is a link"):
+        Development(config).__enter__()
+    assert other.read_text() == "mine"
