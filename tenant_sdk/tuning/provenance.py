@@ -74,7 +74,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode((folder / RECORD).read_bytes(), type=cls)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigurationError(
                 f"{(source or folder) / RECORD} is damaged: {error}. Restore it, or remove it to load the "
                 "adapter as one that says nothing of its base"

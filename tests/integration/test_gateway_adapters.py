@@ -152,12 +152,14 @@ def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
     assert take(own, copies, manifest, allow_other_base=True).rank == 4
 
 
-@pytest.mark.parametrize("damage", ["config", "weights", "record", "missing", "deep", "large"])
+@pytest.mark.parametrize("damage", ["config", "weights", "record", "missing", "deep", "deep record", "large"])
 def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) -> None:
     if damage == "missing":
         (own / WEIGHTS).unlink()
     elif damage == "deep":
         (own / CONFIG).write_text("[" * 100_000)
+    elif damage == "deep record":
+        (own / RECORD).write_text('{"x": ' + "[" * 100_000)
     elif damage == "large":
         os.truncate(own / WEIGHTS, 3 << 30)  # sparse; it is not read
     else:
