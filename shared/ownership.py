@@ -31,17 +31,7 @@ def check_own(path: str | Path) -> None:
     """
     try:
         for place in _way(Path(path)):
-            state = place.lstat()
-            if state.st_uid not in (os.geteuid(), SYSTEM):
-                raise ConfigurationError(
-                    f"{path} is refused: {place} belongs to {user_name(state.st_uid)}, who could change it, "
-                    f"and you are {user_name(os.geteuid())}. Put a copy of your own into a folder of your own"
-                )
-            if not stat.S_ISLNK(state.st_mode) and _others_write(state):
-                raise ConfigurationError(
-                    f"{path} is refused: others can write to {place}. If all that is in it is yours: `chmod "
-                    f"go-w {place}`; or put a copy into a folder that only you can write to"
-                )
+            _check_place(path, place)
     except OSError:
         return  # its reader meets the same, and says what could not be read
 
@@ -55,15 +45,13 @@ def check_tree(folder: str | Path) -> None:
         ConfigurationError: which part of it, and what to do.
     """
     check_own(folder)
-    for parent, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            place = Path(parent) / name
-            if place.is_symlink():
-                raise ConfigurationError(
-                    f"{folder} is refused: {place} is a link, and what is written there would go elsewhere. "
-                    "Remove it, or name another folder"
-                )
-            check_own(place)
+    for place in Path(folder).rglob("*"):
+        if place.is_symlink():
+            raise ConfigurationError(
+                f"{folder} is refused: {place} is a link, and what is written there would go elsewhere. "
+                "Remove it, or name another folder"
+            )
+        _check_place(place, place)
 
 
 def check_secret(path: str | Path, what: str, *, group: bool = False) -> None:
@@ -111,13 +99,37 @@ def _way(path: Path) -> Iterator[Path]:
         left.extendleft(reversed(place.readlink().parts))
 
 
-def _others_write(state: os.stat_result) -> bool:
+def _check_place(path: str | Path, place: Path) -> None:
+    """Of the way to ``path``."""
+    state = place.lstat()
+    if state.st_uid not in (os.geteuid(), SYSTEM):
+        raise ConfigurationError(
+            f"{path} is refused: {place} belongs to {user_name(state.st_uid)}, who could change it, "
+            f"and you are {user_name(os.geteuid())}. Put a copy of your own into a folder of your own"
+        )
+    if not stat.S_ISLNK(state.st_mode) and _others_write(place, state):
+        raise ConfigurationError(
+            f"{path} is refused: others can write to {place}. If all that is in it is yours: `chmod "
+            f"go-w {place}`; or put a copy into a folder that only you can write to"
+        )
+
+
+def _others_write(place: Path, state: os.stat_result) -> bool:
     """Whether anybody but the owner can; a group that is the user's own does not count."""
     if stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX:
         return False  # what is in it is looked at as well
     if state.st_mode & stat.S_IWOTH:
         return True
-    return bool(state.st_mode & stat.S_IWGRP) and not _is_private(state.st_gid)
+    # With a list of access rights these bits are those of everybody in it, not of the group alone.
+    return bool(state.st_mode & stat.S_IWGRP) and (_has_list(place) or not _is_private(state.st_gid))
+
+
+def _has_list(place: Path) -> bool:
+    """Whether a file has a POSIX access control list."""
+    try:
+        return bool(os.getxattr(place, "system.posix_acl_access"))
+    except (OSError, AttributeError):  # none, or a system without
+        return False
 
 
 def _is_private(group: int) -> bool:
@@ -126,4 +138,5 @@ def _is_private(group: int) -> bool:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return (user.pw_gid, user.pw_name) == (group, found.gr_name) and set(found.gr_mem) <= {user.pw_name}
+    own = (user.pw_gid, user.pw_name) == (group, found.gr_name) and set(found.gr_mem) <= {user.pw_name}
+    return own and all(each.pw_uid == user.pw_uid for each in pwd.getpwall() if each.pw_gid == group)

@@ -43,14 +43,8 @@ _LEFT_OUT = frozenset(
     prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs
     """.split()  # noqa: SIM905
 )
-_BEGINNINGS = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # that leave the base's weights as they are
+# Ways to begin that leave the base's weights as they are.
+_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 def read_adapter_config(folder: Path) -> PeftConfig:

@@ -116,7 +116,11 @@ class Conversations:
         return found
 
     def everything(self, messages: Messages, tools: Tools, where: str) -> Example:
-        """The whole conversation is learned, also what is asked."""
+        """The whole conversation is learned, also what is asked.
+
+        Raises:
+            ConfigurationError: the template does not take the messages, or does not write the last answer.
+        """
         if messages[-1]["role"] == "assistant" and len(messages) > 1:
             prompt, answer, _ = _Turn(self, messages, tools, where).tokens()
             return whole(prompt + answer)
@@ -155,11 +159,16 @@ class _Turn:
         tokenizer, ends = self.of.tokenizer, self.of.ends
         written = self._written(before, answered)
         own = sum(token in ends for token in encode(tokenizer, self.messages[-1]["content"]))
-        for text in (written, self._with_next_turn(before, written) if ends else None):
-            ids = continued(tokenizer, before, prompt, text or "")
+
+        def to_its_end(text: str) -> list[int]:
+            """Up to the first end after those that the answer has itself; empty: there is none."""
+            ids = continued(tokenizer, before, prompt, text)
             stops = [at for at, token in enumerate(ids) if token in ends]
-            if own < len(stops):
-                return ids[: stops[own] + 1]
+            return ids[: stops[own] + 1] if own < len(stops) else []
+
+        ended = to_its_end(written) or (ends and to_its_end(self._with_next_turn(before, written)))
+        if ended:
+            return list(ended)
         # Without the white space that the template writes behind the answer.
         _, behind = self._around(answered)
         kept = len(written) - len(behind)
@@ -199,15 +208,15 @@ class _Turn:
         fits = answered.startswith(ahead) and answered.endswith(behind)
         return (ahead, behind) if fits and len(ahead) + len(behind) <= len(answered) else (answered, "")
 
-    def _with_next_turn(self, before: str, written: str) -> str | None:
+    def _with_next_turn(self, before: str, written: str) -> str:
         """The answer and what begins a user's next turn, which is the end of an answer in some families."""
         try:
             longer, _ = self._rendered([*self.messages, {"role": "user", "content": _PROBE}])
         except ConfigurationError:  # some want another order of roles
-            return None
+            return written
         end = longer.rfind(_PROBE)
         at = len(before) if longer.startswith(before + written) else longer.rfind(written, 0, end)
-        return longer[at:end] if at >= 0 else None
+        return longer[at:end] if at >= 0 else written
 
 
 def _marked(before: str, answered: str, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:

@@ -174,13 +174,14 @@ class ReadFile:
         Args:
             length: tokens of an example at most.
         """
-        sizes = [len(example["input_ids"]) for example in self.examples]
+        examples = self.examples
+        sizes = [len(example["input_ids"]) for example in examples]
         if self.entries[0].line is None:
             return [
                 f"{self.path}: read as plain text, {self.tokens} tokens in {len(sizes)} blocks of {sizes[0]}"
             ]
         records = len({entry.line for entry in self.entries})
-        trained = sum(map(trained_tokens, self.examples))
+        trained = sum(map(trained_tokens, examples))
         lines = [f"{self.path}: {records} records, {sum(sizes)} tokens, {trained} of them to learn"]
         longer = f"of {records} records are longer than {length} tokens"
         if split := {entry.line for entry in self.entries if entry.pieces > 1}:

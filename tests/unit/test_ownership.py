@@ -7,6 +7,7 @@ import grp
 import os
 import pwd
 import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tenant_sdk.profiles import Secret, read_profile
 from tenant_sdk.storage import TrainingCheckpoints
 
 OTHER = 54321  # a user and group that nobody has
+NOBODY = 0xFFFFFFFF  # of an entry that names no user
 
 
 @pytest.fixture
@@ -117,6 +119,34 @@ def test_the_users_own_group(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigurationError, match="others can write"):
         check_own(file)
     group = grp.struct_group(("staff", "x", user.pw_gid, []))
+    with pytest.raises(ConfigurationError, match="others can write"):
+        check_own(file)
+
+
+def test_lists_of_access_rights_are_seen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one the bits of a group are those of all that the list names."""
+    user = pwd.getpwuid(os.geteuid())
+    os.chown(file, -1, user.pw_gid)
+    group = grp.struct_group((user.pw_name, "x", user.pw_gid, []))
+    monkeypatch.setattr("grp.getgrgid", lambda number: group)
+    entries = ((0x01, 6, NOBODY), (0x02, 6, OTHER), (0x04, 4, NOBODY), (0x10, 6, NOBODY), (0x20, 4, NOBODY))
+    listed = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(file, "system.posix_acl_access", listed)
+    except OSError:
+        pytest.skip("this file system has no lists of access rights")
+    with pytest.raises(ConfigurationError, match="others can write"):
+        check_own(file)
+
+
+def test_a_group_that_is_somebody_elses_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = pwd.getpwuid(os.geteuid())
+    file.chmod(0o664)
+    os.chown(file, -1, user.pw_gid)
+    group = grp.struct_group((user.pw_name, "x", user.pw_gid, []))
+    other = pwd.struct_passwd(("mallory", "x", OTHER, user.pw_gid, "", "/", "/bin/sh"))
+    monkeypatch.setattr("grp.getgrgid", lambda number: group)
+    monkeypatch.setattr("pwd.getpwall", lambda: [user, other])
     with pytest.raises(ConfigurationError, match="others can write"):
         check_own(file)
 
