@@ -265,3 +265,11 @@ def llama(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative L2 distance."""
     return float((got - expected).norm() / expected.norm())
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file to learn from."""
+    path = tmp_path / "notes.txt"
+    path.write_text("Rex, terrier, 4 y. Plan: rest. " * 12)
+    return path

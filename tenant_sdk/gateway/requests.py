@@ -206,30 +206,32 @@ class Chat(Sampling, kw_only=True):
         return _wrong(self.messages, self.tools)
 
 
-class TokenizeText(Struct, kw_only=True):
-    """``/tokenize`` of a text."""
+class Tokenizing(Struct, kw_only=True):
+    """What both kinds of ``/tokenize`` have in common."""
 
-    prompt: str
     model: Short | UnsetType | None = UNSET
     add_special_tokens: bool | UnsetType = UNSET
     return_token_strs: bool | UnsetType | None = UNSET
+
+
+class TokenizeText(Tokenizing, kw_only=True):
+    """``/tokenize`` of a text."""
+
+    prompt: str
 
     def check(self, context: int) -> str:
         """See ``Completion``."""
         return ""
 
 
-class TokenizeChat(Struct, kw_only=True):
-    """``/tokenize`` of a chat."""
+class TokenizeChat(Tokenizing, kw_only=True):
+    """``/tokenize`` of a chat; a structure has one base, so the fields of ``Chat`` stand here again."""
 
     messages: Messages
     tools: Tools | UnsetType | None = UNSET
     add_generation_prompt: bool | UnsetType = UNSET
     continue_final_message: bool | UnsetType = UNSET
     chat_template_kwargs: ForTemplate | UnsetType | None = UNSET
-    model: Short | UnsetType | None = UNSET
-    add_special_tokens: bool | UnsetType = UNSET
-    return_token_strs: bool | UnsetType | None = UNSET
 
     def check(self, context: int) -> str:
         """See ``Completion``."""

@@ -55,13 +55,6 @@ def session(
         yield opened
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "notes.txt"
-    path.write_text("Rex, terrier, 4 y. Plan: rest. " * 12)
-    return path
-
-
 def train(
     session: tenant_sdk.Session, training: TrainingOptions, show: Callable[..., None] = lambda *_: None
 ) -> tuple[TrainingReport, list[str]]:

@@ -48,13 +48,6 @@ def session(executor: Executor) -> Iterator[tenant_sdk.Session]:
         yield opened
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "notes.txt"
-    path.write_text("Rex, terrier, 4 y. Plan: rest. " * 12)
-    return path
-
-
 class Dropping:
     """A session whose models drop some of their attention, so that a step depends on random numbers."""
 
