@@ -24,8 +24,8 @@ _PART = r"[A-Za-z0-9](?:\w|-(?!-)|\.(?!\.)){0,95}"
 _ID = re.compile(rf"({_PART}/{_PART})(?:@({_PART}(?:/{_PART}){{0,3}}))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
-# Folders hold other formats; some repositories hold their weights twice.
-_UNWANTED = ["*/*", "consolidated*"]
+# Folders hold other formats; some repositories hold their weights twice, or an adapter beside the model.
+_UNWANTED = ["*/*", "consolidated*", "adapter_*"]
 
 
 class HubId(NamedTuple):

@@ -28,6 +28,7 @@ from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.command import serve
 from tenant_sdk.profiles import approve
+from tenant_sdk.terminal import Terminal
 from tenant_sdk.tuning.data_command import data
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # Standard output is for results (text, figures); everything else goes to standard error.
-_status = Console(stderr=True, highlight=False, soft_wrap=True)
-_results = Console(highlight=False, soft_wrap=True)
+_status = Terminal(stderr=True)
+_results = Terminal()
 
 
 @app.callback()

@@ -12,6 +12,7 @@ from tenant_sdk.gateway.doorkeeper import Door, Refusal, Shares, Strangers
 
 HEADER_SECONDS = 10.0
 HEADER_BYTES = 64 << 10
+UNREAD_SECONDS = 60.0  # until a client that does not read the rest of its answer is given up
 STRANGERS = 128  # connections that have shown no key
 CONNECTIONS = 1024  # that have shown one, of all clients
 
@@ -46,6 +47,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
     shared: Connections
     _client: str | None = None
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
     _bytes = 0  # of headers that are not complete
 
     def connection_made(self, transport: Any) -> None:
@@ -59,6 +61,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
         self._expected()
+        self._read()
         self.shared.strangers.leave(self)
         if self._client is not None:
             self.shared.known.give_back(self._client, 1)
@@ -88,6 +91,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
             raise ValueError("requests are not pipelined here")
+        self._read()
         if self._client is None:
             client = self.shared.door.admit(self.headers)
             if not isinstance(client, Refusal):
@@ -97,6 +101,22 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
                     return
                 self._client = client
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn; what a client has not read yet lies in memory, and not for ever."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._unread = self.loop.call_later(UNREAD_SECONDS, self._give_up)
+
+    def _read(self) -> None:
+        """The last answer was read, or nobody will."""
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _give_up(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """See uvicorn; nothing is said on a connection that was closed just now."""

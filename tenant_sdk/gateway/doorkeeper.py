@@ -120,6 +120,33 @@ class Shares:
 
 
 @dataclass
+class Allowance:
+    """Seconds of a processor that each client may use between the steps of all sequences.
+
+    Args:
+        most: saved up at most, and had at the beginning.
+        each_step: more with every step.
+    """
+
+    most: float
+    each_step: float
+    _left: dict[str, float] = field(default_factory=dict)
+
+    def step(self) -> None:
+        """All sequences have gone on by one step."""
+        self._left = {
+            client: left + self.each_step
+            for client, left in self._left.items()
+            if left + self.each_step < self.most
+        }
+
+    def spend(self, client: str, seconds: float) -> bool:
+        """Whether a client had as much; it is taken all the same."""
+        self._left[client] = self._left.get(client, self.most) - seconds
+        return self._left[client] >= 0
+
+
+@dataclass
 class Strangers:
     """Connections that have shown no key yet: the one that has been here longest makes room for another.
 

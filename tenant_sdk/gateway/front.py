@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import msgspec
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.requests import Asked, asked
-from tenant_sdk.gateway.status import Ended, Status
+from tenant_sdk.gateway.status import Ended, Status, request_name
 from tenant_sdk.gateway.trials import Turns
 
 Message = MutableMapping[str, Any]
@@ -77,6 +77,7 @@ class Front:
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._context, self._judge, self._unserved = context, judge, unserved
         self._arriving, self._turns = Shares(BODIES_BYTES, door.clients), Turns()
+        self._readers = Turns()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -99,7 +100,8 @@ class Front:
                 return await _refuse(send, body)
             if path not in GENERATES | TOKENIZES:
                 return await self._application(scope, _again(body, receive), send)
-            wanted = self._away() or asked(path, body, self._context())
+            async with self._reading(client, body):
+                wanted = self._away() or asked(path, body, self._context())
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
         if why := self._unserved(wanted.model):
@@ -129,9 +131,10 @@ class Front:
                 await _refuse(send, refusal)
                 return
         # What ended one of its sequences is found by a name that nobody else can give.
-        name, entered = secrets.token_hex(16), self._clock()
+        name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         scope = _with_length(scope, wanted.body, name.encode())
-        await self._application(scope, again, _timed(self._explained(send, name, entered)))
+        hears, tells = _until_given_up(again, self._explained(send, name, entered))
+        await self._application(scope, hears, tells)
 
     async def _judged(self, client: str, given: Constraint) -> Refusal:
         """Why a constraint is refused; without a message: it is not."""
@@ -141,6 +144,10 @@ class Front:
             return Refusal(400, "invalid_request_error", why)
         why = await judge.refusal(client, given)
         return Refusal(400, "invalid_request_error", why and f"the {given.kind} is refused: {why}")
+
+    def _reading(self, client: str, body: bytes) -> AbstractAsyncContextManager[None]:
+        """Around what takes time for a large body: one is read at a time, others are served in between."""
+        return self._readers.taken(client) if len(body) > SMALL_BODY_BYTES else nullcontext()
 
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
@@ -236,14 +243,29 @@ async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal 
         gone.cancel()
 
 
-def _timed(send: Send) -> Send:
-    """``send``, which gives a client up that does not read: its sequences are computed for nobody."""
+def _until_given_up(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Both, for which a client that does not read has hung up: its sequences are computed for nobody."""
+    gone = asyncio.Event()
 
-    async def timed(message: Message) -> None:
-        async with asyncio.timeout(SEND_SECONDS):
-            await send(message)
+    async def tell(message: Message) -> None:
+        if gone.is_set():
+            return
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send(message)
+        except TimeoutError:
+            gone.set()
 
-    return timed
+    async def hear() -> Message:
+        heard, given_up = asyncio.ensure_future(receive()), asyncio.ensure_future(gone.wait())
+        try:
+            await asyncio.wait({heard, given_up}, return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if gone.is_set() else await heard
+        finally:
+            heard.cancel()
+            given_up.cancel()
+
+    return hear, tell
 
 
 def _with_length(scope: Message, body: bytes, name: bytes = b"") -> Message:

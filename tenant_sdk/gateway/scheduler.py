@@ -11,8 +11,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
+from tenant_sdk.gateway.doorkeeper import Allowance
 from tenant_sdk.gateway.grammars import ENGINE_STACK
-from tenant_sdk.gateway.status import Ended
+from tenant_sdk.gateway.status import Ended, client_of
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
 from tenant_sdk.gateway.worker import FailedStep
 
@@ -21,12 +22,17 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
+# Of a processor, for the constraints of one client's sequences. The first masks take longer than the others.
+GRACE_SECONDS, STEP_SECONDS = 0.2, 0.01
+
+
 class Scheduler(Base):  # type: ignore[misc]
     """See vLLM's."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
+        self._allowance = Allowance(GRACE_SECONDS, STEP_SECONDS)
         self._folder, self._ended = Path(self.vllm_config.model_config.model), Ended()
         manager = self.structured_output_manager
         if GuidanceBackend.is_tokenizer_supported(manager.tokenizer):  # else the server refuses constraints
@@ -57,6 +63,12 @@ class Scheduler(Base):  # type: ignore[misc]
             {block for each in failed for block in self._written.get(each, ())}
         )
         grammars = {each: self._grammar(each) for each in scheduled & self.requests.keys()}
+        self._allowance.step()
+        for name, grammar in grammars.items():
+            if grammar is not None:
+                if not self._allowance.spend(client_of(name), grammar.seconds) and not grammar.ended:
+                    grammar.ended = "computing what the constraints of your key allow takes too long"
+                grammar.seconds = 0.0
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )

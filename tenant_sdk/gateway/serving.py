@@ -32,6 +32,7 @@ ADAPTERS_IN_MEMORY = 128  # read from their copies again beyond that
 LOOKUP = "prompt-lookup"
 DTYPES = ("float32", "bfloat16")
 DRAFT_TOKENS = 4
+STEP_ROWS = 512  # of all sequences, in one step
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
 
 
@@ -244,7 +245,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
     from tenant_sdk.gateway import endpoints
 
     assert endpoints.serving is not None  # noqa: S101 - by _prepare
-    manifest = endpoints.serving.manifest
+    manifest, drafts = endpoints.serving.manifest, options.draft_tokens or DRAFT_TOKENS
     arguments: dict[str, Any] = {
         "model": folder,
         "served-model-name": options.name or Path(manifest.model).name,
@@ -259,6 +260,8 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "dtype": options.dtype,
         "tensor-parallel-size": 1,
         "max-num-seqs": options.max_sequences,
+        # Long prompts are read in several steps: each sequence that is written waits for a whole step.
+        "max-num-batched-tokens": max(STEP_ROWS, options.max_sequences * (1 + drafts)),
         "kv-cache-memory-bytes": int(options.kv_memory_gib * 2**30),
         "allowed-origins": "[]",  # no page of elsewhere may read what is answered here
         "uvicorn-log-level": "warning",
@@ -277,7 +280,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
             "max-lora-rank": endpoints.serving.most_rank,
         }
     if options.speculate:
-        drafted: dict[str, Any] = {"num_speculative_tokens": options.draft_tokens or DRAFT_TOKENS}
+        drafted: dict[str, Any] = {"num_speculative_tokens": drafts}
         if options.speculate == LOOKUP:
             drafted |= {"method": "ngram", "prompt_lookup_max": LOOKUP_TOKENS, "prompt_lookup_min": 2}
         else:

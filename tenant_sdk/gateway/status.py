@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -78,6 +79,17 @@ class Ended(msgspec.Struct):
         except FileNotFoundError:
             return ""
         return next((why for name, why in told.reasons.items() if request in name), "")
+
+
+def request_name(client: str, secret: str) -> str:
+    """What vLLM calls a request; ``secret``: 32 digits that nobody else can give."""
+    return f"{client or 'all'}.{secret}"
+
+
+def client_of(sequence: str) -> str:
+    """The client of a sequence, by the name that vLLM has for it, which holds that of its request."""
+    found = re.search(r"([0-9a-z]+)\.[0-9a-f]{32}", sequence)
+    return found[1] if found else ""
 
 
 def _write(path: Path, told: msgspec.Struct) -> None:

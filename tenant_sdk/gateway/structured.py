@@ -1,4 +1,7 @@
-"""vLLM's llguidance, with limits on what a grammar may take: to compile, in one step, and of a sequence."""
+"""vLLM's llguidance, with limits on what a grammar may take: to compile, and in one step.
+
+What all grammars of a client take while sequences go on, ``scheduler`` bounds.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,6 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 
-# Of a processor, for the masks of one sequence: the first that are computed take longer than the others.
-GRACE_SECONDS, TOKEN_SECONDS = 0.1, 0.002
 _KINDS = {
     StructuredOutputOptions.JSON: "json",
     StructuredOutputOptions.REGEX: "regex",
@@ -27,16 +28,16 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
 
     Attributes:
         ended: why it does not go on; or empty.
+        seconds: of a processor that it took and that are not counted yet.
     """
 
-    ended = ""
-    _tokens, _seconds = 0, 0.0
+    ended, seconds = "", 0.0
 
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
         """See vLLM."""
         began = time.thread_time()  # not what others took meanwhile
         super().fill_bitmask(bitmask, idx)
-        self._count(began)
+        self.seconds += time.thread_time() - began
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """See vLLM; False ends the sequence with an error."""
@@ -44,19 +45,13 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
             return False
         began = time.thread_time()
         accepted: bool = super().accept_tokens(request_id, tokens)
-        self._tokens += len(tokens)
-        self._count(began)
+        self.seconds += time.thread_time() - began
         return accepted and not self.ended
 
     def check_error(self) -> None:
         """Remember it; vLLM would write it down, and end the text as if it were complete."""
         if self.ll_matcher.is_error() and not self.ended:
             self.ended = "what the constraint allows here became too large to compute"
-
-    def _count(self, began: float) -> None:
-        self._seconds += time.thread_time() - began
-        if self._seconds > GRACE_SECONDS + TOKEN_SECONDS * self._tokens and not self.ended:
-            self.ended = "computing what the constraint allows takes too long"
 
 
 class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]

@@ -7,18 +7,32 @@ None of them is needed for an adapter that has been trained, and none is passed 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
+from safetensors import safe_open
+from torch import Tensor
 
 from shared.errors import ConfigurationError
+from tenant_sdk.model.remote_weight import RemoteWeight
 
-FILE = "adapter_config.json"
-_KINDS = frozenset(
-    "LORA ADALORA IA3 VERA LOHA LOKR OFT PREFIX_TUNING PROMPT_TUNING P_TUNING".split()  # noqa: SIM905
-)
+FILE, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# The kinds that are loaded, and what the names of their weights hold.
+_KINDS = {
+    **dict.fromkeys(("LORA", "ADALORA"), "lora_"),
+    **dict.fromkeys(("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"), "prompt_embeddings"),
+    "IA3": "ia3_",
+    "VERA": "vera_",
+    "LOHA": "hada_",
+    "LOKR": "lokr_",
+    "OFT": "oft_",
+}
+_TOKENS = "token_adapter."  # of ``trainable_token_indices``
 # Numbers, switches, and names of the model's own layers: they say what an adapter computes, and lead nowhere.
 _COMPUTES = frozenset(
     """
@@ -82,3 +96,43 @@ def read_adapter_config(folder: Path) -> PeftConfig:
         return made(**{name: value for name, value in given.items() if name in known})
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{folder / FILE} cannot be used: {error}") from error
+
+
+def check_weights(folder: Path, config: PeftConfig, base: Mapping[str, Tensor], own: Collection[str]) -> None:
+    """Refuse weights that are not the adapter's: PEFT would write them over the base model's, for good.
+
+    Args:
+        config: of the adapter, as ``read_adapter_config`` gives it.
+        base: the model's parameters by name. The file may hold what they are already: PEFT saves embeddings
+            that have an adapter.
+        own: names of those that may be written over, such as embeddings that the user has resized.
+
+    Raises:
+        ConfigurationError: there are some; the message names one.
+        SafetensorError: the file cannot be read.
+    """
+    mark = _KINDS[PeftType(config.peft_type).value]
+    saved = tuple(getattr(config, "modules_to_save", None) or ())
+    biased = getattr(config, "bias", "none") != "none"
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - it is no dictionary
+            name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            if mark in key or _TOKENS in key or name in own or (biased and name.endswith(".bias")):
+                continue
+            # As PEFT looks for them: by how names of modules end.
+            modules = accumulate(name.split(".")[:-1], lambda above, part: f"{above}.{part}")
+            if any(module.endswith(saved) for module in modules) or _same(base.get(name), file, key):
+                continue
+            raise ConfigurationError(
+                f"{folder / WEIGHTS} holds {name[:120]!r}, which is no part of the adapter: it would be "
+                "written over the base model's. Take it out of the file"
+            )
+
+
+def _same(held: Tensor | None, file: Any, key: str) -> bool:
+    """Whether a tensor of a file is what a parameter holds already; a remote one is not looked at."""
+    if held is None or isinstance(held, RemoteWeight):
+        return False
+    if file.get_slice(key).get_shape() != list(held.shape):
+        return False
+    return torch.equal(file.get_tensor(key).to(held), held)

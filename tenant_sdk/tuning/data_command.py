@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from shared import imports
 from tenant_sdk import cli_options as options
 from tenant_sdk import context_options as contexts
+from tenant_sdk.terminal import Terminal
 from tenant_sdk.tuning.records import check_data, where
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _line(file: ReadFile, entry: Entry) -> bytes:
 def _show(tokenizer: Any, read: Sequence[ReadFile], length: int, head: int) -> None:
     from tenant_sdk.tuning.preview import lengths, shown
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal()
     for file in read:
         for entry in islice((each for each in file.entries if not each.left_out), head):
             place = where(file.path, entry.line) if entry.line else str(file.path)

@@ -15,7 +15,8 @@ from shared.options import closest
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.session import Session
 from tenant_sdk.storage import check_adapter_folder
-from tenant_sdk.tuning.adapter_config import read_adapter_config
+from tenant_sdk.trust.attestation import base_model
+from tenant_sdk.tuning.adapter_config import check_weights, read_adapter_config
 from tenant_sdk.tuning.adapters import no_untrue_warnings
 from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
 
@@ -71,10 +72,7 @@ def save_adapter(
     for config in configs.values():
         config.base_model_name_or_path, config.revision = called.name or None, called.revision
     # PEFT's own default would ask a hub how large the vocabulary was.
-    embeddings = model.get_input_embeddings()
-    supplied = {info.shape for info in session.manifest.parameters}
-    resized = embeddings is not None and tuple(embeddings.weight.shape) not in supplied
-    options = {"save_embedding_layers": resized} | options
+    options = {"save_embedding_layers": bool(_resized(model, session))} | options
     if adapter is None:
         model.save_pretrained(str(folder), **options)
     else:
@@ -85,6 +83,17 @@ def save_adapter(
     record = Provenance.of(session, figures)
     record.write(Path(folder))
     write_card(Path(folder), record, found, configs[adapter] if adapter else model.active_peft_config)
+
+
+def _resized(model: Any, session: Session) -> list[str]:
+    """Names of the parameters of a model's embeddings and head, if they are not the base's any more."""
+    embeddings = model.get_input_embeddings()
+    supplied = {info.shape for info in session.manifest.parameters}
+    if embeddings is None or tuple(embeddings.weight.shape) in supplied:
+        return []
+    layers = (embeddings, model.get_output_embeddings())
+    base = base_model(model)
+    return [f"{name}.weight" for name, each in base.named_modules() if any(each is one for one in layers)]
 
 
 def _save_one(model: Any, folder: Path, adapter: str, options: dict[str, Any]) -> None:
@@ -133,8 +142,11 @@ def load_adapter(
         log.warning("%s", differs)
     config = read_adapter_config(folder)
     try:
+        check_weights(folder, config, dict(base_model(model).named_parameters()), _resized(model, session))
         with no_untrue_warnings():
             return PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
+    except ConfigurationError:
+        raise
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModelMismatch(
             f"the adapter in {folder} was made for another base model: {_first(str(error))}"

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from shared.errors import ConfigurationError
+from tenant_sdk.terminal import visible
 from tenant_sdk.tuning.data import chat_prompt, check_embedded, prompt_tokens
-from tenant_sdk.tuning.preview import visible
 from tenant_sdk.tuning.sampling import Sampling
 
 # A stretch that is there at least so often, and fills at least so many tokens, is a loop.

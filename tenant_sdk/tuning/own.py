@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,11 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         ModelMismatch: its linear layers' weights are not, byte for byte, those that the executor serves.
     """
     folder = checkpoint_folder(name)
+    if (folder / "adapter_config.json").exists():  # transformers would put that into the model, unsaid
+        raise CheckpointError(
+            f"{folder} holds an adapter beside the model: move it to a folder of its own, and give that with "
+            "--adapter"
+        )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         check_causal(session.executor, AutoConfig.from_pretrained(folder, **local))
@@ -190,7 +196,7 @@ def not_used(adapter: Path) -> str:
     """What to say of a tokenizer that came with an adapter, whose author may be the provider."""
     return (
         f"the tokenizer in {adapter} is not used: it decides how many tokens a text has, which the provider "
-        f"sees. If you trust its author: --tokenizer {adapter}"
+        f"sees. If you trust its author: --tokenizer {shlex.quote(str(adapter))}"
     )
 
 

@@ -9,16 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tenant_sdk.terminal import visible
 from tenant_sdk.tuning.conversations import IGNORED, Example
 
 _LEARNED, _OTHER = "bold green", "dim"
 _SHOWN = 400  # characters of what is learned in one piece, or is not
 _BAR = 40
-
-
-def visible(text: str) -> str:
-    """Without control characters, which files and tokenizers of others may hold."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def show_first(console: Console, tokenizer: Any, example: Example) -> None:

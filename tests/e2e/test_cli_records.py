@@ -48,14 +48,15 @@ def test_what_is_learned_is_shown(tmp_path: Path, serve: Callable[..., Executor]
     """With the executor's tokenizer as with the same one of a folder."""
     executor = serve(BASE_MODEL)
     records = NOTES.read_text().splitlines(keepends=True)[:3]
-    file = tmp_path / "few [1].jsonl"
+    file = tmp_path / "few [1]\x1b]0;red.jsonl"  # a name that a terminal would obey
     file.write_text("".join([*records, records[0], json.dumps({"prompt": "a", "completion": " b" * 99})]))
     arguments = (file, "--sequence-length", 96, "--privacy", "plain")
     out, _ = ok_here("data", executor, *arguments, "--head", 1)
-    assert f"{file}, line 1, " in out
+    shown = str(file).replace("\x1b", "\ufffd")
+    assert f"{shown}, line 1, " in out
     assert "Fields:⟦ name: Jonah; kind: horse" in out
-    assert f"{file}, line 2" not in out
-    assert f"{file}, line 4: the same as {file}, line 1\n" in out
+    assert f"{shown}, line 2" not in out
+    assert f"{shown}, line 4: the same as {shown}, line 1\n" in out
     assert re.search(r"line 5: left out, \d+ tokens are more than 96\n", out)
     assert re.search(r"64 to +127 tokens  █+ 4\n", out)
     out, _ = ok_here("data", executor, *arguments, "--json")

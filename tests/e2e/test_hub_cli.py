@@ -227,6 +227,14 @@ def test_a_model_that_is_not_causal(
         assert "BertModel is not a causal language model: the command line" in str(done.exception)
 
 
+def test_a_copy_with_an_adapter_beside_it(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    """transformers would put it into the model, whose weights would still be the executor's to the byte."""
+    shutil.copytree(BASE_MODEL, tmp_path / "own")
+    (tmp_path / "own" / "adapter_config.json").write_text("{}")
+    with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="holds an adapter"):
+        attach_own(session, str(tmp_path / "own"))
+
+
 def test_a_copy_that_is_none(tmp_path: Path, serve: Callable[..., Executor]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="no model of your own"):

@@ -19,12 +19,13 @@ import pytest
 import torch
 from conftest import Executor, make_model, relative_error
 from parity import fixed_result, load_local, token_ids
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import tenant_sdk
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from tenant_sdk.model.naming import base_of_peer, find_base, folder_of_peer
+from tenant_sdk.model.remote_weight import RemoteWeight
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -183,6 +184,10 @@ def test_embeddings_that_have_grown_are_saved(session: tenant_sdk.Session, tmp_p
     base.resize_token_embeddings(130, mean_resizing=False)
     tenant_sdk.save_adapter(adapted(base), tmp_path, session)
     assert any("embed_tokens" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    again = session.load_model(progress=False)
+    again.resize_token_embeddings(130, mean_resizing=False)
+    tenant_sdk.load_adapter(again, tmp_path, session)
+    assert torch.equal(again.get_input_embeddings().weight, base.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +311,27 @@ def test_what_no_folder_may_ask_for(
     change(saved, **fields)
     with pytest.raises(ConfigurationError, match=said):
         tenant_sdk.load_adapter(session.load_model(progress=False), saved, session)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+def test_an_adapter_does_not_write_over_the_base(name: str, session: tenant_sdk.Session, saved: Path) -> None:
+    """PEFT would, and leave it so when the adapter is switched off or refused."""
+    model = session.load_model(progress=False)
+    held = {key: each for key, each in model.named_parameters() if not isinstance(each, RemoteWeight)}
+    before = {key: each.clone() for key, each in held.items()}
+    weights = load_file(saved / "adapter_model.safetensors")
+    weights[f"base_model.model.{name}"] = torch.zeros(4, 4)
+    save_file(weights, saved / "adapter_model.safetensors")
+    with pytest.raises(ConfigurationError, match=f"'{name}', which is no part of the adapter"):
+        tenant_sdk.load_adapter(model, saved, session)
+    assert all(torch.equal(held[key], each) for key, each in before.items())
+
+
+def test_modules_that_an_adapter_brings_are_its_own(session: tenant_sdk.Session, tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], trainable_token_indices=[1])
+    adapted = peft.get_peft_model(session.load_model(progress=False), config)
+    tenant_sdk.save_adapter(adapted, tmp_path / "own", session)
+    tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path / "own", session)
 
 
 @pytest.mark.usefixtures("no_hub")

@@ -21,11 +21,11 @@ from shared.errors import (
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway import serving
-from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, Strangers, told
+from tenant_sdk.gateway.doorkeeper import Allowance, Door, Failure, Queue, Refusal, Shares, Strangers, told
 from tenant_sdk.gateway.front import Front
 from tenant_sdk.gateway.requests import Asked, asked
 from tenant_sdk.gateway.serving import GatewayOptions
-from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.status import Status, client_of, request_name
 
 KEY = "a-key-of-enough-letters"
 
@@ -126,6 +126,28 @@ def test_no_key_takes_all_places() -> None:
     assert queue.enter("1", 1) is not None
     queue.leave("0", 1, 1.0)
     assert queue.enter("1", 1) is None  # beyond its own part, those that leave make room for all
+
+
+def test_what_one_client_uses_is_not_taken_from_others() -> None:
+    allowance = Allowance(most=0.2, each_step=0.01)
+    assert allowance.spend("0", 0.15)
+    assert not allowance.spend("0", 0.15)
+    assert allowance.spend("1", 0.15)
+    for _ in range(11):
+        allowance.step()
+    assert allowance.spend("0", 0.005)
+    assert not allowance.spend("0", 0.01)
+    for _ in range(1000):
+        allowance.step()
+    assert [allowance.spend("0", 0.15) for _ in range(2)] == [True, False]  # no more than that is saved up
+
+
+@pytest.mark.parametrize("client", ["0", "17", ""])
+def test_a_sequence_says_whose_it_is(client: str) -> None:
+    name = request_name(client, "0123456789abcdef" * 2)
+    for sequence in (f"cmpl-{name}-0-1a2b3c4d", f"3_cmpl-{name}-1", f"chatcmpl-{name}"):
+        assert client_of(sequence) == (client or "all")
+    assert client_of("cmpl-of-nobody-0") == ""
 
 
 def test_shares_of_many_clients() -> None:

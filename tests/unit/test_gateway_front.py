@@ -249,21 +249,43 @@ def test_few_ends_are_remembered(tmp_path: Path) -> None:
 async def test_a_client_that_does_not_read_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its application is told that it hung up, and ends what it computes."""
     monkeypatch.setattr(in_front, "SEND_SECONDS", 0.01)
-    application = Working()
-    application.go.set()
+    heard: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        heard.append(await receive())
+
     there = front(application, tmp_path)
 
     async def stuck(message: Any) -> None:
         await asyncio.Event().wait()
 
+    coming = [{"type": "http.request", "body": BODY, "more_body": False}]
+
     async def receive() -> Any:
-        return {"type": "http.request", "body": BODY, "more_body": False}
+        return coming.pop() if coming else await asyncio.Event().wait()
 
     scope = {"type": "http", "path": TEXT, "headers": [(b"authorization", f"Bearer {KEYS[0]}".encode())]}
-    with pytest.raises(TimeoutError):
-        await there(scope, receive, stuck)
+    await there(scope, receive, stuck)
+    assert heard == [{"type": "http.disconnect"}]
     assert there._queue.under_way == 0
+
+
+@awaited
+async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
+    """A small one does not wait for them."""
+    application = Working()
+    application.go.set()
+    there = front(application, tmp_path)
+    async with there._readers.taken("0"):
+        large = await Client(there).says(BODY + b" " * in_front.SMALL_BODY_BYTES)
+        assert large.sent == []
+        assert (await Client(there, key=1).says(BODY)).status == 200
+    await settled()
+    assert large.status == 200
 
 
 @awaited

@@ -53,6 +53,7 @@ ROOMS = {
         "tethered",
     ],
     "tenant_sdk": [
+        "terminal",
         "storage",
         "connection",
         "trust",
