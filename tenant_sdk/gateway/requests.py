@@ -91,6 +91,10 @@ class Sampling(Struct, kw_only=True):
     response_format: Any = UNSET
     structured_outputs: Any = UNSET
 
+    def check(self, context: int) -> str:
+        """What is wrong with it that types do not say; empty: nothing."""
+        return "truncate_prompt_tokens is -1, or from 1 on" if self.truncate_prompt_tokens == 0 else ""
+
     def constraint(self) -> Constraint | None:
         """See ``constraints.constraint``; the request has it in one field afterwards."""
         found = constraint(_given(self.response_format), _given(self.structured_outputs))
@@ -112,15 +116,18 @@ class Completion(Sampling, kw_only=True):
         return len(self.prompt) if several else 1
 
     def check(self, context: int) -> str:
-        """What is wrong with it that types do not say; empty: nothing."""
-        if isinstance(self.prompt, str):
-            return ""
-        if len({type(each) for each in self.prompt}) != 1:
+        """See ``Sampling``."""
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if len({type(each) for each in prompts}) != 1:
             return "a list of prompts has texts, or tokens, or lists of tokens, and is not empty"
-        whole: list[Any] = [self.prompt, *self.prompt]
+        if [] in prompts:
+            return "a prompt has no tokens"
+        if self.echo is True and "" in prompts:
+            return "an empty prompt cannot be repeated: leave echo out"
+        whole: list[Any] = [self.prompt, *prompts]
         tokens = [each for each in whole if isinstance(each, list) and isinstance(next(iter(each), 0), int)]
         longest = max(map(len, tokens), default=0)
-        return _too_long(longest, context)
+        return _too_long(longest, context) or super().check(context)
 
 
 class Function(Struct):
@@ -202,8 +209,8 @@ class Chat(Sampling, kw_only=True):
         return 1
 
     def check(self, context: int) -> str:
-        """See ``Completion``."""
-        return _wrong(self.messages, self.tools)
+        """See ``Sampling``."""
+        return _wrong(self.messages, self.tools) or super().check(context)
 
 
 class Tokenizing(Struct, kw_only=True):
@@ -220,7 +227,7 @@ class TokenizeText(Tokenizing, kw_only=True):
     prompt: str
 
     def check(self, context: int) -> str:
-        """See ``Completion``."""
+        """See ``Sampling``."""
         return ""
 
 
@@ -234,7 +241,7 @@ class TokenizeChat(Tokenizing, kw_only=True):
     chat_template_kwargs: ForTemplate | UnsetType | None = UNSET
 
     def check(self, context: int) -> str:
-        """See ``Completion``."""
+        """See ``Sampling``."""
         return _wrong(self.messages, self.tools)
 
 
@@ -245,7 +252,7 @@ class Detokenize(Struct, kw_only=True):
     model: Short | UnsetType | None = UNSET
 
     def check(self, context: int) -> str:
-        """See ``Completion``."""
+        """See ``Sampling``."""
         return _too_long(len(self.tokens), context)
 
 

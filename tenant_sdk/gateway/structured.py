@@ -51,7 +51,10 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
     def check_error(self) -> None:
         """Remember it; vLLM would write it down, and end the text as if it were complete."""
         if self.ll_matcher.is_error() and not self.ended:
-            self.ended = "what the constraint allows here became too large to compute"
+            self.ended = (
+                "the text cannot go on: what the constraint allows became too large to compute, or other "
+                "fields of the request forbid all of it"
+            )
 
 
 class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]

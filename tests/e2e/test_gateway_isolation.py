@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -133,6 +134,57 @@ def test_no_value_of_any_field_is_an_error_of_the_server(
             status, _ = client.ask(path, f'{usual[:-1]}, "{field}": {value}}}')
             found[f"{field}: {value[:20]}"] = status
     assert {each: status for each, status in found.items() if status not in (200, 400, 404)} == {}
+
+
+# Values that are fine by themselves, and do not fit all the others.
+TOGETHER: dict[str, list[Any]] = {
+    "add_special_tokens": [False],
+    "allowed_token_ids": [[1, 2]],
+    "bad_words": [["the"]],
+    "cache_salt": ["x"],
+    "ignore_eos": [True],
+    "include_stop_str_in_output": [True],
+    "logit_bias": [{"1": 1}],
+    "max_tokens": [0, 1],
+    "min_tokens": [1, 5],
+    "n": [2],
+    "prompt_logprobs": [0, 20],
+    "return_token_ids": [True],
+    "return_tokens_as_token_ids": [True],
+    "skip_special_tokens": [False],
+    "stop": ["a", ["a", "b"]],
+    "stop_token_ids": [[1]],
+    "stream": [True],
+    "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}],
+    "temperature": [0, 1.0],
+    "truncate_prompt_tokens": [-1, 1, 3],
+    "truncation_side": ["left"],
+}
+OF_TEXTS = {"echo": [True], "logprobs": [0, 3], "prompt": ["", [""], ["And", ""], [[]], [1], [[1], []]]}
+OF_CHATS: dict[str, list[Any]] = {
+    "add_generation_prompt": [False],
+    "continue_final_message": [True],
+    "echo": [True],
+    "logprobs": [True],
+    "messages": [[{"role": "user"}], [{"role": "assistant", "content": "x"}], [{"role": "x", "content": []}]],
+    "tools": [[], [{"type": "function", "function": {"name": "x"}}]],
+    "top_logprobs": [0, 5],
+}
+
+
+@pytest.mark.parametrize(("path", "own"), [(TEXT, OF_TEXTS), (CHAT, OF_CHATS)])
+def test_no_values_together_are_an_error_of_the_server(
+    client: Client, other: Client, path: str, own: dict[str, list[Any]]
+) -> None:
+    choices, draw, found = TOGETHER | own, random.Random(3), {}
+    for _ in range(200):
+        fields = draw.sample(sorted(choices), draw.randint(2, 7))
+        body = USUAL[path] | {each: draw.choice(choices[each]) for each in fields}
+        status, told = client.ask(path, body)
+        # 422: a constraint of which other fields leave nothing.
+        if status not in (200, 400, 422) or b"failed" in told:
+            found[json.dumps(body)] = (status, told[-200:])
+    assert found == {}
 
 
 def test_paths_that_are_not_named_are_closed(client: Client, vllm: dict[str, Any]) -> None:

@@ -74,6 +74,11 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
     [
         (TEXT, {"prompt": []}, "not empty"),
         (TEXT, {"prompt": ["x", 1]}, "texts, or tokens"),
+        (TEXT, {"prompt": [[1], []]}, "no tokens"),
+        (TEXT, {"prompt": ["x", ""], "echo": True}, "echo"),
+        (TEXT, {"prompt": "", "echo": True}, "echo"),
+        (TEXT, {"truncate_prompt_tokens": 0}, "truncate"),
+        (CHAT, {"truncate_prompt_tokens": 0}, "truncate"),
         (TEXT, {"prompt": [[1], ["x"]]}, "prompt"),
         (TEXT, {"prompt": [1] * (CONTEXT + 1)}, "64 at most"),
         (TEXT, {"prompt": [[1], [1] * (CONTEXT + 1)]}, "64 at most"),
