@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import stat
+import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import ConfigurationError
-from tenant_sdk.storage import check_adapter_folder, disk_errors, whole_folder
+from tenant_sdk.storage import check_adapter_folder, disk_errors
 from tenant_sdk.tuning.provenance import RECORD, Provenance
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 USUAL_RANK = 16
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
+_BLOCK_BYTES = 1 << 20
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _WORDS_BYTES = 1 << 20  # of configurations, and of what a file has beside its numbers
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -126,24 +131,25 @@ def take(
     name = name or source.name
     if not _NAME.fullmatch(name):
         raise ConfigurationError(f"{name[:80]!r} is no name for a model: letters, digits and . _ @ : - are")
-    if within is not None:
-        _check_below(within, source)
+    _check_below(within, source, source.resolve())
     check_adapter_folder(source)
-    _check_sizes(source, manifest)
-    with disk_errors(copies, f"a copy of {source}", "The adapter is not served until then."):
-        content = {each: (source / each).read_bytes() for each in (CONFIG, WEIGHTS)}
-        if (source / RECORD).is_file():
-            content[RECORD] = (source / RECORD).read_bytes()
-        digest = hashlib.sha256()
-        for each, data in content.items():
-            digest.update(f"{each} {len(data)} ".encode())
-            digest.update(data)
+    # An adapter of the highest rank for every layer, in 8 bytes a number.
+    axes = sum(group.inputs + each.outputs for group in manifest.groups for each in group.members)
+    sizes = {CONFIG: _WORDS_BYTES, WEIGHTS: 8 * RANKS[-1] * axes + _WORDS_BYTES}
+    if (source / RECORD).exists():
+        sizes[RECORD] = _WORDS_BYTES
+    digest = hashlib.sha256()
+    with (
+        disk_errors(copies, f"a copy of {source}", "The adapter is not served until then."),
+        tempfile.TemporaryDirectory(prefix=".", dir=copies, ignore_cleanup_errors=True) as writing,
+    ):
+        for each, most in sizes.items():
+            content = _copy(source / each, Path(writing) / each, most, within)
+            digest.update(f"{each} {content} ".encode())
         folder = copies / digest.hexdigest()[:32]
         new = not folder.exists()
         if new:
-            with whole_folder(folder) as writing:
-                for each, data in content.items():
-                    (writing / each).write_bytes(data)
+            Path(writing).rename(folder)
     try:
         rank = _check(folder, source, manifest, most_rank)
         record = None if allow_other_base else Provenance.read(folder, source)
@@ -155,32 +161,46 @@ def take(
     return Adapter(name, source, folder, rank, notes)
 
 
-def _check_below(folder: Path, source: Path) -> None:
-    """Refuse an adapter that is elsewhere, or of which a file is, also by a link.
+def _copy(source: Path, copy: Path, most: int, within: Path | None) -> str:
+    """Copy a file, which may be exchanged for another, or for a link, at any time.
+
+    Args:
+        most: bytes of it.
+        within: the folder that it must lie below; None: it may lie anywhere.
+
+    Returns:
+        The digest of its content.
 
     Raises:
-        ConfigurationError: it, or one of its files, is not below the folder.
+        ConfigurationError: it is larger, no file, or elsewhere.
+        OSError: it cannot be read, or the copy cannot be written.
     """
-    for path in (source, *(source / each for each in (CONFIG, WEIGHTS, RECORD))):
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ConfigurationError(
-                f"adapters are taken from below {folder} alone, and {path} leads out of it: put a copy there"
-            )
+    digest = hashlib.sha256()
+    opened = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
+    with open(opened, "rb") as file, copy.open("wb") as written:
+        _check_below(within, source, Path(os.readlink(f"/proc/self/fd/{opened}")))
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise ConfigurationError(f"{source} is no file")
+        left = most + 1 if os.fstat(opened).st_size <= most else 0
+        while left and (block := file.read(min(left, _BLOCK_BYTES))):
+            written.write(block)
+            digest.update(block)
+            left -= len(block)
+    if not left:
+        raise ConfigurationError(f"{source} has more than {most} bytes, the most that an adapter's has")
+    return digest.hexdigest()
 
 
-def _check_sizes(source: Path, manifest: Manifest) -> None:
-    """Refuse files that are larger than an adapter of the highest rank for every layer, in 8 bytes a number.
+def _check_below(within: Path | None, called: Path, lies: Path) -> None:
+    """Refuse what lies elsewhere, to which links may lead.
 
     Raises:
-        ConfigurationError: one is.
+        ConfigurationError: it is not below the folder.
     """
-    axes = sum(group.inputs + each.outputs for group in manifest.groups for each in group.members)
-    for name, most in ((CONFIG, 0), (RECORD, 0), (WEIGHTS, 8 * RANKS[-1] * axes)):
-        file, most = source / name, most + _WORDS_BYTES
-        if file.is_file() and file.stat().st_size > most:
-            raise ConfigurationError(
-                f"{file} has {file.stat().st_size} bytes; an adapter's has {most} at most"
-            )
+    if within is not None and not lies.is_relative_to(within.resolve()):
+        raise ConfigurationError(
+            f"adapters are taken from below {within} alone, and {called} leads out of it: put a copy there"
+        )
 
 
 def _config(folder: Path, source: Path) -> dict[str, Any]:
@@ -239,6 +259,10 @@ def _check(folder: Path, source: Path, manifest: Manifest, most_rank: int) -> in
         with safe_open(str(folder / WEIGHTS), "pt") as file:
             names = list(file.keys())
             for tensor in names:
+                if file.get_slice(tensor).get_dtype() not in _FLOATS:
+                    raise ConfigurationError(
+                        f"{tensor[:200]} of the adapter in {source} holds no plain floats"
+                    )
                 _check_tensor(tensor, file.get_tensor(tensor), served, prefix, rank, source)
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"cannot read {source / WEIGHTS}: {error}") from error
@@ -277,5 +301,5 @@ def _check_tensor(
             f"{name[:200]} of the adapter in {source} has shape {list(tensor.shape)}, which is not that of a "
             f"layer of this model and of rank {rank}"
         )
-    if not tensor.is_floating_point() or not tensor.isfinite().all():
-        raise ConfigurationError(f"{name[:200]} of the adapter in {source} holds NaN, infinity, or no floats")
+    if not tensor.isfinite().all():
+        raise ConfigurationError(f"{name[:200]} of the adapter in {source} holds NaN or infinity")

@@ -102,6 +102,7 @@ def test_what_is_not_computed_is_refused(
     assert str(own) in str(caught.value)  # and not its copy
     assert str(copies) not in str(caught.value)
     assert not list(copies.iterdir())
+    assert not list(copies.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,20 @@ def spoiled(name: str, tensor: torch.Tensor, how: str) -> dict[str, torch.Tensor
         return {name: tensor[..., :-4].contiguous() if ".lora_A." in name else tensor}
     if how == "low":
         return {name: tensor[:1].contiguous() if ".lora_B." in name else tensor}
+    if how == "of other numbers":
+        return {name: tensor.to(torch.float8_e4m3fn)}
     return {name: torch.full_like(tensor, float("nan"))}
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("half", "half of it"), ("narrow", "shape"), ("low", "shape"), ("nan", "NaN")],
+    [
+        ("half", "half of it"),
+        ("narrow", "shape"),
+        ("low", "shape"),
+        ("nan", "NaN"),
+        ("of other numbers", "plain floats"),
+    ],
 )
 def test_matrices_that_do_not_fit(
     own: Path, copies: Path, manifest: Manifest, how: str, message: str
@@ -152,7 +161,9 @@ def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
     assert take(own, copies, manifest, allow_other_base=True).rank == 4
 
 
-@pytest.mark.parametrize("damage", ["config", "weights", "record", "missing", "deep", "deep record", "large"])
+@pytest.mark.parametrize(
+    "damage", ["config", "weights", "record", "missing", "deep", "deep record", "large", "pipe"]
+)
 def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) -> None:
     if damage == "missing":
         (own / WEIGHTS).unlink()
@@ -162,12 +173,16 @@ def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) 
         (own / RECORD).write_text('{"x": ' + "[" * 100_000)
     elif damage == "large":
         os.truncate(own / WEIGHTS, 3 << 30)  # sparse; it is not read
+    elif damage == "pipe":  # nobody writes to it
+        (own / RECORD).unlink()
+        os.mkfifo(own / RECORD)
     else:
         (own / {"config": CONFIG, "weights": WEIGHTS, "record": RECORD}[damage]).write_bytes(b"\x80\x02}q")
     with pytest.raises(ConfigurationError) as caught:
         take(own, copies, manifest)
     assert str(own) in str(caught.value)
     assert str(copies) not in str(caught.value)
+    assert not list(copies.iterdir())
 
 
 @pytest.mark.parametrize("name", ["../up", "", "a b", "-x", "a/b", "x" * 300])
