@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
+MOST_ADAPTERS = 4096  # names, of all clients
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = GENERATES | TOKENIZES | {"/health", "/version", "/metrics"}
 # vLLM's counters and gauges that the page shows.
@@ -220,6 +221,8 @@ class Endpoints:
             )
             if self._models.is_base_model(adapter.name):
                 raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
+            if adapter.name not in gateway.served and len(gateway.served) >= MOST_ADAPTERS:
+                raise ConfigurationError(f"{MOST_ADAPTERS} adapters are served, and no more; remove one")
             before = gateway.served.get(adapter.name)
             if before is not None and before.folder == adapter.folder:
                 return before
