@@ -83,6 +83,7 @@ class Development:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_tree(self._folder)  # tenants would refuse a profile of others', and links lead elsewhere
             self._check_profile()
+            self._check_origin()
             port = self._source_port()
             self._tokens = [_party(self._folder / name) for name in ("provider", "masks")]
             self._ready.unlink(missing_ok=True)
@@ -104,6 +105,19 @@ class Development:
             raise ConfigurationError(
                 f"{self._profile} is a profile of somebody's; choose another folder with dev_dir=FOLDER"
             )
+
+    def _check_origin(self) -> None:
+        """Refuse keys and tokens that came with an archive: its author would have them too."""
+        state, mark = self._folder.stat(), self._folder / "made-here"
+        here = f"{state.st_dev} {state.st_ino}"  # which an archive cannot tell beforehand
+        if mark.exists() and mark.read_text() == here:
+            return
+        if any((self._folder / name).exists() for name in ("provider", "masks")):
+            raise ConfigurationError(
+                f"{self._folder} holds keys and tokens that were not made here, and others may have them: "
+                "remove the folder, or choose another with dev_dir=FOLDER"
+            )
+        mark.write_text(here)
 
     def _source_port(self) -> int:
         """Of the mask source's last run, which tenants that are under way know; or else 0."""

@@ -408,11 +408,11 @@ class HostileProvider:
 
 def _serve_instead(base: BaseExecutor, files: Mapping[str, bytes | None]) -> None:
     """Have an executor serve other files than it loaded; its manifest lists them truly."""
+    served = base.catalog.checkpoint.files
     for name, data in files.items():
-        path = base.catalog.checkpoint.folder / name
-        path.unlink(missing_ok=True)
+        served.pop(name, None)
         if data is not None:
-            path.write_bytes(data)
+            served[name] = data
     listed = msgspec.structs.replace(base.manifest, files=base.catalog.checkpoint.tenant_files())
     base.catalog.manifest = msgspec.structs.replace(listed, digest=digest_of(listed))
 

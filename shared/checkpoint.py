@@ -44,19 +44,17 @@ class Checkpoint:
         self._kept = threading.local()
 
     def _find_tensors(self) -> dict[str, Path]:
-        if (self.folder / WEIGHTS_INDEX).is_file():
+        index = self._own(WEIGHTS_INDEX)
+        if index.is_file():
             try:
-                shards = {
-                    str(shard)
-                    for shard in json.loads((self.folder / WEIGHTS_INDEX).read_text())["weight_map"].values()
-                }
+                shards = {str(shard) for shard in json.loads(index.read_text())["weight_map"].values()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{self.folder / WEIGHTS_INDEX} is damaged: {error}") from error
+                raise CheckpointError(f"{index} is damaged: {error}") from error
         else:
             shards = {WEIGHTS}
         found: dict[str, Path] = {}
         for shard in sorted(shards):
-            path = self.folder / Path(shard).name
+            path = self._own(Path(shard).name)
             try:
                 with safe_open(path, framework="pt") as file:
                     found.update(dict.fromkeys(file.keys(), path))
@@ -177,18 +175,43 @@ class Checkpoint:
         with self.kept_open():
             return all(map(self.has, members)) and self.weights_digest(manifest.groups) == manifest.weights
 
-    def tenant_files(self) -> tuple[FileInfo, ...]:
-        """The configuration and tokenizer files that the folder has, with size and SHA-256.
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """Configuration and tokenizer files that the folder has: what tenants may download of it.
 
         Raises:
-            CheckpointError: one is larger than any tenant accepts.
+            CheckpointError: one is larger than any tenant accepts, or lies elsewhere.
         """
-        infos = []
+        found = {}
         for name, most in TENANT_FILES.items():
-            path = self.folder / name
+            path = self._own(name)
             if path.is_file():
-                data = path.read_bytes()
-                if len(data) > most:
-                    raise CheckpointError(f"{path} has {len(data)} bytes; no tenant takes more than {most}")
-                infos.append(FileInfo(name, len(data), hashlib.sha256(data).hexdigest()))
-        return tuple(infos)
+                with path.open("rb") as file:
+                    found[name] = file.read(most + 1)
+                if len(found[name]) > most:
+                    raise CheckpointError(f"{path} has more than {most} bytes, the most that a tenant takes")
+        return found
+
+    def tenant_files(self) -> tuple[FileInfo, ...]:
+        """Of ``files`` the sizes and SHA-256.
+
+        Raises:
+            CheckpointError: see there.
+        """
+        files = self.files.items()
+        return tuple(FileInfo(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in files)
+
+    def _own(self, name: str) -> Path:
+        """Where a file of the folder lies, without links, which may have come with an archive.
+
+        Raises:
+            CheckpointError: it lies elsewhere. What a provider reads, its tenants can read.
+        """
+        folder, path = self.folder.resolve(), (self.folder / name).resolve()
+        blobs = folder.parents[1] / "blobs" if id_of_snapshot(folder) else folder
+        if not path.is_relative_to(folder) and not path.is_relative_to(blobs):
+            raise CheckpointError(
+                f"{self.folder / name} is a link to {path}, which is not in that folder, and tenants would "
+                "get what is there. If that is what you want, put a copy into the folder"
+            )
+        return path

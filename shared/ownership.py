@@ -24,14 +24,21 @@ def check_own(path: str | Path) -> None:
     """Refuse a file that others than this user and the system could change, or put another in its place.
 
     In a folder like ``/tmp``, where everybody may write and nobody may take away what is another's, it must
-    be the user's own. A file that cannot be found, or a pipe, is left to its reader.
+    be the user's own. A file that cannot be found, or a pipe, is left to its reader, unless somebody else may
+    make one of its name before it is read.
 
     Raises:
         ConfigurationError: which part of the way it is, who could change it, and what to do.
     """
+    place = Path("/")
     try:
         for place in _way(Path(path)):
             _check_place(path, place)
+    except FileNotFoundError:
+        if place.parent.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+            raise ConfigurationError(
+                f"there is no {path}, and others can make one: {place.parent} is open to them"
+            ) from None
     except OSError:
         return  # its reader meets the same, and says what could not be read
 
@@ -39,11 +46,14 @@ def check_own(path: str | Path) -> None:
 def check_tree(folder: str | Path) -> None:
     """``check_own`` of a folder that this program writes into, and of all that is in it; it holds no links.
 
-    A link there, of another user or out of an archive, would have another file written over.
+    One that is not there is fine: check it again once it is made. A link there, of another user or out of an
+    archive, would have another file written over.
 
     Raises:
         ConfigurationError: which part of it, and what to do.
     """
+    if not os.path.lexists(folder):
+        return
     check_own(folder)
     for place in Path(folder).rglob("*"):
         if place.is_symlink():

@@ -7,6 +7,7 @@ the list of what each parameter is made of, and then for one parameter, or some 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from shared.errors import CheckpointError
 from shared.wire.header import DTYPE_CODES
 
 if TYPE_CHECKING:  # which takes seconds, and whoever serves what is stored as it is needs none of it
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 
@@ -234,6 +235,37 @@ def quantisation_of(folder: Path) -> Mapping[str, Any] | None:
     return None
 
 
+def config_in(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder; nothing in it is run, and no hub is asked.
+
+    Raises:
+        CheckpointError: it names a backbone, which transformers would load from a hub.
+        OSError, ValueError: it cannot be read.
+    """
+    import transformers
+
+    # transformers asks for it although local files alone are wanted.
+    if name := _backbone(json.loads((folder / "config.json").read_bytes())):
+        raise CheckpointError(
+            f"{folder}/config.json names the backbone {name[:80]!r}, which would be loaded from elsewhere; "
+            "only models whose folder holds all of them are served"
+        )
+    config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    return config
+
+
+def _backbone(read: Any) -> str:
+    """What a configuration, or a part of it, calls its backbone; empty: none is named."""
+    if isinstance(read, list):
+        return next(filter(None, map(_backbone, read)), "")
+    if not isinstance(read, dict):
+        return ""
+    name = read.get("backbone")
+    return name if isinstance(name, str) else _backbone(list(read.values()))
+
+
 def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model that a folder's ``config.json`` describes, without values, and as if it were not quantised.
 
@@ -243,7 +275,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = config_in(folder)
         classes = [getattr(transformers, name, None) for name in config.architectures or []]
         for each in classes:
             if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel):
@@ -255,6 +287,8 @@ def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
                     model: PreTrainedModel = each._from_config(config)
                 model.eval()
                 return model
+    except CheckpointError:
+        raise
     except Exception as error:
         # Every architecture fails in a way of its own on a configuration that makes no sense.
         raise CheckpointError(f"{folder}/config.json cannot be used: {error!r}") from error

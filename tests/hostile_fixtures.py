@@ -46,10 +46,11 @@ def hostile(
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TOKENIZER / name, folder)
         base = BaseExecutor(folder, numerics=numerics, serve_head=serve_head)
+        served = base.catalog.checkpoint.files
         for name, data in files.items():
-            (folder / name).unlink(missing_ok=True)
+            served.pop(name, None)
             if data is not None:
-                (folder / name).write_bytes(data)
+                served[name] = data
         manifest = lie(msgspec.structs.replace(base.manifest, files=base.catalog.checkpoint.tenant_files()))
         weights = base.catalog.checkpoint.weights_digest(manifest.groups)
         manifest = msgspec.structs.replace(manifest, weights=weights)

@@ -32,7 +32,9 @@ _KINDS = {
     "LOKR": "lokr_",
     "OFT": "oft_",
 }
-_TOKENS = "token_adapter."  # of ``trainable_token_indices``
+_TOKENS = "token_adapter"  # of ``trainable_token_indices``
+# What PEFT calls the base model's own layers inside of its own.
+_INNER = frozenset({"base_layer", "original_module"})
 # Numbers, switches, and names of the model's own layers: they say what an adapter computes, and lead nowhere.
 _COMPUTES = frozenset(
     """
@@ -113,15 +115,23 @@ def check_weights(folder: Path, config: PeftConfig, base: Mapping[str, Tensor], 
     """
     mark = _KINDS[PeftType(config.peft_type).value]
     saved = tuple(getattr(config, "modules_to_save", None) or ())
-    biased = getattr(config, "bias", "none") != "none"
+    biases = getattr(config, "bias", "none")
     with safe_open(folder / WEIGHTS, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - it is no dictionary
-            name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            if mark in key or _TOKENS in key or name in own or (biased and name.endswith(".bias")):
+        keys = list(file.keys())
+        adapted = {key.split(f".{mark}")[0] for key in keys if f".{mark}" in key}
+        for key in keys:
+            parts = key.removeprefix("base_model.model.").split(".")
+            name = ".".join(part for part in parts if part not in _INNER)
+            if name in own or _same(base.get(name), file, key):
                 continue
-            # As PEFT looks for them: by how names of modules end.
-            modules = accumulate(name.split(".")[:-1], lambda above, part: f"{above}.{part}")
-            if any(module.endswith(saved) for module in modules) or _same(base.get(name), file, key):
+            # As PEFT looks for modules to save: by how their names end.
+            modules = accumulate(parts[:-1], lambda above, part: f"{above}.{part}")
+            if not _INNER.intersection(parts) and (
+                any(part.startswith((mark, _TOKENS)) for part in parts)
+                or (biases == "all" and parts[-1] == "bias")
+                or (biases != "none" and key.removesuffix(".bias") in adapted)
+                or any(module.endswith(saved) for module in modules)
+            ):
                 continue
             raise ConfigurationError(
                 f"{folder / WEIGHTS} holds {name[:120]!r}, which is no part of the adapter: it would be "

@@ -13,6 +13,7 @@ from peft import PeftModel
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.options import closest
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
+from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.session import Session
 from tenant_sdk.storage import check_adapter_folder
 from tenant_sdk.trust.attestation import base_model
@@ -141,10 +142,20 @@ def load_adapter(
     if record is not None and (differs := record.check(session.manifest, folder)):
         log.warning("%s", differs)
     config = read_adapter_config(folder)
+    base, own = dict(base_model(model).named_parameters()), _resized(model, session)
+    versions = {name: each._version for name, each in base.items() if not isinstance(each, RemoteWeight)}
     try:
-        check_weights(folder, config, dict(base_model(model).named_parameters()), _resized(model, session))
+        check_weights(folder, config, base, own)
         with no_untrue_warnings():
-            return PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
+            loaded = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
+        # Whatever PEFT makes of the names in the file.
+        for name, version in versions.items():
+            own_too = name in own or (getattr(config, "bias", "none") != "none" and name.endswith(".bias"))
+            if base[name]._version != version and not own_too:
+                raise ConfigurationError(
+                    f"the adapter in {folder} has written over {name} of the base model: load the model again"
+                )
+        return loaded
     except ConfigurationError:
         raise
     except (RuntimeError, ValueError, KeyError) as error:

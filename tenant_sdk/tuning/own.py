@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from shared.hub import checkpoint_folder
+from shared.recipes import config_in
 from tenant_sdk.model.configuration import read_configuration
 from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
@@ -90,7 +91,7 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        check_causal(session.executor, AutoConfig.from_pretrained(folder, **local))
+        check_causal(session.executor, config_in(folder))
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="float32", use_safetensors=True, **local
         )
@@ -143,12 +144,11 @@ def words_in(folder: Path) -> Words:
     Raises:
         ConfigurationError: there is no tokenizer in it.
     """
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = own_tokenizer(folder)
     generation, embeddings = GenerationConfig(), None
     try:
         if (folder / "config.json").is_file():
-            embeddings = embedded(AutoConfig.from_pretrained(folder, **local))
+            embeddings = embedded(config_in(folder))
         if (folder / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -165,7 +165,9 @@ def test_it_ends_with_its_mask_source(tmp_path: Path) -> None:
 
 def test_a_mask_source_that_cannot_start(tmp_path: Path) -> None:
     """It is told why, in the words of the log."""
-    (tmp_path / "symbiosis-dev" / "masks" / "ready.json.new").mkdir(parents=True)
+    folder = tmp_path / "symbiosis-dev"
+    (folder / "masks" / "ready.json.new").mkdir(parents=True)
+    (folder / "made-here").write_text(f"{folder.stat().st_dev} {folder.stat().st_ino}")
     status, out, err = finish(start("provider.cli", "serve", BASE_MODEL, "--dev", "--port", 0, cwd=tmp_path))
     assert (status, out) == (1, "")
     assert "the mask source ended by itself (status 78)" in err

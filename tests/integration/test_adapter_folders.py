@@ -313,18 +313,48 @@ def test_what_no_folder_may_ask_for(
         tenant_sdk.load_adapter(session.load_model(progress=False), saved, session)
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
-def test_an_adapter_does_not_write_over_the_base(name: str, session: tenant_sdk.Session, saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("model.embed_tokens.weight", {}),
+        ("model.norm.weight", {}),
+        ("lm_head.weight", {}),
+        ("model.norm.original_module.weight", {"modules_to_save": ["model.norm"]}),
+        (
+            "model.embed_tokens.token_adapter.base_layer.weight",
+            {"trainable_token_indices": {"embed_tokens": [0]}},
+        ),
+        ("model.embed_tokens.base_layer.lora_x", {}),
+        ("model.norm.bias", {"bias": "lora_only"}),
+    ],
+)
+def test_an_adapter_does_not_write_over_the_base(
+    name: str, fields: dict[str, Any], session: tenant_sdk.Session, saved: Path
+) -> None:
     """PEFT would, and leave it so when the adapter is switched off or refused."""
     model = session.load_model(progress=False)
     held = {key: each for key, each in model.named_parameters() if not isinstance(each, RemoteWeight)}
     before = {key: each.clone() for key, each in held.items()}
+    change(saved, **fields)
     weights = load_file(saved / "adapter_model.safetensors")
     weights[f"base_model.model.{name}"] = torch.zeros(4, 4)
     save_file(weights, saved / "adapter_model.safetensors")
-    with pytest.raises(ConfigurationError, match=f"'{name}', which is no part of the adapter"):
+    with pytest.raises(ConfigurationError, match=r"holds '\S+', which is no part of the adapter"):
         tenant_sdk.load_adapter(model, saved, session)
     assert all(torch.equal(held[key], each) for key, each in before.items())
+
+
+def test_what_is_written_over_the_base_all_the_same_is_noticed(
+    session: tenant_sdk.Session, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT may come to read names in other ways."""
+    monkeypatch.setattr("tenant_sdk.tuning.folders.check_weights", lambda *_: None)
+    weights = load_file(saved / "adapter_model.safetensors")
+    model = session.load_model(progress=False)
+    weights["base_model.model.model.norm.weight"] = torch.ones_like(model.model.norm.weight)
+    save_file(weights, saved / "adapter_model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"written over model\.norm\.weight"):
+        tenant_sdk.load_adapter(model, saved, session)
 
 
 def test_modules_that_an_adapter_brings_are_its_own(session: tenant_sdk.Session, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from provider.catalog.discovery import discover
 from provider.executor.base import BaseExecutor
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError
-from shared.wire.messages import digest_of
+from shared.recipes import skeleton
+from shared.wire.messages import Fetch, digest_of
 
 
 def test_a_missing_folder_says_what_a_checkpoint_is(tmp_path: Path) -> None:
@@ -126,8 +128,55 @@ def test_the_digest_covers_what_tenants_download(tmp_path: Path, checkpoint: Cal
     assert BaseExecutor(tmp_path, numerics="float32").manifest.digest not in (original.digest, changed.digest)
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "config.json", "model.safetensors"])
+def test_links_out_of_the_folder_are_refused(
+    name: str, tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """Tenants download what a folder holds, and an archive may hold links to anything of the provider's."""
+    folder, elsewhere = tmp_path / "model", tmp_path / "secret"
+    shutil.copytree(checkpoint("llama"), folder)
+    shutil.copy(folder / "config.json", folder / "chat_template.jinja")
+    (folder / name).rename(elsewhere)
+    (folder / name).symlink_to("../secret")
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is a link to \S+/secret, which is not in that folder"
+    ):
+        BaseExecutor(folder, numerics="float32")
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "detr", "backbone": "org/name"}, {"parts": [{"backbone": "org/name"}]}]
+)
+def test_a_configuration_does_not_name_what_is_elsewhere(config: dict[str, Any], tmp_path: Path) -> None:
+    """transformers would ask a hub for it, although the folder was named."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DetrModel"]} | config))
+    with pytest.raises(CheckpointError, match="the backbone 'org/name'"):
+        skeleton(tmp_path, torch.float32)
+
+
+def test_links_of_a_hubs_cache_are_followed(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    folder, blobs = tmp_path / "models--a--b" / "snapshots" / ("0" * 40), tmp_path / "models--a--b" / "blobs"
+    shutil.copytree(checkpoint("llama"), blobs)
+    folder.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        (folder / blob.name).symlink_to(f"../../blobs/{blob.name}")
+    assert Checkpoint(folder).tenant_files() == Checkpoint(blobs).tenant_files()
+
+
+def test_files_are_served_as_they_were_when_they_were_listed(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    catalog = BaseExecutor(tmp_path, numerics="float32").catalog
+    before = (tmp_path / "config.json").read_bytes()
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to("/etc/passwd")
+    _, read = catalog.fetch(Fetch(kind="file", name="config.json", start=0, stop=len(before)), 1)
+    assert bytes(read().tolist()) == before
+
+
 def test_a_file_that_no_tenant_takes_is_not_served(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(" " * (1 << 16) + "{}")
-    with pytest.raises(CheckpointError, match="no tenant takes more than 65536"):
+    with pytest.raises(CheckpointError, match="more than 65536 bytes"):
         BaseExecutor(tmp_path, numerics="float32")

@@ -65,6 +65,17 @@ def test_a_file_of_ones_own(file: Path) -> None:
     os.close(writing)
 
 
+def test_a_file_that_others_can_make_before_it_is_read(tmp_path: Path) -> None:
+    """Its reader would find theirs."""
+    tmp_path.joinpath("open").mkdir()
+    tmp_path.joinpath("open").chmod(0o1777)
+    (tmp_path / "link").symlink_to("open/file")
+    for missing in (tmp_path / "open" / "file", tmp_path / "open" / "folder" / "file", tmp_path / "link"):
+        with pytest.raises(ConfigurationError, match="others can make one"):
+            check_own(missing)
+    check_tree(tmp_path / "open" / "folder")
+
+
 @pytest.mark.parametrize("part", ["a", "a/b", "a/b/file"])
 def test_somebody_elses(part: str, file: Path, tmp_path: Path, give_away: Callable[[Path], None]) -> None:
     give_away(tmp_path / part)
@@ -264,3 +275,15 @@ def test_a_folder_of_development_out_of_an_archive_holds_no_links(tmp_path: Path
     with pytest.raises(ConfigurationError, match="log is a link"):
         Development(config).__enter__()
     assert other.read_text() == "mine"
+
+
+def test_a_folder_of_development_out_of_an_archive_keeps_no_keys(tmp_path: Path) -> None:
+    """Its author has them too, and may have added tenants."""
+    write_certificates(tmp_path / "dev" / "provider", now=datetime.datetime.now(datetime.UTC))
+    TokenFile(tmp_path / "dev" / "provider" / "tokens.json").add("mallory")
+    config = ServeConfig(model_dir=tmp_path, dev=True, dev_dir=tmp_path / "dev")
+    with pytest.raises(ConfigurationError, match="were not made here"):
+        Development(config).__enter__()
+    (tmp_path / "dev" / "made-here").write_text("1 2")
+    with pytest.raises(ConfigurationError, match="were not made here"):
+        Development(config).__enter__()
