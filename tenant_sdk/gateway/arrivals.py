@@ -48,6 +48,8 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
     _client: str | None = None
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
+    _rest: asyncio.TimerHandle | None = None
+    _within = False  # a body; what has the form of a header is a trailer there
     _bytes = 0  # of headers that are not complete
 
     def connection_made(self, transport: Any) -> None:
@@ -60,8 +62,9 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
-        self._expected()
-        self._read()
+        self._cancel("_late")
+        self._cancel("_unread")
+        self._cancel("_rest")
         self.shared.strangers.leave(self)
         if self._client is not None:
             self.shared.known.give_back(self._client, 1)
@@ -78,8 +81,23 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         if self._late is not None and self._bytes > HEADER_BYTES:
             self.transport.abort()
 
+    def on_message_begin(self) -> None:
+        """See uvicorn."""
+        self._within = False
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools.
+
+        Raises:
+            ValueError: it is a trailer; uvicorn would keep all of them, without a limit.
+        """
+        if self._within:
+            self._refuse("trailers are not read here")
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        """See httptools; a request that comes before the answer to the last one closes the connection.
+        """See httptools; a request that comes before the last answer was written closes the connection.
 
         Thousands of them come in one read, and each would take memory. If the client hung up, uvicorn would
         tell the newest one, while the sequences of the others went on.
@@ -87,11 +105,12 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         Raises:
             ValueError: there is such a request, and nothing behind it is parsed.
         """
-        self._expected()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()
-            raise ValueError("requests are not pipelined here")
-        self._read()
+        self._cancel("_late")
+        self._within = True
+        answered = self.cycle is None or self.cycle.response_complete
+        if not answered or self.transport.get_write_buffer_size():
+            self._refuse("requests are not pipelined here")
+        self._cancel("_unread")
         if self._client is None:
             client = self.shared.door.admit(self.headers)
             if not isinstance(client, Refusal):
@@ -102,17 +121,33 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
                 self._client = client
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        """See uvicorn."""
+        self._cancel("_rest")
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         """See uvicorn; what a client has not read yet lies in memory, and not for ever."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
-            self._unread = self.loop.call_later(UNREAD_SECONDS, self._give_up)
+            self._expect_to_read()
+        if self.cycle.more_body:  # that nobody waits for
+            self._rest = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
-    def _read(self) -> None:
-        """The last answer was read, or nobody will."""
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def pause_writing(self) -> None:
+        """See asyncio."""
+        super().pause_writing()
+        self._expect_to_read()
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        super().resume_writing()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._cancel("_unread")
+
+    def _expect_to_read(self) -> None:
+        if self._unread is None:
+            self._unread = self.loop.call_later(UNREAD_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
         if self.transport.get_write_buffer_size():
@@ -128,7 +163,18 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         self._bytes = 0
         self._late = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
-    def _expected(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _cancel(self, name: str) -> None:
+        """A timer, if it runs."""
+        timer: asyncio.TimerHandle | None = getattr(self, name)
+        if timer is not None:
+            timer.cancel()
+            setattr(self, name, None)
+
+    def _refuse(self, why: str) -> None:
+        """Have nothing more parsed of what has come.
+
+        Raises:
+            ValueError: always.
+        """
+        self.transport.abort()
+        raise ValueError(why)

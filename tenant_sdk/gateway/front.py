@@ -85,6 +85,7 @@ class Front:
             return await self._application(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
+        receive, send = _until_given_up(receive, send)
         path = scope["path"]
         if path in OPEN:
             return await self._application(scope, receive, send)
@@ -122,8 +123,15 @@ class Front:
         """Have a request answered that is in the queue."""
         again = _again(wanted.body, receive)
         if scope["path"] in TOKENIZES:
+            answer = list[Message]()
+
+            async def keep(message: Message) -> None:  # others do not wait until this client reads
+                answer.append(message)
+
             async with self._turns.taken(client):
-                await self._application(_with_length(scope, wanted.body), again, send)
+                await self._application(_with_length(scope, wanted.body), again, keep)
+            for message in answer:
+                await send(message)
             return
         if wanted.constraint is not None:
             refusal = await _unless_gone(self._judged(client, wanted.constraint), receive)
@@ -133,8 +141,7 @@ class Front:
         # What ended one of its sequences is found by a name that nobody else can give.
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         scope = _with_length(scope, wanted.body, name.encode())
-        hears, tells = _until_given_up(again, self._explained(send, name, entered))
-        await self._application(scope, hears, tells)
+        await self._application(scope, again, self._explained(send, name, entered))
 
     async def _judged(self, client: str, given: Constraint) -> Refusal:
         """Why a constraint is refused; without a message: it is not."""

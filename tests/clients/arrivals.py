@@ -88,6 +88,32 @@ pipelined.sendall(2 * b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
 assert ended(pipelined), "a request that comes before the last one is answered"
 pipelined.close()
 
+trailing = connected()
+trailing.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
+assert trailing.recv(1000).startswith(OK)
+trailing.sendall(b"x: y\r\nz: w\r\n")
+assert ended(trailing), "a trailer"
+
+arrivals.HEADER_SECONDS = 0.1
+endless = connected()
+endless.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
+assert endless.recv(1000).startswith(OK)
+assert ended(endless), "a body that nobody waits for"
+arrivals.HEADER_SECONDS = 600.0
+
+arrivals.UNREAD_SECONDS = 600.0
+asking = connected()
+head = f"GET /large HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n\r\n".encode()
+asking.sendall(head)
+assert asking.recv(1), "the answer has begun"
+asking.sendall(head)
+for _ in range(600):
+    if not connections.known.total:
+        break
+    time.sleep(0.1)
+assert not connections.known.total, "a request while the last answer is not read"
+asking.close()
+
 arrivals.UNREAD_SECONDS = 0.1
 unread = connected()
 unread.sendall(f"GET /large HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n\r\n".encode())

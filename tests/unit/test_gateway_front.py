@@ -162,6 +162,32 @@ async def test_tokenizing_is_queued_one_at_a_time(tmp_path: Path, path: str) -> 
 
 
 @awaited
+async def test_an_answer_that_is_not_read_lets_others_tokenize(tmp_path: Path) -> None:
+    application = Working()
+    application.go.set()
+    there = front(application, tmp_path)
+    stuck = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        stuck.set()
+        await asyncio.Event().wait()
+
+    coming = [{"type": "http.request", "body": BODY, "more_body": False}]
+
+    async def receive() -> Any:
+        return coming.pop() if coming else await asyncio.Event().wait()
+
+    headers = [(b"authorization", f"Bearer {KEYS[0]}".encode())]
+    scope = {"type": "http", "path": "/tokenize", "headers": headers}
+    unread = asyncio.ensure_future(there(scope, receive, send))
+    await stuck.wait()
+    other = await Client(there, "/tokenize", 1).says(BODY)
+    await settled()
+    assert other.status == 200
+    unread.cancel()
+
+
+@awaited
 async def test_a_body_that_is_tokenized_is_small(tmp_path: Path) -> None:
     there = front(Working(), tmp_path)
     big = await Client(there, "/tokenize").says(b" " * (6 << 10))
