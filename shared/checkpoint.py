@@ -48,7 +48,7 @@ class Checkpoint:
         if index.is_file():
             try:
                 shards = {str(shard) for shard in json.loads(index.read_text())["weight_map"].values()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"{index} is damaged: {error}") from error
         else:
             shards = {WEIGHTS}

@@ -177,6 +177,8 @@ def profile_here() -> Path | None:
         return None
     path = HERE.resolve()
     check_own(HERE)
+    if HERE.is_symlink():  # an archive's, to one that was approved for another folder
+        raise ConfigurationError(f"{HERE} is a link to {path}: to use that, name it: profile=FILE")
     approved = _approvals().get(str(path))
     if approved != _digest(path):
         why = "has changed since you approved it" if approved else "was not approved by you"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from safetensors import SafetensorError
 from shared.errors import ConfigurationError, StorageError
 from shared.ownership import check_tree
 
+_BLOCK_BYTES = 1 << 20
 # What a disk does to a program that did nothing wrong; other errors of the system are let through.
 _DISK_ERRORS = {
     errno.ENOSPC,
@@ -97,6 +101,48 @@ def check_adapter_folder(path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
             raise ConfigurationError(f"{path} holds no adapter: there is no {name} in it")
+
+
+def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -> str:
+    """Copy a file, which may be exchanged for another, or for a link, at any time.
+
+    Args:
+        most: bytes of it.
+        within: the folder that it must lie below; None: it may lie anywhere.
+
+    Returns:
+        The digest of its content.
+
+    Raises:
+        ConfigurationError: it is larger, no file, or elsewhere.
+        OSError: it cannot be read, or the copy cannot be written.
+    """
+    digest = hashlib.sha256()
+    opened = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
+    with open(opened, "rb") as file, copy.open("wb") as written:
+        check_below(within, source, Path(os.readlink(f"/proc/self/fd/{opened}")))
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise ConfigurationError(f"{source} is no file")
+        left = most + 1 if os.fstat(opened).st_size <= most else 0
+        while left and (block := file.read(min(left, _BLOCK_BYTES))):
+            written.write(block)
+            digest.update(block)
+            left -= len(block)
+    if not left:
+        raise ConfigurationError(f"{source} has more than {most} bytes, the most that an adapter's has")
+    return digest.hexdigest()
+
+
+def check_below(within: Path | None, called: Path, lies: Path) -> None:
+    """Refuse what lies elsewhere, to which links may lead.
+
+    Raises:
+        ConfigurationError: it is not below the folder.
+    """
+    if within is not None and not lies.is_relative_to(within.resolve()):
+        raise ConfigurationError(
+            f"adapters are taken from below {within} alone, and {called} leads out of it: put a copy there"
+        )
 
 
 @contextmanager
@@ -213,6 +259,6 @@ def _step(checkpoint: Path) -> int:
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -35,6 +35,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class VisibleFormatter(logging.Formatter):
+    """Without control characters, which names of folders may hold; lines are broken by tracebacks alone."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See the class."""
+        return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in super().format(record))
+
+
 def log_to_console(log_format: str = "text") -> None:
     """From now on, what this process logs goes there.
 
@@ -47,11 +55,9 @@ def log_to_console(log_format: str = "text") -> None:
         _log_everything()
     elif console.is_terminal:
         handler = RichHandler(console=console, show_path=False, rich_tracebacks=False)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(VisibleFormatter("%(message)s"))
     else:  # rich would break lines at 80 columns
-        handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z")
-        )
+        handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     if isinstance(handler, RichHandler):
         with (

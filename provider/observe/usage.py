@@ -109,7 +109,7 @@ class UsageFile:
 
     def _append(self, lines: str) -> None:
         with ExitStack() as opened:
-            file = os.open(self._now, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(self._now, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             opened.callback(os.close, file)
             fcntl.flock(file, fcntl.LOCK_EX)
             end = _end_of_lines(file)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import ConfigurationError
-from tenant_sdk.storage import check_adapter_folder, disk_errors
+from tenant_sdk.storage import check_adapter_folder, check_below, copy_file, disk_errors
 from tenant_sdk.tuning.provenance import RECORD, Provenance
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 USUAL_RANK = 16
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
-_BLOCK_BYTES = 1 << 20
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _WORDS_BYTES = 1 << 20  # of configurations, and of what a file has beside its numbers
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
@@ -131,7 +128,7 @@ def take(
     name = name or source.name
     if not _NAME.fullmatch(name):
         raise ConfigurationError(f"{name[:80]!r} is no name for a model: letters, digits and . _ @ : - are")
-    _check_below(within, source, source.resolve())
+    check_below(within, source, source.resolve())
     check_adapter_folder(source)
     # An adapter of the highest rank for every layer, in 8 bytes a number.
     axes = sum(group.inputs + each.outputs for group in manifest.groups for each in group.members)
@@ -144,7 +141,7 @@ def take(
         tempfile.TemporaryDirectory(prefix=".", dir=copies, ignore_cleanup_errors=True) as writing,
     ):
         for each, most in sizes.items():
-            content = _copy(source / each, Path(writing) / each, most, within)
+            content = copy_file(source / each, Path(writing) / each, most, within)
             digest.update(f"{each} {content} ".encode())
         folder = copies / digest.hexdigest()[:32]
         new = not folder.exists()
@@ -159,48 +156,6 @@ def take(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return Adapter(name, source, folder, rank, notes)
-
-
-def _copy(source: Path, copy: Path, most: int, within: Path | None) -> str:
-    """Copy a file, which may be exchanged for another, or for a link, at any time.
-
-    Args:
-        most: bytes of it.
-        within: the folder that it must lie below; None: it may lie anywhere.
-
-    Returns:
-        The digest of its content.
-
-    Raises:
-        ConfigurationError: it is larger, no file, or elsewhere.
-        OSError: it cannot be read, or the copy cannot be written.
-    """
-    digest = hashlib.sha256()
-    opened = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
-    with open(opened, "rb") as file, copy.open("wb") as written:
-        _check_below(within, source, Path(os.readlink(f"/proc/self/fd/{opened}")))
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise ConfigurationError(f"{source} is no file")
-        left = most + 1 if os.fstat(opened).st_size <= most else 0
-        while left and (block := file.read(min(left, _BLOCK_BYTES))):
-            written.write(block)
-            digest.update(block)
-            left -= len(block)
-    if not left:
-        raise ConfigurationError(f"{source} has more than {most} bytes, the most that an adapter's has")
-    return digest.hexdigest()
-
-
-def _check_below(within: Path | None, called: Path, lies: Path) -> None:
-    """Refuse what lies elsewhere, to which links may lead.
-
-    Raises:
-        ConfigurationError: it is not below the folder.
-    """
-    if within is not None and not lies.is_relative_to(within.resolve()):
-        raise ConfigurationError(
-            f"adapters are taken from below {within} alone, and {called} leads out of it: put a copy there"
-        )
 
 
 def _config(folder: Path, source: Path) -> dict[str, Any]:

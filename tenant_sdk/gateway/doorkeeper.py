@@ -17,7 +17,6 @@ from shared.errors import (
     ModelMismatch,
     RequestRefused,
     RequestTimeout,
-    SymbiosisError,
     VerificationError,
     WireError,
 )
@@ -51,8 +50,8 @@ class Failure(enum.StrEnum):
     HERE = "here"
 
     @classmethod
-    def of(cls, error: SymbiosisError) -> Failure:
-        """The kind of an error that a session raised."""
+    def of(cls, error: Exception) -> Failure:
+        """The kind of an error that a session raised, or vLLM."""
         if isinstance(error, (VerificationError, ModelMismatch, WireError)):
             return cls.WRONG
         if isinstance(error, RequestRefused):

@@ -262,6 +262,10 @@ class Endpoints:
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
         async with self._changing:
+            if (
+                self._gateway.queue.under_way
+            ):  # by now, and a request may be for one that was deleted meanwhile
+                return
             used = {adapter.folder for adapter in self._gateway.served.values()}
             for copy in (self._gateway.folder / "adapters").iterdir():
                 if copy not in used:

@@ -5,6 +5,7 @@ What all grammars of a client take while sequences go on, ``scheduler`` bounds.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 
+REMEMBERED = 16  # compiled constraints
 _KINDS = {
     StructuredOutputOptions.JSON: "json",
     StructuredOutputOptions.REGEX: "regex",
@@ -58,7 +60,15 @@ class LimitedGrammar(GuidanceGrammar):  # type: ignore[misc]
 
 
 class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
-    """See vLLM's ``StructuredOutputBackend``."""
+    """See vLLM's ``StructuredOutputBackend``; sequences with the same constraint have it compiled once.
+
+    One request may be for many, whose compiling would keep constraints of other clients waiting.
+    """
+
+    def __post_init__(self) -> None:
+        """See vLLM."""
+        super().__post_init__()
+        self._compiled = functools.lru_cache(REMEMBERED)(functools.partial(compiled, self.ll_tokenizer))
 
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: Any = None
@@ -68,5 +78,5 @@ class LimitedGuidance(GuidanceBackend):  # type: ignore[misc]
         Raises:
             ValueError: it cannot be compiled after all.
         """
-        matcher = compiled(self.ll_tokenizer, Constraint(_KINDS[request_type], grammar_spec))
+        matcher = self._compiled(Constraint(_KINDS[request_type], grammar_spec)).deep_copy()
         return LimitedGrammar(ll_matcher=matcher, ll_tokenizer=self.ll_tokenizer, vocab_size=self.vocab_size)

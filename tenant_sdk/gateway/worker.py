@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -130,7 +131,7 @@ class Worker(Base):  # type: ignore[misc]
                 self._write(failing=False)
             self._lost = self._owners(scheduled)
             return output
-        except SymbiosisError as error:
+        except (SymbiosisError, LoRAAdapterNotFoundError) as error:
             log.warning("a step failed: %s", error)
             status.failed_steps += 1
             status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)

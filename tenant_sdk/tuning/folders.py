@@ -10,18 +10,20 @@ from typing import Any
 
 from peft import PeftModel
 
-from shared.errors import ConfigurationError, ModelMismatch
+from shared.errors import ConfigurationError, ModelMismatch, SymbiosisError
 from shared.options import closest
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.session import Session
-from tenant_sdk.storage import check_adapter_folder
+from tenant_sdk.storage import check_adapter_folder, copy_file, disk_errors
 from tenant_sdk.trust.attestation import base_model
-from tenant_sdk.tuning.adapter_config import check_weights, read_adapter_config
+from tenant_sdk.tuning.adapter_config import FILE, WEIGHTS, check_weights, read_adapter_config
 from tenant_sdk.tuning.adapters import no_untrue_warnings
-from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
+from tenant_sdk.tuning.provenance import RECORD, Provenance, training_of, write_card
 
 log = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 40  # of a file of an adapter
 
 
 def save_adapter(
@@ -136,8 +138,23 @@ def load_adapter(
         ConfigurationError: there is no adapter in the folder, it is damaged, or of a kind that is not loaded.
         ModelMismatch: it was made for another base model.
     """
-    folder = Path(folder)
-    check_adapter_folder(folder)
+    source = Path(folder)
+    check_adapter_folder(source)
+    with tempfile.TemporaryDirectory() as made:
+        copy = Path(made)
+        with disk_errors(copy, f"a copy of {source}", "TMPDIR names another place."):
+            for name in filter(lambda name: (source / name).exists(), (FILE, WEIGHTS, RECORD)):
+                copy_file(source / name, copy / name, MOST_BYTES)
+        try:
+            return _loaded(model, copy, session, allow_other_base=allow_other_base, trainable=trainable)
+        except SymbiosisError as error:
+            error.message = error.message.replace(made, str(source))
+            error.args = (error.message,)
+            raise
+
+
+def _loaded(model: Any, folder: Path, session: Session, *, allow_other_base: bool, trainable: bool) -> Any:
+    """See ``load_adapter``; nobody else can change this folder, so that what is checked is what is loaded."""
     record = None if allow_other_base else Provenance.read(folder)
     if record is not None and (differs := record.check(session.manifest, folder)):
         log.warning("%s", differs)

@@ -95,7 +95,7 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="float32", use_safetensors=True, **local
         )
-    except (ImportError, OSError, ValueError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             f"no model of your own in {folder}: {_reason(str(error))}. Leave out --model: then the "
             "provider's dense weights are used"
@@ -151,7 +151,7 @@ def words_in(folder: Path) -> Words:
             embeddings = embedded(config_in(folder))
         if (folder / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"the configuration in {folder} cannot be read: {error}") from error
     return Words(tokenizer, ends_of(generation, tokenizer), embeddings)
 
@@ -181,7 +181,7 @@ def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
         raise ConfigurationError(f"there is no folder {folder} to take a tokenizer from")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"no tokenizer in {folder}: {error}") from error
     if embeddings is not None and len(tokenizer) > embeddings:
         raise ConfigurationError(

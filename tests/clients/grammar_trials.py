@@ -11,12 +11,16 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import llguidance
 from tokenizers import Tokenizer
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
+from tenant_sdk.gateway import structured
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import ENGINE_STACK, compiled
+from tenant_sdk.gateway.structured import LimitedGuidance
 from tenant_sdk.gateway.trials import Trials
 
 file = Path(sys.argv[1]) / "tokenizer.json"
@@ -38,6 +42,35 @@ def compiled_in_a_thread(given: Constraint) -> None:
     threading.stack_size(ENGINE_STACK)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(compiled, rules, given).result()
+
+
+def compilations(sequences: int) -> int:
+    """How often a constraint is compiled for the sequences of a request, each of which has its own state."""
+    made: list[Constraint] = []
+
+    def counted(tokenizer: llguidance.LLTokenizer, given: Constraint) -> llguidance.LLMatcher:
+        made.append(given)
+        return compiled(tokenizer, given)
+
+    structured.compiled = counted
+    backend = object.__new__(LimitedGuidance)
+    backend.tokenizer = backend.vocab_size = None
+    rules = llguidance.LLTokenizer(file.read_text(), n_vocab=tokens, eos_token=0)
+    backend._build_ll_tokenizer = lambda *_: rules
+    backend.is_tokenizer_supported = lambda _: True
+    backend.vllm_config = SimpleNamespace(
+        structured_outputs_config=SimpleNamespace(
+            disable_any_whitespace=False, disable_additional_properties=False
+        )
+    )
+    backend.__post_init__()
+    grammars = [
+        backend.compile_grammar(StructuredOutputOptions.CHOICE, CHOICE.text) for _ in range(sequences)
+    ]
+    first = grammars[0].ll_matcher
+    assert first.try_consume_tokens(rules.tokenize_str("yes")) > 0
+    assert all(not each.ll_matcher.is_accepting() for each in grammars[1:])
+    return len(made)
 
 
 async def main() -> dict[str, str]:
@@ -64,6 +97,7 @@ async def main() -> dict[str, str]:
     said["chain"] = await trials.refusal("plain", chain(passed + 1))
     compiled_in_a_thread(chain(passed))
     trials.stop()
+    said["compilations"] = str(compilations(30))
     return said
 
 

@@ -244,6 +244,7 @@ def test_a_trial_ends_at_its_time_and_clients_take_turns() -> None:
     assert (said["choice"], said["again"]) == ("", "")
     assert "takes more than" in said["endless"]
     assert "try again" in said["died"]
+    assert said["compilations"] == "1"
 
 
 @pytest.mark.parametrize(("factor", "alpha"), [(1e19, None), (1.0, 1e30)])

@@ -262,11 +262,8 @@ def test_a_file_that_nobody_has_named_is_not_used_before_it_is_approved(
     Path("symbiosis.toml").write_text(file.read_text())
     assert "was not approved by you" in generate()[0]
     Path("symbiosis.toml").unlink()
-    Path("symbiosis.toml").symlink_to(file)
-    assert generate()[0] == "enough"
-    assert Secret("x", command=("pwd",), folder=Path("symbiosis.toml").resolve().parent).read() == str(
-        unpacked
-    )
+    Path("symbiosis.toml").symlink_to(file)  # which an archive may hold as well
+    assert "is a link to" in generate()[0]
 
 
 def test_an_approved_file_that_others_can_write_is_refused(
