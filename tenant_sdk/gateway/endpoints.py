@@ -30,6 +30,7 @@ from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front
 from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.quiet import leave_words_out
+from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.trials import Trials
 
@@ -92,6 +93,7 @@ class Gateway:
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
     engine: Any = None  # vLLM's client of it
+    reader: Reader = field(default_factory=Reader)
     trials: Trials | None = None  # of constraints, if it takes any
     samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
@@ -134,6 +136,7 @@ class Endpoints:
             folder=gateway.folder,
             retry_after=gateway.retry_after,
             context=lambda: gateway.engine.model_config.max_model_len,
+            reader=gateway.reader,
             judge=lambda: gateway.trials,
             unserved=self._unserved,
         )

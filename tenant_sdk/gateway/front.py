@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,7 @@ class Front:
         folder: where the worker writes its ``Status``.
         retry_after: seconds in which a provider that is away may be back.
         context: the most tokens of a sequence.
+        reader: ``requests.asked`` of large bodies.
         judge: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
         clock: seconds, as ``Status.failed_at``.
@@ -69,6 +70,7 @@ class Front:
         folder: Path,
         retry_after: int,
         context: Callable[[], int],
+        reader: Callable[[str, bytes, int], Awaitable[Asked | Refusal]],
         judge: Callable[[], Judge | None] = lambda: None,
         unserved: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +79,7 @@ class Front:
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
         self._context, self._judge, self._unserved = context, judge, unserved
         self._arriving, self._turns = Shares(BODIES_BYTES, door.clients), Turns()
-        self._readers = Turns()
+        self._readers, self._reader = Turns(), reader
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -101,8 +103,7 @@ class Front:
                 return await _refuse(send, body)
             if path not in GENERATES | TOKENIZES:
                 return await self._application(scope, _again(body, receive), send)
-            async with self._reading(client, body):
-                wanted = self._away() or asked(path, body, self._context())
+            wanted = self._away() or await self._wanted(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
         if why := self._unserved(wanted.model):
@@ -152,9 +153,12 @@ class Front:
         why = await judge.refusal(client, given)
         return Refusal(400, "invalid_request_error", why and f"the {given.kind} is refused: {why}")
 
-    def _reading(self, client: str, body: bytes) -> AbstractAsyncContextManager[None]:
-        """Around what takes time for a large body: one is read at a time, others are served in between."""
-        return self._readers.taken(client) if len(body) > SMALL_BODY_BYTES else nullcontext()
+    async def _wanted(self, client: str, path: str, body: bytes) -> Asked | Refusal:
+        """What a request is for; what takes time for a large one is done elsewhere, one at a time."""
+        if len(body) <= SMALL_BODY_BYTES:
+            return asked(path, body, self._context())
+        async with self._readers.taken(client):
+            return await self._reader(path, body, self._context())
 
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:

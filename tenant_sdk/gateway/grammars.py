@@ -19,6 +19,7 @@ from pathlib import Path
 import llguidance
 import msgspec
 
+from tenant_sdk.gateway.beside import answer
 from tenant_sdk.gateway.constraints import Constraint
 
 SECONDS = 0.4  # of a processor, for one trial
@@ -27,7 +28,6 @@ STEPS = 16  # tokens that a trial goes on for
 # A chain of rules takes a stack as deep, and a process whose stack ends dies. The trial has far less of it
 # than a thread of the engine, so that what passes has room there.
 TRIAL_STACK, ENGINE_STACK = 2 << 20, 64 << 20
-NICENESS = 10  # sequences that are computed come first
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=500,
     initial_lexer_fuel=200_000,
@@ -80,17 +80,9 @@ def _sentence(matcher: llguidance.LLMatcher) -> str:
 def main() -> None:
     """Serve until the input ends."""
     file, tokens, end = sys.argv[1:]
-    os.nice(NICENESS)
     tokenizer = llguidance.LLTokenizer(Path(file).read_text(), n_vocab=int(tokens), eos_token=int(end))
     trial(tokenizer, Constraint("choice", '["yes", "no"]'))  # what the first compiles is then there for all
-    _write("")
-    for line in sys.stdin.buffer:
-        _write(_apart(tokenizer, msgspec.json.decode(line, type=Constraint)))
-
-
-def _write(text: str) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(text) + b"\n")
-    sys.stdout.buffer.flush()
+    answer(lambda given: _apart(tokenizer, msgspec.json.decode(given, type=Constraint)).encode())
 
 
 def _apart(tokenizer: llguidance.LLTokenizer, given: Constraint) -> str:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
+from tenant_sdk.gateway.beside import Beside
 from tenant_sdk.gateway.constraints import Constraint
-
-SECONDS = 30.0  # until a process that does not answer is replaced, however busy the machine is
 
 
 class Turns:
@@ -30,7 +27,7 @@ class Turns:
             yield
 
 
-class Trials:
+class Trials(Beside):
     """See ``tenant_sdk.gateway.grammars``.
 
     Args:
@@ -40,54 +37,11 @@ class Trials:
     """
 
     def __init__(self, tokenizer: Path, tokens: int, end: int) -> None:
-        self._arguments = (str(tokenizer), str(tokens), str(end))
+        super().__init__("tenant_sdk.gateway.grammars", str(tokenizer), str(tokens), str(end))
         self._turns = Turns()
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Have the process ready."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tenant_sdk.gateway.grammars",
-            *self._arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # libraries' words may hold a client's
-            env={name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ},
-        )
-        await self._line()
 
     async def refusal(self, client: str, given: Constraint) -> str:
         """Why a constraint is refused, or an empty text. A client that leaves has this cancelled."""
         async with self._turns.taken(client):
-            exchange = asyncio.ensure_future(self._exchange(given))
-            try:
-                return await asyncio.shield(exchange)
-            except asyncio.CancelledError:
-                await exchange  # its answer is nobody else's, and comes soon
-                raise
-
-    async def _exchange(self, given: Constraint) -> str:
-        try:
-            async with asyncio.timeout(SECONDS):
-                if self._process is None:
-                    await self.start()
-                assert self._process is not None  # noqa: S101 - as ``start`` leaves it
-                assert self._process.stdin is not None  # noqa: S101 - likewise
-                self._process.stdin.write(msgspec.json.encode(given) + b"\n")
-                return await self._line()
-        except (TimeoutError, OSError, msgspec.DecodeError):
-            self.stop()
-            return "it could not be tried; try again"
-
-    async def _line(self) -> str:
-        assert self._process is not None  # noqa: S101 - as ``start`` leaves it
-        assert self._process.stdout is not None  # noqa: S101 - likewise
-        return msgspec.json.decode(await self._process.stdout.readline(), type=str)
-
-    def stop(self) -> None:
-        """End the process; the next trial starts another."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        self._process = None
+            told = await self.ask(msgspec.json.encode(given))
+            return "it could not be tried; try again" if told is None else told.decode()

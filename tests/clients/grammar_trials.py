@@ -96,7 +96,7 @@ async def main() -> dict[str, str]:
             passed += step
     said["chain"] = await trials.refusal("plain", chain(passed + 1))
     compiled_in_a_thread(chain(passed))
-    trials.stop()
+    await trials.close()
     said["compilations"] = str(compilations(30))
     return said
 

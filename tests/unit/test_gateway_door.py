@@ -23,6 +23,7 @@ from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway import serving
 from tenant_sdk.gateway.doorkeeper import Allowance, Door, Failure, Queue, Refusal, Shares, Strangers, told
 from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import Asked, asked
 from tenant_sdk.gateway.serving import GatewayOptions
 from tenant_sdk.gateway.status import Status, client_of, request_name
@@ -246,7 +247,7 @@ def run(
 
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> Front:
     options.setdefault("clock", lambda: 1.0)
-    options = {"context": lambda: 64, "door": Door(), "queue": Queue(most)} | options
+    options = {"reader": Reader(), "context": lambda: 64, "door": Door(), "queue": Queue(most)} | options
     return Front(application, folder=folder, retry_after=3, **options)
 
 

@@ -14,9 +14,11 @@ import pytest
 
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.doorkeeper import Door, Queue
+from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal
 from tenant_sdk.gateway.front import Front, _failed
 from tenant_sdk.gateway.quiet import leave_words_out
+from tenant_sdk.gateway.reading import Reader
+from tenant_sdk.gateway.requests import asked
 from tenant_sdk.gateway.status import REMEMBERED, Ended
 from tenant_sdk.gateway.trials import Turns
 
@@ -97,7 +99,7 @@ def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Fron
         folder=folder,
         retry_after=3,
         context=lambda: 64,
-        **options,
+        **{"reader": Reader()} | options,
     )
 
 
@@ -310,8 +312,27 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
         large = await Client(there).says(BODY + b" " * in_front.SMALL_BODY_BYTES)
         assert large.sent == []
         assert (await Client(there, key=1).says(BODY)).status == 200
-    await settled()
+    await large.task
     assert large.status == 200
+    await there._reader.close()  # type: ignore[attr-defined]
+
+
+@awaited
+async def test_large_bodies_are_read_beside_the_server() -> None:
+    reader = Reader()
+    found = await reader(TEXT, CONSTRAINED, 64)
+    assert found == asked(TEXT, CONSTRAINED, 64)
+    many = b'{"prompt": [' + b"[1]," * 10_000 + b"[1]]}"
+    assert (await reader(TEXT, many, 64)).sequences == 10_001  # type: ignore[union-attr]
+    assert await reader(TEXT, b"[" * 10**6, 64) == asked(TEXT, b"[" * 10**6, 64)
+    assert reader._process is not None
+    reader._process.kill()
+    await reader._process.wait()
+    refused = await reader(TEXT, BODY, 64)
+    assert isinstance(refused, Refusal)
+    assert refused.status == 503
+    assert await reader(TEXT, BODY, 64) == asked(TEXT, BODY, 64)
+    await reader.close()
 
 
 @awaited

@@ -1,0 +1,37 @@
+"""Reads large requests in a process beside the server: their JSON can take a second of a processor."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tenant_sdk.gateway.beside import Beside, answer
+from tenant_sdk.gateway.doorkeeper import Refusal
+from tenant_sdk.gateway.requests import Asked, asked
+
+_Request = tuple[str, bytes, int]
+_Answer = tuple[Asked | None, Refusal | None]
+
+
+class Reader(Beside):
+    """``requests.asked`` elsewhere; one call at a time."""
+
+    def __init__(self) -> None:
+        super().__init__("tenant_sdk.gateway.reading")
+
+    async def __call__(self, path: str, body: bytes, context: int) -> Asked | Refusal:
+        """See ``requests.asked``."""
+        told = await self.ask(msgspec.msgpack.encode((path, body, context)))
+        if told is None:
+            return Refusal(503, "overloaded", "the request could not be read; try again", 1)
+        found, refusal = msgspec.msgpack.decode(told, type=_Answer)
+        return found or refusal or Refusal(500, "server_error", "")
+
+
+def _read(message: bytes) -> bytes:
+    found = asked(*msgspec.msgpack.decode(message, type=_Request))
+    pair = (None, found) if isinstance(found, Refusal) else (found, None)
+    return msgspec.msgpack.encode(pair)
+
+
+if __name__ == "__main__":
+    answer(_read)
