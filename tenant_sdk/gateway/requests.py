@@ -27,6 +27,8 @@ Plain = str | bool | int | float | None
 MESSAGES = 1024
 PARTS = 4096  # of all messages of a chat
 TOOLS_BYTES = 64 << 10
+# That one answer says in one piece: vLLM makes them while all other requests wait.
+LOG_PROBABILITIES = 100_000
 # OpenAI's that clients send as a matter of course, and that change nothing here.
 IGNORED = frozenset(
     {
@@ -95,6 +97,24 @@ class Sampling(Struct, kw_only=True):
         """What is wrong with it that types do not say; empty: nothing."""
         return "truncate_prompt_tokens is -1, or from 1 on" if self.truncate_prompt_tokens == 0 else ""
 
+    def count(self, prompt: int, likeliest: int, written: int, own: int) -> str:
+        """Why there are too many log-probabilities; empty: there are not.
+
+        Args:
+            prompt: tokens of all prompts.
+            likeliest: log-probabilities of each of them.
+            written: tokens of all answers.
+            own: log-probabilities of each of them.
+        """
+        several = max(1, _given(self.n) or 1)
+        found = prompt * likeliest * several + (0 if self.stream is True else written * own * several)
+        if found <= LOG_PROBABILITIES:
+            return ""
+        return (
+            f"up to {found} log-probabilities in one answer, and {LOG_PROBABILITIES} are the most: ask for "
+            "fewer of each token, in several requests, or set max_tokens; those of a stream's answer do not count"
+        )
+
     def constraint(self) -> Constraint | None:
         """See ``constraints.constraint``; the request has it in one field afterwards."""
         found = constraint(_given(self.response_format), _given(self.structured_outputs))
@@ -127,7 +147,22 @@ class Completion(Sampling, kw_only=True):
         whole: list[Any] = [self.prompt, *prompts]
         tokens = [each for each in whole if isinstance(each, list) and isinstance(next(iter(each), 0), int)]
         longest = max(map(len, tokens), default=0)
-        return _too_long(longest, context) or super().check(context)
+        return (
+            _too_long(longest, context)
+            or self._too_many(tokens[-self.prompts :], context)
+            or super().check(context)
+        )
+
+    def _too_many(self, tokens: list[Any], context: int) -> str:
+        """See ``count``; a text has no more tokens than bytes, but for one that begins it."""
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        sizes = [len(each.encode()) + 1 for each in texts if isinstance(each, str)] or list(map(len, tokens))
+        own, of_prompt = _likeliest(self.logprobs), _likeliest(self.prompt_logprobs)
+        written = min(context, 16 if _given(self.max_tokens) is None else _given(self.max_tokens))
+        prompt = sum(min(context, size) for size in sizes)
+        return self.count(
+            prompt, max(of_prompt, own if self.echo is True else 0), written * self.prompts, own
+        )
 
 
 class Function(Struct):
@@ -210,7 +245,15 @@ class Chat(Sampling, kw_only=True):
 
     def check(self, context: int) -> str:
         """See ``Sampling``."""
-        return _wrong(self.messages, self.tools) or super().check(context)
+        most = [
+            each for each in map(_given, (self.max_tokens, self.max_completion_tokens)) if each is not None
+        ]
+        own = max(1, _likeliest(self.top_logprobs)) if self.logprobs is True else 0
+        return (
+            _wrong(self.messages, self.tools)
+            or self.count(context, _likeliest(self.prompt_logprobs), min([context, *most]), own)
+            or super().check(context)
+        )
 
 
 class Tokenizing(Struct, kw_only=True):
@@ -313,6 +356,12 @@ def _kind(path: str, fields: Any) -> Kind:
 
 def _given(value: Any) -> Any:
     return None if value is UNSET else value
+
+
+def _likeliest(asked: int | UnsetType | None) -> int:
+    """Log-probabilities of a token: so many, and its own."""
+    given = _given(asked)
+    return 0 if given is None else given + 1
 
 
 def _too_long(tokens: int, context: int) -> str:

@@ -83,6 +83,12 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         (TEXT, {"prompt": [1] * (CONTEXT + 1)}, "64 at most"),
         (TEXT, {"prompt": [[1], [1] * (CONTEXT + 1)]}, "64 at most"),
         (TEXT, {"logprobs": 21}, "logprobs"),
+        (TEXT, {"prompt": [[1] * CONTEXT] * 75, "prompt_logprobs": 20}, "100800 log-probabilities"),
+        (TEXT, {"prompt": ["x" * 999] * 75, "prompt_logprobs": 20}, "100800 log-probabilities"),
+        (TEXT, {"prompt": [[1] * CONTEXT] * 25, "n": 3, "echo": True, "logprobs": 20}, "log-probabilities"),
+        (TEXT, {"n": 75, "max_tokens": 999, "logprobs": 20}, "100800 log-probabilities"),
+        (CHAT, {"n": 75, "logprobs": True, "top_logprobs": 20}, "100800 log-probabilities"),
+        (CHAT, {"n": 75, "prompt_logprobs": 20}, "100800 log-probabilities"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": IMAGE}, "type"),
         (CHAT, {"messages": PARTED}, str(PARTS)),
@@ -99,6 +105,21 @@ def test_what_is_too_much(path: str, body: Any, why: str) -> None:
     refusal = ask(path, body)
     assert isinstance(refusal, Refusal)
     assert why in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": [[1] * CONTEXT] * 74, "prompt_logprobs": 20}),
+        (TEXT, {"prompt": [[1] * CONTEXT] * 75}),
+        (TEXT, {"prompt": [1] * CONTEXT, "echo": True, "logprobs": 20}),
+        (TEXT, {"n": 75, "max_tokens": 999, "logprobs": 20, "stream": True}),
+        (TEXT, {"n": 75, "logprobs": 20}),
+        (CHAT, {"n": 75, "max_tokens": 8, "logprobs": True, "top_logprobs": 20}),
+    ],
+)
+def test_log_probabilities_that_are_not_too_many(path: str, body: Any) -> None:
+    assert isinstance(ask(path, body), Asked)
 
 
 def test_what_vllm_reads_is_what_was_read_here() -> None:
