@@ -112,7 +112,8 @@ class Sampling(Struct, kw_only=True):
             return ""
         return (
             f"up to {found} log-probabilities in one answer, and {LOG_PROBABILITIES} are the most: ask for "
-            "fewer of each token, in several requests, or set max_tokens; those of a stream's answer do not count"
+            "fewer of each token, in several requests, or set max_tokens; those of a stream's answer do not "
+            "count"
         )
 
     def constraint(self) -> Constraint | None:
