@@ -408,11 +408,14 @@ class HostileProvider:
 
 def _serve_instead(base: BaseExecutor, files: Mapping[str, bytes | None]) -> None:
     """Have an executor serve other files than it loaded; its manifest lists them truly."""
-    served = base.catalog.checkpoint.files
+    checkpoint = base.catalog.checkpoint
     for name, data in files.items():
-        served.pop(name, None)
+        path = checkpoint.folder / name  # from which an attack's control loads
+        path.unlink(missing_ok=True)
+        checkpoint.files.pop(name, None)
         if data is not None:
-            served[name] = data
+            path.write_bytes(data)
+            checkpoint.files[name] = data
     listed = msgspec.structs.replace(base.manifest, files=base.catalog.checkpoint.tenant_files())
     base.catalog.manifest = msgspec.structs.replace(listed, digest=digest_of(listed))
 
