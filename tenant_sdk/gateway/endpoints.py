@@ -265,9 +265,8 @@ class Endpoints:
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
         async with self._changing:
-            if (
-                self._gateway.queue.under_way
-            ):  # by now, and a request may be for one that was deleted meanwhile
+            # While the lock was waited for, a request may have come for an adapter that was deleted then.
+            if self._gateway.queue.under_way:
                 return
             used = {adapter.folder for adapter in self._gateway.served.values()}
             for copy in (self._gateway.folder / "adapters").iterdir():
