@@ -120,7 +120,10 @@ def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -
     digest = hashlib.sha256()
     opened = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
     with open(opened, "rb") as file, copy.open("wb") as written:
-        check_below(within, source, Path(os.readlink(f"/proc/self/fd/{opened}")))
+        if within is not None:
+            check_below(
+                within, source, Path(os.readlink(f"/proc/self/fd/{opened}"))
+            )  # the gateway is on Linux
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise ConfigurationError(f"{source} is no file")
         left = most + 1 if os.fstat(opened).st_size <= most else 0
@@ -133,13 +136,13 @@ def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -
     return digest.hexdigest()
 
 
-def check_below(within: Path | None, called: Path, lies: Path) -> None:
+def check_below(within: Path, called: Path, lies: Path) -> None:
     """Refuse what lies elsewhere, to which links may lead.
 
     Raises:
         ConfigurationError: it is not below the folder.
     """
-    if within is not None and not lies.is_relative_to(within.resolve()):
+    if not lies.is_relative_to(within.resolve()):
         raise ConfigurationError(
             f"adapters are taken from below {within} alone, and {called} leads out of it: put a copy there"
         )

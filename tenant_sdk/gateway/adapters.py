@@ -128,7 +128,8 @@ def take(
     name = name or source.name
     if not _NAME.fullmatch(name):
         raise ConfigurationError(f"{name[:80]!r} is no name for a model: letters, digits and . _ @ : - are")
-    check_below(within, source, source.resolve())
+    if within is not None:
+        check_below(within, source, source.resolve())
     check_adapter_folder(source)
     # An adapter of the highest rank for every layer, in 8 bytes a number.
     axes = sum(group.inputs + each.outputs for group in manifest.groups for each in group.members)

@@ -145,24 +145,23 @@ class Completion(Sampling, kw_only=True):
             return "a prompt has no tokens"
         if self.echo is True and "" in prompts:
             return "an empty prompt cannot be repeated: leave echo out"
-        whole: list[Any] = [self.prompt, *prompts]
-        tokens = [each for each in whole if isinstance(each, list) and isinstance(next(iter(each), 0), int)]
-        longest = max(map(len, tokens), default=0)
-        return (
-            _too_long(longest, context)
-            or self._too_many(tokens[-self.prompts :], context)
-            or super().check(context)
-        )
-
-    def _too_many(self, tokens: list[Any], context: int) -> str:
-        """See ``count``; a text has no more tokens than bytes, but for one that begins it."""
-        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        sizes = [len(each.encode()) + 1 for each in texts if isinstance(each, str)] or list(map(len, tokens))
+        texts = [each for each in prompts if isinstance(each, str)]
+        whole = [prompts] if isinstance(prompts[0], int) else prompts
+        lists = [each for each in whole if isinstance(each, list)]
+        longest = max(map(len, lists), default=0)
+        # A text has no more tokens than bytes, but for one that begins it.
+        tokens = [len(each.encode()) + 1 for each in texts] or list(map(len, lists))
         own, of_prompt = _likeliest(self.logprobs), _likeliest(self.prompt_logprobs)
         written = min(context, 16 if _given(self.max_tokens) is None else _given(self.max_tokens))
-        prompt = sum(min(context, size) for size in sizes)
-        return self.count(
-            prompt, max(of_prompt, own if self.echo is True else 0), written * self.prompts, own
+        return (
+            _too_long(longest, context)
+            or self.count(
+                sum(min(context, each) for each in tokens),
+                max(of_prompt, own if self.echo is True else 0),
+                written * len(tokens),
+                own,
+            )
+            or super().check(context)
         )
 
 
