@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from shared.errors import ConfigurationError, StorageError
 from shared.ownership import check_tree
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 _BLOCK_BYTES = 1 << 20
 # What a disk does to a program that did nothing wrong; other errors of the system are let through.
 _DISK_ERRORS = {
@@ -98,7 +99,7 @@ def check_adapter_folder(path: Path) -> None:
     """
     if not path.is_dir():
         raise ConfigurationError(f"there is no such folder: {path}; give the one that finetune wrote")
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (path / name).is_file():
             raise ConfigurationError(f"{path} holds no adapter: there is no {name} in it")
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import ConfigurationError
+from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
+from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 from tenant_sdk.storage import check_adapter_folder, check_below, copy_file, disk_errors
 from tenant_sdk.tuning.provenance import RECORD, Provenance
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     from shared.wire.messages import Manifest
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 USUAL_RANK = 16
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 _FLOATS = ("F64", "F32", "F16", "BF16")

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from shared.errors import ConfigurationError
 from tenant_sdk.model.remote_weight import RemoteWeight
+from tenant_sdk.storage import ADAPTER_CONFIG as FILE
+from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 
-FILE, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The kinds that are loaded, and what the names of their weights hold.
 _KINDS = {
     **dict.fromkeys(("LORA", "ADALORA"), "lora_"),

@@ -15,9 +15,9 @@ from shared.options import closest
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.session import Session
-from tenant_sdk.storage import check_adapter_folder, copy_file, disk_errors
+from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_folder, copy_file, disk_errors
 from tenant_sdk.trust.attestation import base_model
-from tenant_sdk.tuning.adapter_config import FILE, WEIGHTS, check_weights, read_adapter_config
+from tenant_sdk.tuning.adapter_config import check_weights, read_adapter_config
 from tenant_sdk.tuning.adapters import no_untrue_warnings
 from tenant_sdk.tuning.provenance import RECORD, Provenance, training_of, write_card
 
@@ -143,8 +143,9 @@ def load_adapter(
     with tempfile.TemporaryDirectory() as made:
         copy = Path(made)
         with disk_errors(copy, f"a copy of {source}", "TMPDIR names another place."):
-            for name in filter(lambda name: (source / name).exists(), (FILE, WEIGHTS, RECORD)):
-                copy_file(source / name, copy / name, MOST_BYTES)
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD):
+                if (source / name).exists():
+                    copy_file(source / name, copy / name, MOST_BYTES)
         try:
             return _loaded(model, copy, session, allow_other_base=allow_other_base, trainable=trainable)
         except SymbiosisError as error:

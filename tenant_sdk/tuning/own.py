@@ -27,7 +27,7 @@ from tenant_sdk.model.configuration import read_configuration
 from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
 from tenant_sdk.session import Session
-from tenant_sdk.storage import disk_errors
+from tenant_sdk.storage import ADAPTER_CONFIG, disk_errors
 from tenant_sdk.trust.attestation import open_checkpoint
 from tenant_sdk.tuning.sampling import ends_of
 
@@ -84,7 +84,7 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         ModelMismatch: its linear layers' weights are not, byte for byte, those that the executor serves.
     """
     folder = checkpoint_folder(name)
-    if (folder / "adapter_config.json").exists():  # transformers would put that into the model, unsaid
+    if (folder / ADAPTER_CONFIG).exists():  # transformers would put that into the model, unsaid
         raise CheckpointError(
             f"{folder} holds an adapter beside the model: move it to a folder of its own, and give that with "
             "--adapter"
