@@ -17,7 +17,7 @@ import msgspec
 import prometheus_client
 import watchfiles
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
-MOST_ADAPTERS = 4096  # names, of all clients
+MOST_ADAPTERS = 1024  # names, of all clients
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = GENERATES | TOKENIZES | {"/health", "/version", "/metrics"}
 # vLLM's counters and gauges that the page shows.
@@ -120,7 +120,7 @@ class Endpoints:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._gateway = serving
         self._changing = asyncio.Lock()
-        self._last_id = 0
+        self._last_id, self._began = 0, int(time.time())
         self._seen: dict[str, object] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -154,6 +154,7 @@ class Endpoints:
         self._engine, self._models = engine_client, state.openai_serving_models
         self._gateway.engine = engine_client
         _refuse_unknown_tokens(engine_client)
+        _count_no_combinations(engine_client)
         await self._try_constraints(engine_client)
         leave_words_out()  # requests come from now on
         if self._gateway.adapters is not None:
@@ -304,11 +305,12 @@ class Endpoints:
 
     # -- paths -------------------------------------------------------------------------------------
 
-    async def _list_models(self) -> JSONResponse:
-        cards = (await self._models.show_available_models()).model_dump()
-        for card in cards["data"]:
-            card["root"] = card["id"]  # not the folder of a copy
-        return JSONResponse(cards)
+    async def _list_models(self) -> Response:
+        base, length = self._models.model_name(), self._engine.model_config.max_model_len
+        card = {"object": "model", "created": self._began, "owned_by": "symbiosis", "max_model_len": length}
+        adapters = [card | {"id": name, "root": name, "parent": base} for name in self._gateway.served]
+        whole = {"object": "list", "data": [card | {"id": base, "root": base, "parent": None}, *adapters]}
+        return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _list(self) -> JSONResponse:
         return JSONResponse({"data": self._shown(), "refused": self._gateway.refused})
@@ -394,6 +396,14 @@ def _refuse_unknown_tokens(engine: EngineClient) -> None:
             raise VLLMValidationError(f"Token id {largest} is out of vocabulary", parameter=parameter)
 
     renderer.validate_token_ids = checked
+
+
+def _count_no_combinations(engine: EngineClient) -> None:
+    """vLLM keeps a metric of each combination of adapters that there ever was, and they have no end."""
+    for each in engine.logger_manager.stat_loggers:
+        if (gauge := getattr(each, "gauge_lora_info", None)) is not None:
+            prometheus_client.REGISTRY.unregister(gauge)
+            each.gauge_lora_info = None
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, told
-from tenant_sdk.gateway.requests import Asked, asked
+from tenant_sdk.gateway.requests import Asked, asked, text_bytes
 from tenant_sdk.gateway.status import Ended, Status, request_name
 from tenant_sdk.gateway.trials import Turns
 
@@ -31,8 +31,6 @@ ADAPTER = "/v1/adapters/"  # and a name
 OPEN = frozenset({"/", "/healthz"})  # nothing that tells who uses what
 BODY_BYTES = 8 << 20  # however long sequences may be
 SMALL_BODY_BYTES = 64 << 10
-TOKEN_BYTES = 16  # of a body, for each token that it may have
-FIELDS_BYTES = 4 << 10  # of a body that is tokenized, beside its tokens
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
@@ -163,11 +161,11 @@ class Front:
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
-        most, longest = SMALL_BODY_BYTES, TOKEN_BYTES * self._context()
+        most, longest = SMALL_BODY_BYTES, text_bytes(self._context())
         if path in GENERATES:
             most = min(BODY_BYTES, most + longest * self._queue.most)
         elif path in TOKENIZES:
-            most = min(BODY_BYTES, FIELDS_BYTES + longest)
+            most = min(BODY_BYTES, longest)
         body = bytearray()
         try:
             yield await self._received(client, most, body, receive)

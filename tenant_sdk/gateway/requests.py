@@ -29,6 +29,8 @@ PARTS = 4096  # of all messages of a chat
 TOOLS_BYTES = 64 << 10
 # That one answer says in one piece: vLLM makes them while all other requests wait.
 LOG_PROBABILITIES = 100_000
+TOKEN_BYTES = 16  # of a text, for each token that it may have; what is cut off is tokenized too
+FIELDS_BYTES = 4 << 10  # beside
 # OpenAI's that clients send as a matter of course, and that change nothing here.
 IGNORED = frozenset(
     {
@@ -155,6 +157,7 @@ class Completion(Sampling, kw_only=True):
         written = min(context, 16 if _given(self.max_tokens) is None else _given(self.max_tokens))
         return (
             _too_long(longest, context)
+            or _too_large(max(tokens) if texts else 0, context)
             or self.count(
                 sum(min(context, each) for each in tokens),
                 max(of_prompt, own if self.echo is True else 0),
@@ -251,6 +254,7 @@ class Chat(Sampling, kw_only=True):
         own = max(1, _likeliest(self.top_logprobs)) if self.logprobs is True else 0
         return (
             _wrong(self.messages, self.tools)
+            or _too_large(len(msgspec.json.encode(self.messages)), context)
             or self.count(context, _likeliest(self.prompt_logprobs), min([context, *most]), own)
             or super().check(context)
         )
@@ -366,6 +370,16 @@ def _likeliest(asked: int | UnsetType | None) -> int:
 
 def _too_long(tokens: int, context: int) -> str:
     return f"{tokens} tokens; a sequence here has {context} at most" if tokens > context else ""
+
+
+def text_bytes(context: int) -> int:
+    """The most bytes of a text, or of a chat's messages, whatever is cut off of it."""
+    return FIELDS_BYTES + TOKEN_BYTES * context
+
+
+def _too_large(size: int, context: int) -> str:
+    most = text_bytes(context)
+    return f"a text of {size} bytes; {most} are the most here, also if it is truncated" if size > most else ""
 
 
 def _wrong(messages: list[ChatMessage], tools: list[Tool] | UnsetType | None) -> str:

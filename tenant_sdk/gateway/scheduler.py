@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler as Base
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from tenant_sdk.gateway.doorkeeper import Allowance
+from tenant_sdk.gateway.fairness import Wanted, in_turn
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended, client_of
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
@@ -42,8 +43,21 @@ class Scheduler(Base):  # type: ignore[misc]
             )
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
-        """See vLLM; whose blocks a step writes is remembered, as who hangs up is forgotten during it."""
+        """See vLLM; clients take turns. Blocks that a step writes are remembered, since clients hang up."""
+        # A sequence that is written needs one row; prompts get what is left.
+        self.running.sort(key=_reads)
+        waiting = {each.request_id: each for each in sorted(self.waiting, key=lambda each: each.arrival_time)}
+        begin = in_turn(
+            [_wanted(each, _reads(each)) for each in self.running],
+            [_wanted(each) for each in waiting.values()],
+            self.max_num_running_reqs,
+            self.lora_config.max_loras if self.lora_config else 0,
+            self.vllm_config.additional_config["clients"],
+        )
+        self.waiting.clear()
+        self.waiting.extend(waiting.pop(name) for name in begin)
         scheduled = super().schedule(*arguments, **options)
+        self.waiting.extend(waiting.values())
         cached = self.cache_config.enable_prefix_caching  # else nobody finds them
         self._written = {
             request: [block for blocks in self.kv_cache_manager.get_block_ids(request) for block in blocks]
@@ -89,3 +103,13 @@ class Scheduler(Base):  # type: ignore[misc]
         constrained = self.requests[request].structured_output_request
         grammar = constrained.grammar if constrained is not None else None
         return grammar if isinstance(grammar, LimitedGrammar) else None
+
+
+def _reads(request: Request) -> bool:
+    """Whether not all of its prompt is read."""
+    return bool(request.num_computed_tokens < request.num_prompt_tokens)
+
+
+def _wanted(request: Request, reading: bool = False) -> Wanted:
+    adapter = request.lora_request.lora_int_id if request.lora_request else 0
+    return Wanted(request.request_id, client_of(request.request_id), adapter, reading)

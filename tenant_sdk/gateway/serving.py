@@ -246,6 +246,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
 
     assert endpoints.serving is not None  # noqa: S101 - by _prepare
     manifest, drafts = endpoints.serving.manifest, options.draft_tokens or DRAFT_TOKENS
+    clients = endpoints.serving.door.clients
     arguments: dict[str, Any] = {
         "model": folder,
         "served-model-name": options.name or Path(manifest.model).name,
@@ -262,9 +263,12 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "max-num-seqs": options.max_sequences,
         # Long prompts are read in several steps: each sequence that is written waits for a whole step.
         "max-num-batched-tokens": max(STEP_ROWS, options.max_sequences * (1 + drafts)),
+        # So that prompts of two clients are read at once.
+        "long-prefill-token-threshold": STEP_ROWS // 2 if clients > 1 else 0,
+        "additional-config": json.dumps({"clients": clients}),
         "kv-cache-memory-bytes": int(options.kv_memory_gib * 2**30),
         "allowed-origins": "[]",  # no page of elsewhere may read what is answered here
-        "uvicorn-log-level": "warning",
+        "uvicorn-log-level": "error",  # a client without a key could have a line written for each request
         "load-format": "safetensors",
         "structured-outputs-config": json.dumps({"backend": "guidance"}),  # or the first request chooses
         "model-loader-extra-config": json.dumps({"enable_weights_track": True}),

@@ -101,7 +101,9 @@ def read_adapter_config(folder: Path) -> PeftConfig:
         raise ConfigurationError(f"{folder / FILE} cannot be used: {error}") from error
 
 
-def check_weights(folder: Path, config: PeftConfig, base: Mapping[str, Tensor], own: Collection[str]) -> None:
+def check_weights(
+    folder: Path, config: PeftConfig, base: Mapping[str, Tensor], own: Collection[str]
+) -> set[str]:
     """Refuse weights that are not the adapter's: PEFT would write them over the base model's, for good.
 
     Args:
@@ -110,13 +112,17 @@ def check_weights(folder: Path, config: PeftConfig, base: Mapping[str, Tensor], 
             that have an adapter.
         own: names of those that may be written over, such as embeddings that the user has resized.
 
+    Returns:
+        Names of the model's parameters that PEFT will write: those of ``own``, with what they are already, and
+        biases that the adapter was trained with.
+
     Raises:
         ConfigurationError: there are some; the message names one.
         SafetensorError: the file cannot be read.
     """
     mark = _KINDS[PeftType(config.peft_type).value]
     saved = tuple(getattr(config, "modules_to_save", None) or ())
-    biases = getattr(config, "bias", "none")
+    biases, written = getattr(config, "bias", "none"), set()
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         keys = list(file.keys())
         adapted = {key.split(f".{mark}")[0] for key in keys if f".{mark}" in key}
@@ -124,20 +130,24 @@ def check_weights(folder: Path, config: PeftConfig, base: Mapping[str, Tensor], 
             parts = key.removeprefix("base_model.model.").split(".")
             name = ".".join(part for part in parts if part not in _INNER)
             if name in own or _same(base.get(name), file, key):
+                written.add(name)
+                continue
+            inner = max((at for at, part in enumerate(parts) if part in _INNER), default=-1)
+            if any(part.startswith((mark, _TOKENS)) for part in parts[inner + 1 :]):
                 continue
             # As PEFT looks for modules to save: by how their names end.
             modules = accumulate(parts[:-1], lambda above, part: f"{above}.{part}")
-            if not _INNER.intersection(parts) and (
-                any(part.startswith((mark, _TOKENS)) for part in parts)
-                or (biases == "all" and parts[-1] == "bias")
-                or (biases != "none" and key.removesuffix(".bias") in adapted)
-                or any(module.endswith(saved) for module in modules)
-            ):
+            if inner < 0 and any(module.endswith(saved) for module in modules):
+                continue
+            adapted_bias = biases != "none" and key.removesuffix(".bias") in adapted
+            if inner < 0 and parts[-1] == "bias" and (biases == "all" or adapted_bias):
+                written.add(name)
                 continue
             raise ConfigurationError(
                 f"{folder / WEIGHTS} holds {name[:120]!r}, which is no part of the adapter: it would be "
                 "written over the base model's. Take it out of the file"
             )
+    return written
 
 
 def _same(held: Tensor | None, file: Any, key: str) -> bool:

@@ -163,13 +163,12 @@ def _loaded(model: Any, folder: Path, session: Session, *, allow_other_base: boo
     base, own = dict(base_model(model).named_parameters()), _resized(model, session)
     versions = {name: each._version for name, each in base.items() if not isinstance(each, RemoteWeight)}
     try:
-        check_weights(folder, config, base, own)
+        written = check_weights(folder, config, base, own)
         with no_untrue_warnings():
             loaded = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
         # Whatever PEFT makes of the names in the file.
         for name, version in versions.items():
-            own_too = name in own or (getattr(config, "bias", "none") != "none" and name.endswith(".bias"))
-            if base[name]._version != version and not own_too:
+            if base[name]._version != version and name not in written:
                 raise ConfigurationError(
                     f"the adapter in {folder} has written over {name} of the base model: load the model again"
                 )

@@ -324,7 +324,7 @@ def test_what_no_folder_may_ask_for(
             "model.embed_tokens.token_adapter.base_layer.weight",
             {"trainable_token_indices": {"embed_tokens": [0]}},
         ),
-        ("model.embed_tokens.base_layer.lora_x", {}),
+        ("model.layers.0.self_attn.q_proj.lora_A.base_layer.weight", {}),
         ("model.norm.bias", {"bias": "lora_only"}),
     ],
 )
@@ -348,7 +348,7 @@ def test_what_is_written_over_the_base_all_the_same_is_noticed(
     session: tenant_sdk.Session, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT may come to read names in other ways."""
-    monkeypatch.setattr("tenant_sdk.tuning.folders.check_weights", lambda *_: None)
+    monkeypatch.setattr("tenant_sdk.tuning.folders.check_weights", lambda *_: set())
     weights = load_file(saved / "adapter_model.safetensors")
     model = session.load_model(progress=False)
     weights["base_model.model.model.norm.weight"] = torch.ones_like(model.model.norm.weight)

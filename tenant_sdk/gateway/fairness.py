@@ -1,0 +1,77 @@
+"""Which waiting sequences may begin, so that one client's do not make those of others wait. No I/O, no clock.
+
+FlexLLM shares the tokens of a step among its tenants. Here the clients of a gateway take turns with what a
+step has: seats, places for adapters, and rows for prompts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tenant_sdk.gateway.doorkeeper import Shares
+
+
+class Wanted(NamedTuple):
+    """A sequence.
+
+    Attributes:
+        name: of the sequence.
+        client: that it is for.
+        adapter: a number; 0: none.
+        reading: it has begun, and not all of its prompt is read.
+    """
+
+    name: str
+    client: str
+    adapter: int = 0
+    reading: bool = False
+
+
+def in_turn(
+    running: Sequence[Wanted], waiting: Sequence[Wanted], seats: int, places: int, clients: int
+) -> list[str]:
+    """Names of the waiting sequences that may begin now, in order; the others wait for another step.
+
+    The client that has the fewest sequences comes first. A part of all seats and places stays free for each
+    client (``Shares``). While others want something, one long prompt of a client is read at a time.
+
+    Args:
+        running: sequences that have begun, in the order in which they did.
+        waiting: the others, in the order in which they came.
+        seats: sequences that may run at once.
+        places: different adapters that may run at once.
+        clients: how many there may be.
+    """
+    held = Counter(each.client for each in running)
+    seated, placed = Shares(seats, clients, dict(held)), Shares(places, clients)
+    adapters = {0}
+    for each in running:
+        if each.adapter not in adapters:
+            adapters.add(each.adapter)
+            placed.taken[each.client] = placed.taken.get(each.client, 0) + 1
+    queues: dict[str, deque[Wanted]] = {}
+    for each in waiting:
+        queues.setdefault(each.client, deque()).append(each)
+    if len(queues.keys() | held.keys()) > 1:
+        for client in {each.client for each in running if each.reading}:
+            queues.pop(client, None)
+    begin = []
+    while queues:
+        client = min(
+            queues, key=lambda client: held[client]
+        )  # of those that have as many, the first that came
+        each = queues[client].popleft()
+        if not seated.take(client, 1):
+            del queues[client]
+            continue
+        if each.adapter in adapters or placed.take(client, 1):
+            adapters.add(each.adapter)
+            begin.append(each.name)
+            held[client] += 1
+        else:
+            seated.give_back(client, 1)
+        if not queues[client]:
+            del queues[client]
+    return begin
