@@ -113,8 +113,8 @@ def check_weights(
         own: names of those that may be written over, such as embeddings that the user has resized.
 
     Returns:
-        Names of the model's parameters that PEFT will write: those of ``own``, with what they are already, and
-        biases that the adapter was trained with.
+        Names of the model's parameters that PEFT will write: those of ``own``, those that it writes with what
+        they are already, and biases that the adapter was trained with.
 
     Raises:
         ConfigurationError: there are some; the message names one.
