@@ -9,21 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.latency import Line
 from shared.wire.header import member_indices
 
 # Guesses for a shape that was never measured, of an ordinary processor.
 GUESSED_BYTES_PER_SECOND = 1e10
 GUESSED_PRODUCTS_PER_SECOND = 2.5e10
-LEARNING = 0.1  # weight of the newest product
-OUTLIER = 4.0  # a product interrupted by something else counts as no more than this times the forecast
-
-
-@dataclass
-class Line:
-    """``seconds = fixed + per_row * rows``, for all members of a group."""
-
-    fixed: float
-    per_row: float
 
 
 @dataclass(frozen=True)
@@ -74,24 +65,12 @@ class LatencyModel:
 
     def seconds(self, group: int, direction: int, members: int, rows: int) -> float:
         """The forecast for one product."""
-        line = self.line(group, direction)
-        return (line.fixed + line.per_row * rows) * self.share(group, members)
+        return self.line(group, direction).seconds(rows) * self.share(group, members)
 
     def rows(self, group: int, direction: int, members: int, seconds: float) -> int:
         """How many rows can be multiplied within some seconds; may be 0 or less."""
-        line = self.line(group, direction)
-        return int((seconds / self.share(group, members) - line.fixed) / line.per_row)
+        return self.line(group, direction).rows(seconds / self.share(group, members))
 
     def observe(self, group: int, direction: int, members: int, rows: int, seconds: float) -> None:
-        """Correct the forecast by a product that took some seconds.
-
-        Whichever of the two terms was the larger takes the blame.
-        """
-        line, share = self.line(group, direction), self.share(group, members)
-        seconds = min(seconds / share, OUTLIER * (line.fixed + line.per_row * rows))
-        if line.per_row * rows < line.fixed:
-            right = max(seconds - line.per_row * rows, 0.1 * line.fixed)
-            line.fixed += LEARNING * (right - line.fixed)
-        else:
-            right = max((seconds - line.fixed) / rows, 0.1 * line.per_row)
-            line.per_row += LEARNING * (right - line.per_row)
+        """Correct the forecast by a product that took some seconds."""
+        self.line(group, direction).observe(rows, seconds / self.share(group, members))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from provider.engine.latency import LatencyModel, Line, Shape
+from provider.engine.latency import LatencyModel, Shape
 from provider.executor.products import GroupExecutor
+from shared.latency import Line
 from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Manifest
 

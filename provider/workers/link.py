@@ -19,11 +19,11 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from provider.engine.latency import Line
 from provider.engine.loop import Loop
 from provider.executor.stripes import Gathering, Stripe
 from provider.workers.memory import Segment
 from shared.errors import WireError
+from shared.latency import Line
 from shared.transport.colocated import SharedMemory
 from shared.wire.messages import GroupInfo
 

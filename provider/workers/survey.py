@@ -18,7 +18,6 @@ from provider.engine.latency import (
     GUESSED_BYTES_PER_SECOND,
     GUESSED_PRODUCTS_PER_SECOND,
     LatencyModel,
-    Line,
     Shape,
 )
 from provider.engine.profiling import profile
@@ -29,6 +28,7 @@ from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from provider.workers.planner import Device
 from provider.workers.world import processors_each
 from shared.errors import ConfigurationError
+from shared.latency import Line
 from shared.ring.fixed_point import LARGEST
 from shared.wire.header import RINGS, Direction
 from shared.wire.messages import GroupInfo, Member

@@ -19,7 +19,6 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from provider.engine.latency import Line
 from provider.engine.profiling import profile
 from provider.executor.loading import Numerics, device_of
 from provider.executor.products import GroupExecutor, check_finite
@@ -44,6 +43,7 @@ from provider.workers.link import (
 from shared.checkpoint import Checkpoint
 from shared.devices import pin
 from shared.errors import SymbiosisError, WireError
+from shared.latency import Line
 from shared.transport.colocated import SharedMemory
 from shared.wire.header import Direction
 from shared.wire.protocol import GroupShape

@@ -1,7 +1,7 @@
 """Which waiting sequences may begin, so that one client's do not make those of others wait. No I/O, no clock.
 
-FlexLLM shares the tokens of a step among its tenants. Here the clients of a gateway take turns with what a
-step has: seats, places for adapters, and rows for prompts.
+FlexLLM fills what the latency of a step leaves (§6.2), and shares tokens among tenants (appendix C). Here the
+clients of a gateway take turns with what a step has: seats, places for adapters, and rows for prompts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shared.latency import Line
 from tenant_sdk.gateway.doorkeeper import Shares
+
+SLOWER = 1.5  # times as long a step may take for prompts of one client while others want something
+LEAST_ROWS = 16  # of prompts, however long they take
 
 
 class Wanted(NamedTuple):
@@ -75,3 +79,15 @@ def in_turn(
         if not queues[client]:
             del queues[client]
     return begin
+
+
+def rows_of_step(line: Line, written: int, most: int) -> int:
+    """How many rows a step may have whose sequences are of several clients.
+
+    Args:
+        line: how long steps take.
+        written: rows of sequences whose prompt is read.
+        most: rows of any step.
+    """
+    seconds = SLOWER * line.seconds(max(1, written))
+    return min(most, max(line.rows(seconds), written + LEAST_ROWS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
+from shared.latency import Line
 from tenant_sdk.gateway.doorkeeper import Allowance
-from tenant_sdk.gateway.fairness import Wanted, in_turn
+from tenant_sdk.gateway.fairness import Wanted, in_turn, rows_of_step
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended, client_of
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
+GUESSED_LINE = 0.02, 0.0005  # seconds of a step, and more for each row; what is seen corrects them
 # Of a processor, for the constraints of one client's sequences. The first masks take longer than the others.
 GRACE_SECONDS, STEP_SECONDS = 0.2, 0.01
 
@@ -33,6 +36,8 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
+        self._line = Line(*GUESSED_LINE)
+        self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._allowance = Allowance(GRACE_SECONDS, STEP_SECONDS)
         self._folder, self._ended = Path(self.vllm_config.model_config.model), Ended()
         manager = self.structured_output_manager
@@ -46,6 +51,7 @@ class Scheduler(Base):  # type: ignore[misc]
         """See vLLM; clients take turns. Blocks that a step writes are remembered, since clients hang up."""
         # A sequence that is written needs one row; prompts get what is left.
         self.running.sort(key=_reads)
+        self._pace()
         waiting = {each.request_id: each for each in sorted(self.waiting, key=lambda each: each.arrival_time)}
         begin = in_turn(
             [_wanted(each, _reads(each)) for each in self.running],
@@ -58,6 +64,7 @@ class Scheduler(Base):  # type: ignore[misc]
         self.waiting.extend(waiting.pop(name) for name in begin)
         scheduled = super().schedule(*arguments, **options)
         self.waiting.extend(waiting.values())
+        self._began = time.monotonic()
         cached = self.cache_config.enable_prefix_caching  # else nobody finds them
         self._written = {
             request: [block for blocks in self.kv_cache_manager.get_block_ids(request) for block in blocks]
@@ -65,10 +72,25 @@ class Scheduler(Base):  # type: ignore[misc]
         }
         return scheduled
 
+    def _pace(self) -> None:
+        """Have prompts of one client leave a part of each step to the others."""
+        reading = sum(map(_reads, self.running))
+        written = (len(self.running) - reading) * (1 + self.num_spec_tokens)
+        wanting = {client_of(each.request_id) for each in self.waiting}
+        several = len({client_of(each.request_id) for each in self.running} | wanting) > 1
+        rows = rows_of_step(self._line, written, self._most_rows) if several else self._most_rows
+        self.max_num_scheduled_tokens = rows
+        # What has begun comes first in vLLM, and would take all rows.
+        most = max(1, (rows - written) // (reading + 1)) if several and wanting else 0
+        self.scheduler_config.long_prefill_token_threshold = most
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """See vLLM; what failed ends with an error, and nothing of it stays in the cache of prefixes."""
+        rows = scheduler_output.total_num_scheduled_tokens
+        if rows and not isinstance(model_runner_output, FailedStep):
+            self._line.observe(rows, time.monotonic() - self._began)
         scheduled = scheduler_output.num_scheduled_tokens.keys()
         lost: dict[str, str] = getattr(model_runner_output, "lost", {})
         failed = scheduled if isinstance(model_runner_output, FailedStep) else lost.keys()

@@ -263,8 +263,6 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "max-num-seqs": options.max_sequences,
         # Long prompts are read in several steps: each sequence that is written waits for a whole step.
         "max-num-batched-tokens": max(STEP_ROWS, options.max_sequences * (1 + drafts)),
-        # So that prompts of two clients are read at once.
-        "long-prefill-token-threshold": STEP_ROWS // 2 if clients > 1 else 0,
         "additional-config": json.dumps({"clients": clients}),
         "kv-cache-memory-bytes": int(options.kv_memory_gib * 2**30),
         "allowed-origins": "[]",  # no page of elsewhere may read what is answered here

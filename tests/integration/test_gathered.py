@@ -15,12 +15,13 @@ from test_workers import SECONDS, answered, compare, engine_of, requests
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from provider.engine.engine import Engine
-from provider.engine.latency import Line, Shape
+from provider.engine.latency import Shape
 from provider.executor.base import BaseExecutor
 from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.link import Share
 from provider.workers.pool import Sharding, WorkerPool
 from shared.errors import SymbiosisError, WireError
+from shared.latency import Line
 from shared.wire.header import Direction
 from shared.wire.messages import GroupInfo, Member
 

@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant_sdk.gateway.fairness import Wanted, in_turn
+from shared.latency import Line
+from tenant_sdk.gateway.fairness import LEAST_ROWS, SLOWER, Wanted, in_turn, rows_of_step
 
 
 def several(client: str, count: int, first: int = 0, adapter: int = 0) -> list[Wanted]:
@@ -50,6 +51,15 @@ def test_one_long_prompt_of_a_client_is_read_at_a_time() -> None:
     running = [Wanted("a0", "a", reading=True)]
     assert in_turn(running, [*several("a", 3, 1), *several("b", 2)], 32, 0, 2) == ["b0", "b1"]
     assert in_turn(running, several("a", 3, 1), 32, 0, 2) == ["a1", "a2", "a3"]  # nobody else wants anything
+
+
+def test_a_step_is_little_longer_for_prompts_of_others() -> None:
+    near, far = Line(0.018, 0.0005), Line(0.5, 0.0005)
+    assert rows_of_step(near, 1, 512) == 19
+    assert near.seconds(19) <= SLOWER * near.seconds(1)
+    assert rows_of_step(far, 1, 512) == 501  # on a long way a step takes as long with many rows
+    assert rows_of_step(Line(0.001, 0.01), 4, 512) == 4 + LEAST_ROWS
+    assert rows_of_step(near, 32, 40) == 40
 
 
 sequences = st.lists(

@@ -25,7 +25,7 @@ from simulated import (
     work,
 )
 
-from provider.engine.latency import LatencyModel, Line, Shape
+from provider.engine.latency import LatencyModel, Shape
 from provider.engine.scheduler import (
     INTERACTIVE_SECONDS,
     PIECE_SECONDS,
@@ -44,6 +44,7 @@ from provider.engine.scheduler import (
     make_policy,
     rows_of,
 )
+from shared.latency import Line
 from shared.wire.header import Direction, RequestClass
 
 # -- who comes along -------------------------------------------------------------------------------
