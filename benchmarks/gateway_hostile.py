@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 
 KEYS = ("the-key-of-the-plain-client", "the-key-of-the-hostile-client")
 TOKENS = 8
+Times = dict[str, tuple[list[float], list[float]]]
 PLAIN = {"model": "base", "prompt": "And in the beginning", "temperature": 0, "ignore_eos": True}
 
 
@@ -47,8 +48,8 @@ async def plain(client: openai.AsyncOpenAI, times: list[float]) -> None:
 class Hostile:
     """Clients with another key, or with none, that go on until they are cancelled."""
 
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+    def __init__(self, url: str, adapter: str) -> None:
+        parts, self._adapter = urlsplit(url), adapter
         self._address = (parts.hostname or "", parts.port or 0)
         # Made once: this machine's processors are also those of the gateway.
         member = {"type": "object", "properties": {f"q{j}": {"type": "string"} for j in range(10)}}
@@ -62,6 +63,11 @@ class Hostile:
         self._schemas = [json.dumps(each).encode() for each in constrained]
         self._text = json.dumps({"prompt": "some words " * 700_000}).encode()
         self._tokens = json.dumps({"prompt": [1] * 2_500_000}).encode()
+        many = (
+            b'{"prompt": [' + b"[1]," * 2_000_000,
+            b'{"prompt": "x", "response_format": [' + b"[]," * 2_500_000,
+        )
+        self._values = [each + b"[1]]}" for each in many]
 
     async def _post(self, path: str, body: Any, patience: float = 60.0) -> None:
         """Send it, and read the answer, or leave."""
@@ -130,9 +136,56 @@ class Hostile:
                 writer.close()
 
     async def log_probabilities(self) -> None:
-        """Of prompts, which once had a compiler run."""
-        body = PLAIN | {"echo": True, "logprobs": 5, "max_tokens": 1}
+        """Of prompts, which once had a compiler run; and as many as are taken, and more."""
+        for prompts in (1, 9, 30):
+            body = {"model": "base", "prompt": [[1] * 500] * prompts, "max_tokens": 1, "prompt_logprobs": 20}
+            await self._post("/v1/completions", body)
+
+    async def long_prompts(self) -> None:
+        """As many in a request as a key may have."""
+        body = {"model": "base", "prompt": [[1] * 500] * 30, "max_tokens": 1}
         await self._post("/v1/completions", body)
+
+    async def many_adapters(self) -> None:
+        """One under as many names as have places, with two answers under way for each."""
+        for at in range(16):
+            await self._post("/v1/adapters", {"path": self._adapter, "name": f"name-{at}"})
+        bodies = [PLAIN | {"model": f"name-{at}", "max_tokens": 60} for at in range(16)]
+        await asyncio.gather(*(self._post("/v1/completions", body) for body in 2 * bodies))
+
+    async def small_values(self) -> None:
+        """Bodies of 8 MB that take long to read."""
+        for body in self._values:
+            await self._post("/v1/completions", body)
+
+    async def unread(self) -> None:
+        """Answers that are not read, one after the other on one connection."""
+        text = json.dumps({"prompt": "a " * 200, "return_token_strs": True}).encode()
+        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[1]}\r\n"
+        request = f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
+        _, writer = await asyncio.open_connection(*self._address)
+        try:
+            for _ in range(1000):
+                writer.write(request)
+                await asyncio.sleep(0.01)
+        except OSError:
+            pass  # it is turned away
+        finally:
+            writer.close()
+
+    async def trailers(self) -> None:
+        """Without an end, behind a body, and without a key."""
+        _, writer = await asyncio.open_connection(*self._address)
+        try:
+            head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+            writer.write(head)
+            while True:
+                writer.write(b"x: y\r\n" * 1000)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
 
     async def bad_requests(self) -> None:
         """Values that do not fit, and bodies of 8 MB."""
@@ -173,9 +226,9 @@ def disturbed(kind: Callable[[], Awaitable[None]], count: int) -> Iterator[None]
         process.join()
 
 
-async def measure(url: str, rounds: int, requests: int) -> dict[str, tuple[list[float], list[float]]]:
+async def measure(hostile: Hostile, url: str, rounds: int, requests: int) -> Times:
     """Seconds that the plain client's requests take, undisturbed and disturbed, for each kind."""
-    hostile, found = Hostile(url), dict[str, tuple[list[float], list[float]]]()
+    found: Times = {}
     kinds: dict[str, tuple[Callable[[], Awaitable[None]], int]] = {
         "large schemas, clients that leave": (hostile.schemas, 4),
         "grammars that grow": (hostile.grammars, 2),
@@ -184,8 +237,13 @@ async def measure(url: str, rounds: int, requests: int) -> dict[str, tuple[list[
         "headers that do not end": (hostile.slow_headers, 1),
         "bodies that do not end": (hostile.slow_bodies, 1),
         "connections that say nothing": (hostile.many_connections, 1),
-        "echo and log-probabilities": (hostile.log_probabilities, 2),
+        "log-probabilities": (hostile.log_probabilities, 2),
         "bad requests": (hostile.bad_requests, 2),
+        "long prompts": (hostile.long_prompts, 1),
+        "many adapters": (hostile.many_adapters, 1),
+        "bodies of small values": (hostile.small_values, 2),
+        "answers that are not read": (hostile.unread, 1),
+        "trailers": (hostile.trailers, 1),
     }
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0, timeout=120
@@ -228,11 +286,12 @@ def main() -> None:
         write_model(model, layers=6, width=256, heads=4, feed_forward=704, vocabulary=2048, context=512)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TOKENIZER / file, model)
-        write_absurd(work / "adapters", write_adapters(model, work / "adapters")[0])
+        adapter = write_adapters(model, work / "adapters")[0]
+        write_absurd(work / "adapters", adapter)
         provider = stack.enter_context(executor(model, work / "provider", "--numerics", "ring"))
         masks = stack.enter_context(executor(model, work / "masks", "--numerics", "ring"))
         url = stack.enter_context(gateway(provider, masks, work / "adapters", work, "--api-key-env", "KEYS"))
-        found = asyncio.run(measure(url, options.rounds, options.requests))
+        found = asyncio.run(measure(Hostile(url, adapter), url, options.rounds, options.requests))
     table = Table(title=f"streams of {TOKENS} tokens, ms: p50, p99")
     for column in ("hostile client", "undisturbed", "disturbed", "times, p50", "times, p99"):
         table.add_column(column)

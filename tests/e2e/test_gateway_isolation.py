@@ -6,7 +6,9 @@ import http.client
 import json
 import random
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,7 @@ def running(
     with executor_processes(tls_dir, token_file, folder) as start:
         provider, masks = (start(model, "--numerics", "ring") for _ in range(2))
         options = ("--adapters", folder / "adapters", "--max-sequences", 8, "--max-waiting", 8)
+        options += ("--max-adapters", 4)
         options += ("--api-key-env", "KEYS", "--prefix-cache")
         variables = {"KEYS": " ".join(KEYS), "TMPDIR": str(folder / "tmp")}
         with gateway(provider, masks, folder / "gateway", *options, **variables) as it:
@@ -262,6 +265,27 @@ def test_an_adapter_with_absurd_weights_is_refused(
     status, told = client.ask("/v1/adapters", {"path": folder.name, "name": "absurd"})
     assert (status, b"diverged" in told) == (400, True)
     assert client.ask(TEXT, USUAL[TEXT] | {"model": "absurd"})[0] == 404
+
+
+def test_adapters_of_one_client_do_not_keep_those_of_another_waiting(client: Client, other: Client) -> None:
+    """There are four places, and an adapter that is used without a pause keeps its own."""
+    names = [f"name-{at}" for at in range(5)]
+    for name in names:
+        assert client.ask("/v1/adapters", {"path": "one", "name": name})[0] == 201
+    stop = threading.Event()
+
+    def go_on(name: str) -> None:
+        while not stop.is_set():
+            client.ask(TEXT, {"model": name, "prompt": "And", "max_tokens": 40, "ignore_eos": True})
+
+    with ThreadPoolExecutor(8) as pool:
+        hostile = [pool.submit(go_on, name) for name in 2 * names[:4]]
+        status, _ = other.ask(TEXT, {"model": names[4], "prompt": "And", "max_tokens": 4})
+        assert not any(each.done() for each in hostile)
+        stop.set()
+    assert status == 200
+    for name in names:
+        assert client.ask(f"/v1/adapters/{name}", method="DELETE")[0] == 200
 
 
 def test_rows_that_an_adapter_spoils_end_their_sequence_alone() -> None:
