@@ -23,10 +23,16 @@ class Line:
         """How many are done within some seconds; may be 0 or less."""
         return int((seconds - self.fixed) / self.per_row)
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Correct the forecast by what so many rows took; the larger of the two terms takes the blame."""
+    def observe(self, rows: int, seconds: float, *, fixed: bool | None = None) -> None:
+        """Correct the forecast by what so many rows took.
+
+        Args:
+            rows: how many.
+            seconds: that they took.
+            fixed: the fixed term takes the blame, else the term for rows; None: the larger of the two.
+        """
         seconds = min(seconds, OUTLIER * self.seconds(rows))
-        if self.per_row * rows < self.fixed:
+        if self.per_row * rows < self.fixed if fixed is None else fixed:
             right = max(seconds - self.per_row * rows, 0.1 * self.fixed)
             self.fixed += LEARNING * (right - self.fixed)
         else:

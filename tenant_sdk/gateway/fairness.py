@@ -7,7 +7,7 @@ clients of a gateway take turns with what a step has: seats, places for adapters
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shared.latency import Line
@@ -15,6 +15,7 @@ from tenant_sdk.gateway.doorkeeper import Shares
 
 SLOWER = 1.5  # times as long a step may take for prompts of one client while others want something
 LEAST_ROWS = 16  # of prompts, however long they take
+LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
 
 
 class Wanted(NamedTuple):
@@ -34,12 +35,18 @@ class Wanted(NamedTuple):
 
 
 def in_turn(
-    running: Sequence[Wanted], waiting: Sequence[Wanted], seats: int, places: int, clients: int
+    running: Sequence[Wanted],
+    waiting: Sequence[Wanted],
+    seats: int,
+    places: int,
+    clients: int,
+    *,
+    several: bool = True,
 ) -> list[str]:
     """Names of the waiting sequences that may begin now, in order; the others wait for another step.
 
     The client that has the fewest sequences comes first. A part of all seats and places stays free for each
-    client (``Shares``). While others want something, one long prompt of a client is read at a time.
+    client (``Shares``). If there are several clients, one long prompt of each is read at a time.
 
     Args:
         running: sequences that have begun, in the order in which they did.
@@ -47,6 +54,7 @@ def in_turn(
         seats: sequences that may run at once.
         places: different adapters that may run at once.
         clients: how many there may be.
+        several: more than one client has had sequences lately.
     """
     held = Counter(each.client for each in running)
     seated, placed = Shares(seats, clients, dict(held)), Shares(places, clients)
@@ -58,7 +66,7 @@ def in_turn(
     queues: dict[str, deque[Wanted]] = {}
     for each in waiting:
         queues.setdefault(each.client, deque()).append(each)
-    if len(queues.keys() | held.keys()) > 1:
+    if several:
         for client in {each.client for each in running if each.reading}:
             queues.pop(client, None)
     begin = []
@@ -91,3 +99,21 @@ def rows_of_step(line: Line, written: int, most: int) -> int:
     """
     seconds = SLOWER * line.seconds(max(1, written))
     return min(most, max(line.rows(seconds), written + LEAST_ROWS))
+
+
+class Seen:
+    """Which clients have had sequences lately."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def count(self, clients: Iterable[str], now: float) -> int:
+        """How many there are, with those that have sequences now.
+
+        Args:
+            clients: that have some.
+            now: in seconds, of a clock that only goes on.
+        """
+        self._last |= dict.fromkeys(clients, now)
+        self._last = {client: last for client, last in self._last.items() if now - last < LATELY}
+        return len(self._last)

@@ -122,15 +122,7 @@ class Front:
         """Have a request answered that is in the queue."""
         again = _again(wanted.body, receive)
         if scope["path"] in TOKENIZES:
-            answer = list[Message]()
-
-            async def keep(message: Message) -> None:  # others do not wait until this client reads
-                answer.append(message)
-
-            async with self._turns.taken(client):
-                await self._application(_with_length(scope, wanted.body), again, keep)
-            for message in answer:
-                await send(message)
+            await self._alone(client, _with_length(scope, wanted.body), again, send)
             return
         if wanted.constraint is not None:
             refusal = await _unless_gone(self._judged(client, wanted.constraint), receive)
@@ -141,6 +133,18 @@ class Front:
         name, entered = request_name(client, secrets.token_hex(16)), self._clock()
         scope = _with_length(scope, wanted.body, name.encode())
         await self._application(scope, again, self._explained(send, name, entered))
+
+    async def _alone(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
+        """Have one request at a time answered of those that take the server long; clients take turns."""
+        answer = list[Message]()
+
+        async def keep(message: Message) -> None:  # others do not wait until this client reads
+            answer.append(message)
+
+        async with self._turns.taken(client):
+            await self._application(scope, receive, keep)
+        for message in answer:
+            await send(message)
 
     async def _judged(self, client: str, given: Constraint) -> Refusal:
         """Why a constraint is refused; without a message: it is not."""

@@ -27,8 +27,8 @@ Plain = str | bool | int | float | None
 MESSAGES = 1024
 PARTS = 4096  # of all messages of a chat
 TOOLS_BYTES = 64 << 10
-# That one answer says in one piece: vLLM makes them while all other requests wait.
-LOG_PROBABILITIES = 100_000
+# That one answer has: vLLM makes them while all other requests wait.
+LOG_PROBABILITIES = 25_000
 TOKEN_BYTES = 16  # of a text, for each token that it may have; what is cut off is tokenized too
 FIELDS_BYTES = 4 << 10  # beside
 # OpenAI's that clients send as a matter of course, and that change nothing here.
@@ -99,24 +99,16 @@ class Sampling(Struct, kw_only=True):
         """What is wrong with it that types do not say; empty: nothing."""
         return "truncate_prompt_tokens is -1, or from 1 on" if self.truncate_prompt_tokens == 0 else ""
 
-    def count(self, prompt: int, likeliest: int, written: int, own: int) -> str:
-        """Why there are too many log-probabilities; empty: there are not.
+    def of_tokens(self, prompt: int, likeliest: int, written: int, own: int) -> int:
+        """How many log-probabilities one answer may have at most.
 
         Args:
             prompt: tokens of all prompts.
             likeliest: log-probabilities of each of them.
-            written: tokens of all answers.
+            written: tokens of all answers, with one answer to each prompt.
             own: log-probabilities of each of them.
         """
-        several = max(1, _given(self.n) or 1)
-        found = prompt * likeliest * several + (0 if self.stream is True else written * own * several)
-        if found <= LOG_PROBABILITIES:
-            return ""
-        return (
-            f"up to {found} log-probabilities in one answer, and {LOG_PROBABILITIES} are the most: ask for "
-            "fewer of each token, in several requests, or set max_tokens; those of a stream's answer do not "
-            "count"
-        )
+        return (prompt * likeliest + (0 if self.stream is True else written * own)) * (_given(self.n) or 1)
 
     def constraint(self) -> Constraint | None:
         """See ``constraints.constraint``; the request has it in one field afterwards."""
@@ -147,24 +139,29 @@ class Completion(Sampling, kw_only=True):
             return "a prompt has no tokens"
         if self.echo is True and "" in prompts:
             return "an empty prompt cannot be repeated: leave echo out"
-        texts = [each for each in prompts if isinstance(each, str)]
-        whole = [prompts] if isinstance(prompts[0], int) else prompts
-        lists = [each for each in whole if isinstance(each, list)]
-        longest = max(map(len, lists), default=0)
-        # A text has no more tokens than bytes, but for one that begins it.
-        tokens = [len(each.encode()) + 1 for each in texts] or list(map(len, lists))
+        texts, lists = self._sizes
+        return (
+            _too_long(max(lists, default=0), context)
+            or _too_large(max(texts, default=0), context)
+            or super().check(context)
+        )
+
+    @property
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """Bytes of the prompts that are texts, and tokens of the others."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts: Any = [self.prompt] if one else self.prompt
+        texts = [len(each.encode()) for each in prompts if isinstance(each, str)]
+        return texts, [len(each) for each in prompts if isinstance(each, list)]
+
+    def log_probabilities(self, context: int) -> int:
+        """See ``of_tokens``; a text counts as a token for two bytes, which are seldom less."""
+        texts, lists = self._sizes
+        tokens = [min(context, each) for each in ([size // 2 + 1 for size in texts] or lists)]
         own, of_prompt = _likeliest(self.logprobs), _likeliest(self.prompt_logprobs)
         written = min(context, 16 if _given(self.max_tokens) is None else _given(self.max_tokens))
-        return (
-            _too_long(longest, context)
-            or _too_large(max(tokens) if texts else 0, context)
-            or self.count(
-                sum(min(context, each) for each in tokens),
-                max(of_prompt, own if self.echo is True else 0),
-                written * len(tokens),
-                own,
-            )
-            or super().check(context)
+        return self.of_tokens(
+            sum(tokens), max(of_prompt, own if self.echo is True else 0), written * len(tokens), own
         )
 
 
@@ -248,16 +245,17 @@ class Chat(Sampling, kw_only=True):
 
     def check(self, context: int) -> str:
         """See ``Sampling``."""
-        most = [
-            each for each in map(_given, (self.max_tokens, self.max_completion_tokens)) if each is not None
-        ]
-        own = max(1, _likeliest(self.top_logprobs)) if self.logprobs is True else 0
         return (
             _wrong(self.messages, self.tools)
             or _too_large(len(msgspec.json.encode(self.messages)), context)
-            or self.count(context, _likeliest(self.prompt_logprobs), min([context, *most]), own)
             or super().check(context)
         )
+
+    def log_probabilities(self, context: int) -> int:
+        """See ``of_tokens``."""
+        written = [each for each in (self.max_tokens, self.max_completion_tokens) if isinstance(each, int)]
+        own = max(1, _likeliest(self.top_logprobs)) if self.logprobs is True else 0
+        return self.of_tokens(context, _likeliest(self.prompt_logprobs), min([context, *written]), own)
 
 
 class Tokenizing(Struct, kw_only=True):
@@ -339,8 +337,16 @@ def asked(path: str, body: bytes, context: int) -> Asked | Refusal:
         request = msgspec.json.decode(body, type=kind)
         if wrong := request.check(context):
             return _refused(wrong)
-        wanted = request.constraint() if isinstance(request, Sampling) else None
-        sequences = request.prompts * max(1, _given(request.n) or 1) if isinstance(request, Sampling) else 1
+        wanted, sequences, found = None, 1, 0
+        if isinstance(request, Completion | Chat):
+            wanted, sequences = request.constraint(), request.prompts * (_given(request.n) or 1)
+            found = request.log_probabilities(context)
+        if found > LOG_PROBABILITIES:
+            return _refused(
+                f"up to {found} log-probabilities in one answer, and {LOG_PROBABILITIES} are the most: ask "
+                "for fewer of each token, in several requests, or set max_tokens; those of a stream's answer "
+                "do not count"
+            )
     except ConstraintRefused as error:
         return _refused(str(error))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -14,7 +14,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import Line
 from tenant_sdk.gateway.doorkeeper import Allowance
-from tenant_sdk.gateway.fairness import Wanted, in_turn, rows_of_step
+from tenant_sdk.gateway.fairness import Seen, Wanted, in_turn, rows_of_step
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended, client_of
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
@@ -36,7 +36,7 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._line = Line(*GUESSED_LINE)
+        self._line, self._seen = Line(*GUESSED_LINE), Seen()
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._allowance = Allowance(GRACE_SECONDS, STEP_SECONDS)
         self._folder, self._ended = Path(self.vllm_config.model_config.model), Ended()
@@ -51,7 +51,7 @@ class Scheduler(Base):  # type: ignore[misc]
         """See vLLM; clients take turns. Blocks that a step writes are remembered, since clients hang up."""
         # A sequence that is written needs one row; prompts get what is left.
         self.running.sort(key=_reads)
-        self._pace()
+        several = self._pace()
         waiting = {each.request_id: each for each in sorted(self.waiting, key=lambda each: each.arrival_time)}
         begin = in_turn(
             [_wanted(each, _reads(each)) for each in self.running],
@@ -59,6 +59,7 @@ class Scheduler(Base):  # type: ignore[misc]
             self.max_num_running_reqs,
             self.lora_config.max_loras if self.lora_config else 0,
             self.vllm_config.additional_config["clients"],
+            several=several,
         )
         self.waiting.clear()
         self.waiting.extend(waiting.pop(name) for name in begin)
@@ -72,17 +73,21 @@ class Scheduler(Base):  # type: ignore[misc]
         }
         return scheduled
 
-    def _pace(self) -> None:
-        """Have prompts of one client leave a part of each step to the others."""
-        reading = sum(map(_reads, self.running))
-        written = (len(self.running) - reading) * (1 + self.num_spec_tokens)
+    def _pace(self) -> bool:
+        """Have prompts of one client leave a part of each step to the others; whether there are any."""
+        having = {client_of(each.request_id) for each in self.running}
         wanting = {client_of(each.request_id) for each in self.waiting}
-        several = len({client_of(each.request_id) for each in self.running} | wanting) > 1
+        several = self._seen.count(having | wanting, time.monotonic()) > 1
+        reading = [client_of(each.request_id) for each in self.running if _reads(each)]
+        written = (len(self.running) - len(reading)) * (1 + self.num_spec_tokens)
         rows = rows_of_step(self._line, written, self._most_rows) if several else self._most_rows
         self.max_num_scheduled_tokens = rows
         # What has begun comes first in vLLM, and would take all rows.
-        most = max(1, (rows - written) // (reading + 1)) if several and wanting else 0
-        self.scheduler_config.long_prefill_token_threshold = most
+        others = several and wanting - set(reading)
+        self.scheduler_config.long_prefill_token_threshold = (
+            max(1, (rows - written) // (len(reading) + 1)) if others else 0
+        )
+        return several
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -90,7 +95,9 @@ class Scheduler(Base):  # type: ignore[misc]
         """See vLLM; what failed ends with an error, and nothing of it stays in the cache of prefixes."""
         rows = scheduler_output.total_num_scheduled_tokens
         if rows and not isinstance(model_runner_output, FailedStep):
-            self._line.observe(rows, time.monotonic() - self._began)
+            # Prompts are in every step as long as a client sends them: what they add is theirs.
+            prompts = rows > len(scheduler_output.num_scheduled_tokens) * (1 + self.num_spec_tokens)
+            self._line.observe(rows, time.monotonic() - self._began, fixed=not prompts)
         scheduled = scheduler_output.num_scheduled_tokens.keys()
         lost: dict[str, str] = getattr(model_runner_output, "lost", {})
         failed = scheduled if isinstance(model_runner_output, FailedStep) else lost.keys()

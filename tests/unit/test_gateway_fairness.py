@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.latency import Line
-from tenant_sdk.gateway.fairness import LEAST_ROWS, SLOWER, Wanted, in_turn, rows_of_step
+from tenant_sdk.gateway.fairness import LATELY, LEAST_ROWS, SLOWER, Seen, Wanted, in_turn, rows_of_step
 
 
 def several(client: str, count: int, first: int = 0, adapter: int = 0) -> list[Wanted]:
@@ -50,7 +50,15 @@ def test_an_adapter_of_two_clients_has_one_place() -> None:
 def test_one_long_prompt_of_a_client_is_read_at_a_time() -> None:
     running = [Wanted("a0", "a", reading=True)]
     assert in_turn(running, [*several("a", 3, 1), *several("b", 2)], 32, 0, 2) == ["b0", "b1"]
-    assert in_turn(running, several("a", 3, 1), 32, 0, 2) == ["a1", "a2", "a3"]  # nobody else wants anything
+    alone = in_turn(running, several("a", 3, 1), 32, 0, 2, several=False)
+    assert alone == ["a1", "a2", "a3"]
+
+
+def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
+    seen = Seen()
+    assert seen.count(["a", "b"], 0.0) == 2
+    assert seen.count(["a"], 0.9 * LATELY) == 2
+    assert seen.count(["a"], LATELY) == 1
 
 
 def test_a_step_is_little_longer_for_prompts_of_others() -> None:
@@ -90,3 +98,13 @@ def test_what_begins_fits_and_somebody_always_does(
     for client in Counter(each.client for each in order):
         own = [int(each.name[1:]) for each in order if each.client == client and each.adapter == 0]
         assert own == sorted(own)
+
+
+def test_steps_with_prompts_do_not_change_the_forecast_of_those_without() -> None:
+    line = Line(0.02, 0.0005)
+    for _ in range(100):
+        line.observe(30, 0.08, fixed=False)
+    assert line.fixed == 0.02
+    assert abs(line.per_row - 0.002) < 1e-5  # so fewer rows fit into the same time
+    line.observe(1, 0.05, fixed=True)
+    assert line.fixed > 0.02
