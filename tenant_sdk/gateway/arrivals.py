@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tenant_sdk.gateway.doorkeeper import Door, Refusal, Shares, Strangers
+from tenant_sdk.gateway.front import BODY_BYTES, SMALL_BODY_BYTES
 
 HEADER_SECONDS = 10.0
 HEADER_BYTES = 64 << 10
+HEADERS = 128
 UNREAD_SECONDS = 60.0  # until a client that does not read the rest of its answer is given up
 STRANGERS = 128  # connections that have shown no key
 CONNECTIONS = 1024  # that have shown one, of all clients
@@ -49,7 +52,6 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _rest: asyncio.TimerHandle | None = None
-    _within = False  # a body; what has the form of a header is a trailer there
     _bytes = 0  # of headers that are not complete
 
     def connection_made(self, transport: Any) -> None:
@@ -81,19 +83,14 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         if self._late is not None and self._bytes > HEADER_BYTES:
             self.transport.abort()
 
-    def on_message_begin(self) -> None:
-        """See uvicorn."""
-        self._within = False
-        super().on_message_begin()
-
     def on_header(self, name: bytes, value: bytes) -> None:
         """See httptools.
 
         Raises:
-            ValueError: it is a trailer; uvicorn would keep all of them, without a limit.
+            ValueError: there are too many, and nothing behind them is parsed.
         """
-        if self._within:
-            self._refuse("trailers are not read here")
+        if len(self.headers) >= HEADERS:
+            self._refuse(Refusal(431, "invalid_request_error", f"a request has at most {HEADERS} headers"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -106,11 +103,14 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
             ValueError: there is such a request, and nothing behind it is parsed.
         """
         self._cancel("_late")
-        self._within = True
         answered = self.cycle is None or self.cycle.response_complete
         if not answered or self.transport.get_write_buffer_size():
-            self._refuse("requests are not pipelined here")
+            self._refuse()
         self._cancel("_unread")
+        given = dict(self.headers)
+        if b"transfer-encoding" in given:  # pieces and trailers have no end, and each takes time
+            why = "a request has Content-Length, and is not sent in pieces"
+            self._refuse(Refusal(411, "invalid_request_error", why))
         if self._client is None:
             client = self.shared.door.admit(self.headers)
             if not isinstance(client, Refusal):
@@ -119,6 +119,10 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
                     self.transport.abort()
                     return
                 self._client = client
+        most = SMALL_BODY_BYTES if self._client is None else BODY_BYTES
+        length = given.get(b"content-length", b"0")
+        if len(length) > len(str(most)) or int(length) > most:
+            self._refuse(Refusal(413, "invalid_request_error", f"a request here has {most} bytes at most"))
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -170,11 +174,22 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
             timer.cancel()
             setattr(self, name, None)
 
-    def _refuse(self, why: str) -> None:
-        """Have nothing more parsed of what has come.
+    def _refuse(self, refusal: Refusal | None = None) -> None:
+        """Close the connection, and have nothing more parsed of what has come.
 
         Raises:
             ValueError: always.
         """
-        self.transport.abort()
-        raise ValueError(why)
+        if refusal is None:
+            self.transport.abort()
+            raise ValueError("requests are not pipelined here")
+        body = refusal.encoded()
+        head = (
+            f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        )
+        self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        self.transport.close()
+        raise ValueError(refusal.message)

@@ -123,6 +123,7 @@ def _check(given: Constraint) -> None:
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
+    followed = set[str]()
     for depth, node in _nodes(schema):
         if depth > NESTING:
             raise ConstraintRefused(f"the schema nests more than {NESTING} objects and lists in one another")
@@ -135,7 +136,7 @@ def _check_schema(schema: dict[str, Any]) -> None:
             for name in _COUNTS & node.keys():
                 if isinstance(node[name], (int, float)) and not node[name] <= MOST_ITEMS:
                     raise ConstraintRefused(f"{name} of a schema is at most {MOST_ITEMS}")
-            _follow(schema, node)
+            _follow(schema, node, followed)
 
 
 def _nodes(schema: Any) -> Iterator[tuple[int, Any]]:
@@ -149,19 +150,26 @@ def _nodes(schema: Any) -> Iterator[tuple[int, Any]]:
             waiting += [(depth + 1, child) for child in children]
 
 
-def _follow(schema: dict[str, Any], node: dict[str, Any]) -> None:
-    """Whether the references that begin at a node lead to a schema, and not in a circle."""
-    seen = list[str]()
+def _follow(schema: dict[str, Any], node: dict[str, Any], followed: set[str]) -> None:
+    """Whether the references that begin at a node lead to a schema, and not in a circle.
+
+    Args:
+        followed: references for which that is so; those of this node are added.
+    """
+    seen = set[str]()
     while isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
+        if reference in followed:
+            break
         if reference in seen:
             raise ConstraintRefused("a $ref of the schema leads back to itself")
         if not reference.startswith("#"):
             raise ConstraintRefused("a $ref of a schema leads into the same schema: it begins with #")
-        seen.append(reference)
+        seen.add(reference)
         target: Any = schema
         for part in reference.removeprefix("#").split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             target = target.get(part) if isinstance(target, dict) else None
         if target is None:
-            return  # of another form, or to nothing: compiling it tells
+            break  # of another form, or to nothing: compiling it tells
         node = target
+    followed |= seen

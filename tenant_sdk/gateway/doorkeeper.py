@@ -91,8 +91,10 @@ class Shares:
 
     @property
     def own(self) -> int:
-        """What stays free for each client, until it takes it."""
-        return self.most // (2 * self.clients) if self.clients > 1 else 0
+        """What stays free for each client, until it takes it: one at least, if there is one for each."""
+        if self.clients == 1 or self.most < self.clients:
+            return 0
+        return max(1, self.most // (2 * self.clients))
 
     @property
     def largest(self) -> int:

@@ -33,6 +33,7 @@ from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.trials import Trials
+from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Threads, Turns, asking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -119,7 +120,7 @@ class Endpoints:
         if serving is None:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._gateway = serving
-        self._changing = asyncio.Lock()
+        self._changing = Turns()
         self._last_id, self._began = 0, int(time.time())
         self._seen: dict[str, object] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,6 +156,7 @@ class Endpoints:
         self._gateway.engine = engine_client
         _refuse_unknown_tokens(engine_client)
         _count_no_combinations(engine_client)
+        engine_client.renderer._executor._inner = Threads(TOKENIZING_THREADS)
         await self._try_constraints(engine_client)
         leave_words_out()  # requests come from now on
         if self._gateway.adapters is not None:
@@ -212,7 +214,7 @@ class Endpoints:
             SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
         """
         gateway = self._gateway
-        async with self._changing:
+        async with self._changing.taken(asking.get()):
             adapter = await asyncio.to_thread(
                 take,
                 folder,
@@ -251,7 +253,7 @@ class Endpoints:
 
     async def remove(self, name: str) -> bool:
         """Serve it no more; sequences that use it go on. Whether it was served."""
-        async with self._changing:
+        async with self._changing.taken(asking.get()):
             return await self._forget(name)
 
     async def _forget(self, name: str) -> bool:
@@ -265,7 +267,7 @@ class Endpoints:
 
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
-        async with self._changing:
+        async with self._changing.taken(asking.get()):
             # While the lock was waited for, a request may have come for an adapter that was deleted then.
             if self._gateway.queue.under_way:
                 return

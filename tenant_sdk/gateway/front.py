@@ -16,7 +16,7 @@ from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.requests import Asked, asked, text_bytes
 from tenant_sdk.gateway.status import Ended, Status, request_name
-from tenant_sdk.gateway.trials import Turns
+from tenant_sdk.gateway.turns import Turns, asking
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -34,6 +34,9 @@ SMALL_BODY_BYTES = 64 << 10
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
+LOOKS = 64  # requests for adapters, figures and the like that are answered at once
+# vLLM reads others too: priorities, ranks, formats.
+_HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
 _ERROR = b'data: {"error"'  # an event of a stream
 
 
@@ -78,6 +81,7 @@ class Front:
         self._context, self._judge, self._unserved = context, judge, unserved
         self._arriving, self._turns = Shares(BODIES_BYTES, door.clients), Turns()
         self._readers, self._reader = Turns(), reader
+        self._looks = Shares(LOOKS, door.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -92,6 +96,8 @@ class Front:
         client = self._door.admit(scope["headers"])
         if isinstance(client, Refusal):
             return await _refuse(send, client)
+        asking.set(client)
+        scope = {**scope, "headers": [each for each in scope["headers"] if each[0].lower() in _HEADERS]}
         # A line's end, say, would make it another path here than there.
         named = path.isprintable() and path.startswith(ADAPTER)
         if path not in GENERATES | TOKENIZES | FREE and not named:
@@ -100,7 +106,7 @@ class Front:
             if not isinstance(body, bytes):
                 return await _refuse(send, body)
             if path not in GENERATES | TOKENIZES:
-                return await self._application(scope, _again(body, receive), send)
+                return await self._looked(client, scope, _again(body, receive), send)
             wanted = self._away() or await self._wanted(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
@@ -115,6 +121,16 @@ class Front:
             await self._entered(client, wanted, scope, receive, send)
         finally:
             self._queue.leave(client, wanted.sequences, self._clock() - entered)
+
+    async def _looked(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
+        """Have a request answered that needs no place in the queue."""
+        if not self._looks.take(client, 1):
+            why = "too many requests for adapters or figures are under way with your key; try again"
+            return await _refuse(send, Refusal(429, "overloaded", why, 1))
+        try:
+            await self._application(scope, receive, send)
+        finally:
+            self._looks.give_back(client, 1)
 
     async def _entered(
         self, client: str, wanted: Asked, scope: Message, receive: Receive, send: Send
@@ -283,7 +299,7 @@ def _until_given_up(receive: Receive, send: Send) -> tuple[Receive, Send]:
 
 def _with_length(scope: Message, body: bytes, name: bytes = b"") -> Message:
     """A request whose body was written again, under a name of ours."""
-    replaced = (b"content-length", b"transfer-encoding", b"x-request-id", b"content-type")
+    replaced = (b"content-length", b"content-type")
     headers = [header for header in scope["headers"] if header[0].lower() not in replaced]
     headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
     if name:

@@ -246,7 +246,7 @@ class Chat(Sampling, kw_only=True):
     def check(self, context: int) -> str:
         """See ``Sampling``."""
         return (
-            _wrong(self.messages, self.tools)
+            _wrong(self.messages, self.tools, self.chat_template_kwargs)
             or _too_large(len(msgspec.json.encode(self.messages)), context)
             or super().check(context)
         )
@@ -287,7 +287,7 @@ class TokenizeChat(Tokenizing, kw_only=True):
 
     def check(self, context: int) -> str:
         """See ``Sampling``."""
-        return _wrong(self.messages, self.tools)
+        return _wrong(self.messages, self.tools, self.chat_template_kwargs)
 
 
 class Detokenize(Struct, kw_only=True):
@@ -388,12 +388,18 @@ def _too_large(size: int, context: int) -> str:
     return f"a text of {size} bytes; {most} are the most here, also if it is truncated" if size > most else ""
 
 
-def _wrong(messages: list[ChatMessage], tools: list[Tool] | UnsetType | None) -> str:
+def _wrong(
+    messages: list[ChatMessage],
+    tools: list[Tool] | UnsetType | None,
+    options: ForTemplate | UnsetType | None,
+) -> str:
     """What templates and vLLM would fail at, or take long for."""
     if sum(len(each.content) for each in messages if isinstance(each.content, list)) > PARTS:
         return f"messages of a chat have {PARTS} parts at most"
     if len(msgspec.json.encode(_given(tools))) > TOOLS_BYTES:
         return f"tools have {TOOLS_BYTES} bytes at most"
+    if len(msgspec.json.encode(_given(options))) > FIELDS_BYTES:
+        return f"chat_template_kwargs have {FIELDS_BYTES} bytes at most"
     for message in messages:
         for call in _given(message.tool_calls) or []:
             try:

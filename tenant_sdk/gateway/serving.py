@@ -21,6 +21,7 @@ from tenant_sdk.gateway.adapters import RANKS, largest_rank
 from tenant_sdk.gateway.doorkeeper import LOOPBACK, Door, Queue
 from tenant_sdk.gateway.folder import METHOD, write_folder
 from tenant_sdk.gateway.status import Status
+from tenant_sdk.gateway.turns import TOKENIZING_THREADS
 
 if TYPE_CHECKING:
     from shared.wire.messages import Manifest
@@ -89,6 +90,14 @@ class GatewayOptions:
             raise ConfigurationError("an API key has at least 16 printable ASCII characters")
         if self.adapters is not None and not self.adapters.is_dir():
             raise ConfigurationError(f"there is no such folder: {self.adapters}; make it, it may be empty")
+        sharing = [("--max-sequences", self.max_sequences)]
+        if self.adapters is not None:
+            sharing.append(("--max-adapters", self.max_adapters))
+        for name, most in sharing:
+            if most < len(self.keys):
+                raise ConfigurationError(
+                    f"{name} {most} leaves none to some of {len(self.keys)} keys: give {len(self.keys)} or more"
+                )
         if self.max_rank is not None and self.max_rank not in RANKS:
             raise ConfigurationError(f"--max-rank is one of {', '.join(map(str, RANKS))}")
         if self.max_rank is not None and self.adapters is None:
@@ -264,6 +273,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         # Long prompts are read in several steps: each sequence that is written waits for a whole step.
         "max-num-batched-tokens": max(STEP_ROWS, options.max_sequences * (1 + drafts)),
         "additional-config": json.dumps({"clients": clients}),
+        "renderer-num-workers": TOKENIZING_THREADS,
         "kv-cache-memory-bytes": int(options.kv_memory_gib * 2**30),
         "allowed-origins": "[]",  # no page of elsewhere may read what is answered here
         "uvicorn-log-level": "error",  # a client without a key could have a line written for each request

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
 from tenant_sdk.gateway.beside import Beside
 from tenant_sdk.gateway.constraints import Constraint
-
-
-class Turns:
-    """One at a time; of each client one waits here, so that the others come in between."""
-
-    def __init__(self) -> None:
-        self._own: dict[str, asyncio.Lock] = {}
-        self._all = asyncio.Lock()
-
-    @asynccontextmanager
-    async def taken(self, client: str) -> AsyncIterator[None]:
-        """Wait for the client's turn, and hold it in this block."""
-        async with self._own.setdefault(client, asyncio.Lock()), self._all:
-            yield
+from tenant_sdk.gateway.turns import Turns
 
 
 class Trials(Beside):

@@ -88,15 +88,21 @@ pipelined.sendall(2 * b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
 assert ended(pipelined), "a request that comes before the last one is answered"
 pipelined.close()
 
-trailing = connected()
-trailing.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
-assert trailing.recv(1000).startswith(OK)
-trailing.sendall(b"x: y\r\nz: w\r\n")
-assert ended(trailing), "a trailer"
+for more, status in (
+    (b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"411"),
+    (b"Content-Length: 10000000\r\n\r\n", b"413"),
+    (b"a: b\r\n" * 200, b"431"),
+):
+    refused = connected()
+    refused.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\n" + more)
+    said = refused.recv(1000)
+    assert said.split()[1] == status, said
+    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == int(status)
+    assert ended(refused), "what it sends behind it is not parsed"
 
 arrivals.HEADER_SECONDS = 0.1
 endless = connected()
-endless.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
+endless.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000\r\n\r\n")
 assert endless.recv(1000).startswith(OK)
 assert ended(endless), "a body that nobody waits for"
 arrivals.HEADER_SECONDS = 600.0

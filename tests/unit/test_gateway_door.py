@@ -152,10 +152,13 @@ def test_a_sequence_says_whose_it_is(client: str) -> None:
 
 
 def test_shares_of_many_clients() -> None:
-    shares = Shares(3, clients=5)  # fewer than two for each: nothing can be kept free
+    shares = Shares(3, clients=5)  # fewer than one for each: nothing can be kept free
     assert [shares.take("0", 1) for _ in range(4)] == [True, True, True, False]
     shares.give_back("0", 3)
     assert shares.take("1", 3)
+    shares = Shares(5, clients=4)
+    assert [shares.take("0", 1) for _ in range(3)] == [True, True, False]
+    assert all(shares.take(client, 1) for client in "123")
 
 
 def test_the_stranger_that_waited_longest_makes_room() -> None:
@@ -420,6 +423,8 @@ def test_no_status_yet(tmp_path: Path) -> None:
         ({"host": "0.0.0.0"}, "--api-key-env"),
         ({"host": "::"}, "--api-key-env"),
         ({"keys": ("short",)}, "at least 16"),
+        ({"keys": (KEY, KEY[::-1]), "max_sequences": 1}, "--max-sequences 1 leaves none"),
+        ({"keys": (KEY, KEY[::-1]), "adapters": Path("/"), "max_adapters": 1}, "give 2 or more"),
         ({"max_rank": 7}, "8, 16"),
         ({"adapters": Path("/nowhere")}, "no such folder"),
         ({"speculate": "magic"}, "prompt-lookup"),

@@ -6,7 +6,9 @@ import asyncio
 import functools
 import json
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,12 @@ import pytest
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal
-from tenant_sdk.gateway.front import Front, _failed
+from tenant_sdk.gateway.front import LOOKS, Front, _failed
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import asked
 from tenant_sdk.gateway.status import REMEMBERED, Ended
-from tenant_sdk.gateway.trials import Turns
+from tenant_sdk.gateway.turns import Threads, Turns, asking
 
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
 TEXT = "/v1/completions"
@@ -47,6 +49,7 @@ class Client:
     def __init__(self, there: Front, path: str = TEXT, key: int = 0) -> None:
         self.sent, self._coming = list[dict[str, Any]](), asyncio.Queue[dict[str, Any]]()
         headers = [(b"authorization", f"Bearer {KEYS[key]}".encode()), (b"x-request-id", b"mine")]
+        headers += [(b"x-vllm-priority", b"18446744073709551616"), (b"accept", b"*/*")]
         scope = {"type": "http", "path": path, "headers": headers}
         self.task = asyncio.ensure_future(there(scope, self._coming.get, self._send))
 
@@ -382,3 +385,51 @@ def test_libraries_words_are_left_out(quiet: None, caplog: pytest.LogCaptureFixt
 )
 def test_errors_of_clients_in_a_stream_stay_as_they_are(event: bytes, gateways: bool) -> None:
     assert _failed(event) is gateways
+
+
+def test_threads_are_shared_in_turns() -> None:
+    """One client's long work leaves a thread to the others, however much of it waits."""
+    threads, done, go = Threads(2), list[str](), threading.Event()
+
+    def of(client: str, work: Callable[[], Any]) -> Future[Any]:
+        token = asking.set(client)
+        try:
+            return threads.submit(work)
+        finally:
+            asking.reset(token)
+
+    long = [of("hostile", lambda: go.wait(60)) for _ in range(9)]
+    long[5].cancel()
+    plain = [of("plain", lambda: done.append("plain")) for _ in range(3)]
+    last = of("hostile", lambda: done.append("hostile"))
+    for each in plain:
+        each.result(60)
+    assert done == ["plain"] * 3
+    go.set()
+    last.result(60)
+    assert done[-1] == "hostile"
+    assert isinstance(of("plain", lambda: 1 // 0).exception(60), ZeroDivisionError)
+    threads.shutdown()
+
+
+@awaited
+async def test_figures_and_adapters_have_places_too(tmp_path: Path) -> None:
+    there = front(Working(), tmp_path)
+    waiting = [await Client(there, "/v1/adapters").says(b"") for _ in range(LOOKS)]
+    refused = [each.status for each in waiting if each.sent]
+    assert refused == [429] * (LOOKS // 4)
+    other = await Client(there, "/metrics", key=1).says(b"")
+    assert not other.sent  # it is answered
+    for each in (*waiting, other):
+        each.task.cancel()
+
+
+@awaited
+async def test_headers_that_are_for_vllm_stay_outside(tmp_path: Path) -> None:
+    working = Working()
+    client = await Client(front(working, tmp_path)).says(BODY)
+    ((*_, last),) = [scope["headers"] for scope in working.scopes]
+    names = [name for name, _ in working.scopes[0]["headers"]]
+    assert names == [b"accept", b"content-length", b"content-type", b"x-request-id"]
+    assert last[1] != b"mine"
+    client.task.cancel()

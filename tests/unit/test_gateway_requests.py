@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from tenant_sdk.gateway.constraints import CHOICES, MEMBERS, SPEC_BYTES, ConstraintRefused, constraint
+from tenant_sdk.gateway.constraints import (
+    CHOICES,
+    MEMBERS,
+    SPEC_BYTES,
+    ConstraintRefused,
+    _check_schema,
+    constraint,
+)
 from tenant_sdk.gateway.doorkeeper import Refusal
 from tenant_sdk.gateway.requests import PARTS, Asked, asked
 
@@ -93,6 +100,7 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         (CHAT, {"n": 19, "logprobs": True, "top_logprobs": 20}, "25536 log-probabilities"),
         (CHAT, {"n": 19, "prompt_logprobs": 20}, "25536 log-probabilities"),
         (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"chat_template_kwargs": {"date": "x" * 5000}}, "4096 bytes"),
         (CHAT, {"messages": IMAGE}, "type"),
         (CHAT, {"messages": PARTED}, str(PARTS)),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
@@ -232,3 +240,23 @@ def test_formats_that_are_refused(given: Any) -> None:
 def test_two_constraints() -> None:
     with pytest.raises(ConstraintRefused, match="not both"):
         constraint({"type": "json_object"}, {"regex": "a"})
+
+
+def test_a_chain_of_references_is_followed_once() -> None:
+    """Not from each of its links to the end, which would take the square of its length."""
+    count, looks = 450, 0
+
+    class Links(dict[str, Any]):
+        def get(self, *arguments: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().get(*arguments)
+
+    def chain(end: str) -> Links:
+        links = {str(at): {"$ref": f"#/links/{at + 1}"} for at in range(count)}
+        return Links(links | {str(count): {"$ref": end}})
+
+    _check_schema(Links({"links": chain("#/nothing")}))
+    assert count <= looks <= 3 * count
+    with pytest.raises(ConstraintRefused, match="leads back to itself"):
+        _check_schema(Links({"links": chain("#/links/7")}))
