@@ -18,6 +18,7 @@ from shared.errors import ConfigurationError
 from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
 from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 from tenant_sdk.storage import check_adapter_folder, check_below, copy_file, disk_errors
+from tenant_sdk.tuning.patterns import without_patterns
 from tenant_sdk.tuning.provenance import RECORD, Provenance
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 USUAL_RANK = 16
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 _FLOATS = ("F64", "F32", "F16", "BF16")
+VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
+PREFIX = "base_model.model."
 _WORDS_BYTES = 1 << 20  # of configurations, and of what a file has beside its numbers
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -148,6 +151,7 @@ def take(
         folder = copies / digest.hexdigest()[:32]
         new = not folder.exists()
         if new:
+            _write_without_patterns(Path(writing), source)
             Path(writing).rename(folder)
     try:
         rank = _check(folder, source, manifest, most_rank)
@@ -172,6 +176,31 @@ def _config(folder: Path, source: Path) -> dict[str, Any]:
             f"{source} holds an adapter of the kind {kind!r}: the gateway serves LoRA alone. Use `generate`"
         )
     return config
+
+
+def _write_without_patterns(folder: Path, source: Path) -> None:
+    """Have vLLM find names in the configuration of a copy; it matches patterns while all sequences wait.
+
+    Raises:
+        ConfigurationError: a pattern is refused, or the folder cannot be read.
+    """
+    config = _config(folder, source)
+    try:
+        with safe_open(str(folder / WEIGHTS), "pt") as file:
+            layers = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"cannot read {source / WEIGHTS}: {error}") from error
+    config = without_patterns(config, sorted(layers))
+    for field in ("rank_pattern", "alpha_pattern"):
+        same: dict[float, list[str]] = {}
+        for name, value in (config.get(field) or {}).items():
+            same.setdefault(value, []).append(re.escape(name))
+        if len(same) > VALUES:
+            raise ConfigurationError(
+                f"{field} of the adapter in {source} has {len(same)} values; {VALUES} are the most"
+            )
+        config[field] = {f"^({'|'.join(names)})": value for value, names in same.items()}
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
 def _rank(config: dict[str, Any], source: Path) -> int:

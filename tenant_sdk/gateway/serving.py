@@ -96,7 +96,7 @@ class GatewayOptions:
         for name, most in sharing:
             if most < len(self.keys):
                 raise ConfigurationError(
-                    f"{name} {most} leaves none to some of {len(self.keys)} keys: give {len(self.keys)} or more"
+                    f"{name} {most} is less than one for each of {len(self.keys)} keys: give a larger one"
                 )
         if self.max_rank is not None and self.max_rank not in RANKS:
             raise ConfigurationError(f"--max-rank is one of {', '.join(map(str, RANKS))}")

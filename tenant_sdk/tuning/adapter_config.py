@@ -7,7 +7,7 @@ None of them is needed for an adapter that has been trained, and none is passed 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from shared.errors import ConfigurationError
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.storage import ADAPTER_CONFIG as FILE
 from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
+from tenant_sdk.tuning.patterns import without_patterns
 
 # The kinds that are loaded, and what the names of their weights hold.
 _KINDS = {
@@ -64,8 +65,11 @@ _LEFT_OUT = frozenset(
 _BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
-def read_adapter_config(folder: Path) -> PeftConfig:
-    """PEFT's configuration of the adapter in a folder.
+def read_adapter_config(folder: Path, modules: Iterable[str]) -> PeftConfig:
+    """PEFT's configuration of the adapter in a folder, without patterns.
+
+    Args:
+        modules: names of all modules of the model that it is for, and of their parameters.
 
     Raises:
         ConfigurationError: it is of another kind than those that work with remote layers, or asks for
@@ -96,7 +100,7 @@ def read_adapter_config(folder: Path) -> PeftConfig:
                 "adapter's folder: anybody may have written it. Have it trained without"
             )
     try:
-        return made(**{name: value for name, value in given.items() if name in known})
+        return made(**without_patterns({name: given[name] for name in given.keys() & known}, modules))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{folder / FILE} cannot be used: {error}") from error
 

@@ -159,7 +159,8 @@ def _loaded(model: Any, folder: Path, session: Session, *, allow_other_base: boo
     record = None if allow_other_base else Provenance.read(folder)
     if record is not None and (differs := record.check(session.manifest, folder)):
         log.warning("%s", differs)
-    config = read_adapter_config(folder)
+    named = (*model.named_modules(), *model.named_parameters())
+    config = read_adapter_config(folder, [name for name, _ in named])
     base, own = dict(base_model(model).named_parameters()), _resized(model, session)
     versions = {name: each._version for name, each in base.items() if not isinstance(each, RemoteWeight)}
     try:

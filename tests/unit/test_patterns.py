@@ -1,0 +1,83 @@
+"""Patterns of an adapter's folder become names, as PEFT matches them, and within a time."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+from peft.utils.other import get_pattern_key
+
+from shared.errors import ConfigurationError
+from tenant_sdk.tuning.patterns import PATTERN_BYTES, PATTERNS, SECONDS, without_patterns
+
+KEYS = ("q_proj", "self_attn.q_proj", r"layers\.\d\..*", "model.layers.1.mlp.up_proj", "^mod.*v_.*")
+NAMES = [
+    f"model.layers.{layer}.{part}"
+    for layer in (0, 1, 11)
+    for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+]
+SLOW = r"(\w|\w|\w)*(\w|\w|\w)*!"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.q_proj",
+        "q_proj",
+        r"model\.layers\.[01]\..*(q|v)_proj",
+        r"(?:.*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.down_proj)",
+        "",
+    ],
+)
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "feedforward_modules"])
+def test_a_pattern_becomes_the_names_that_it_matches(field: str, pattern: str) -> None:
+    found = without_patterns({field: pattern}, NAMES)
+    assert found == {field: [name for name in NAMES if re.fullmatch(pattern, name)]}
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("keys", list(itertools.permutations(KEYS, 3)))
+def test_a_table_has_the_values_that_it_had(field: str, keys: tuple[str, ...]) -> None:
+    given = {key: at + 1 for at, key in enumerate(keys)}
+    found = without_patterns({field: given, "r": 8}, NAMES)
+    assert found["r"] == 8
+    for name in NAMES:
+        before = given.get(get_pattern_key(given, name))
+        assert found[field].get(get_pattern_key(found[field], name)) == before
+
+
+def test_what_is_no_pattern_stays() -> None:
+    config = {"target_modules": "all-linear", "exclude_modules": ["lm_head"], "rank_pattern": {}, "r": 8}
+    assert without_patterns(config, NAMES) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"target_modules": "("}, "no regular expression"),
+        ({"target_modules": "(" * 4000 + ")" * 4000}, str(PATTERN_BYTES)),
+        ({"target_modules": SLOW}, "takes too long"),
+        ({"exclude_modules": SLOW}, "takes too long"),
+        ({"rank_pattern": {SLOW: 4}}, "takes too long"),
+        ({"alpha_pattern": {SLOW: 4}}, "takes too long"),
+        ({"alpha_pattern": dict.fromkeys(map(str, range(PATTERNS + 1)), 1)}, str(PATTERNS)),
+        ({"alpha_pattern": [1]}, "a table"),
+        ({"rank_pattern": {"q_proj": "8"}}, "give numbers"),
+        ({"modules_to_save": ["(a+)+"]}, "no patterns"),
+        ({"layers_pattern": "(a+)+"}, "no patterns"),
+        ({"trainable_token_indices": {"(a+)+": [1]}}, "no patterns"),
+        ({"target_parameters": [3]}, "no patterns"),
+    ],
+)
+def test_what_is_refused(config: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        without_patterns(config, ["model." + "a" * 60, *NAMES])
+
+
+def test_all_patterns_share_a_time() -> None:
+    """By a clock that a quarter of it passes on with each look."""
+    ticks = itertools.count()
+    with pytest.raises(ConfigurationError, match="takes too long"):
+        without_patterns({"target_modules": "m.*"}, NAMES, clock=lambda: next(ticks) * SECONDS / 4)
