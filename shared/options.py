@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from shared.encoded import UNREADABLE
 from shared.errors import CheckpointError, ConfigurationError, SymbiosisError
 from shared.ownership import check_own
 
@@ -171,7 +172,7 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # of tomllib, or of the decoder
+    except UNREADABLE as error:
         raise ConfigurationError(f"{path} is not TOML: {error}") from error
     check_options(given, kinds, str(path))
     return given

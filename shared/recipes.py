@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from shared import compat
+from shared.encoded import UNREADABLE
 from shared.errors import CheckpointError
 from shared.wire.header import DTYPE_CODES
 
@@ -226,7 +227,7 @@ def quantisation_of(folder: Path) -> Mapping[str, Any] | None:
     """
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CheckpointError(f"{folder}/config.json cannot be used: {error}") from error
     for part in (config, config.get("text_config")):
         said = part.get("quantization_config") if isinstance(part, dict) else None

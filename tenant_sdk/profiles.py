@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
+from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.hub import HUB
 from shared.options import check_options, read_options, rename
@@ -218,7 +219,7 @@ def _approvals() -> dict[str, str]:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigurationError(f"{file} cannot be used: {error}. Remove it, and approve again") from error
 
 

@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from provider.serve.descriptors import none_left
+from shared.encoded import UNREADABLE
 from shared.errors import AuthenticationError, ConfigurationError
 from shared.ownership import check_own, user_name
 
@@ -100,7 +101,7 @@ class TokenFile:
             ) from None
         except OSError as error:
             raise ConfigurationError(f"cannot read {self.path}: {error.strerror}") from error
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ConfigurationError(f"{self.path} is not a token file: {error}") from error
         return {name: [StoredToken(kept)] if isinstance(kept, str) else kept for name, kept in found.items()}
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from shared.encoded import UNREADABLE
 from shared.errors import WireError
 from shared.wire.header import DTYPE_NAMES
 
@@ -183,7 +184,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[M]) -> M:
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         # Cut, because it may quote the peer's own field names, which are as long as the peer likes.
         reason = str(error)[:200]
         raise WireError("control_message", f"not a valid {kind.__name__} message: {reason}") from error

@@ -190,7 +190,7 @@ def _write_without_patterns(folder: Path, source: Path) -> None:
             layers = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"cannot read {source / WEIGHTS}: {error}") from error
-    config = without_patterns(config, sorted(layers))
+    config = without_patterns(config, sorted(layers), source)
     for field in ("rank_pattern", "alpha_pattern"):
         same: dict[float, list[str]] = {}
         for name, value in (config.get(field) or {}).items():

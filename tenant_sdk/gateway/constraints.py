@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shared.encoded import UNREADABLE
+
 SPEC_BYTES = 32 << 10  # of a schema or a grammar
 PATTERN_BYTES = 4 << 10
 CHOICES, CHOICE_BYTES = 500, 1 << 10
@@ -115,7 +117,7 @@ def _check(given: Constraint) -> None:
     if given.kind == "json":
         try:
             schema = msgspec.json.decode(given.text)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ConstraintRefused("the schema is not JSON") from error
         if not isinstance(schema, dict):
             raise ConstraintRefused("a schema is an object")

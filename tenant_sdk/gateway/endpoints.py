@@ -24,6 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
+from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
@@ -325,7 +326,7 @@ class Endpoints:
                 raise ConfigurationError("this gateway was started without --adapters, so it takes none")
             path = (folder / asked.path).resolve()
             adapter = await self.add(path, asked.name or path.name)
-        except (SymbiosisError, msgspec.DecodeError, OSError, ValueError) as error:
+        except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:
             return _answer(Refusal(400, "invalid_request_error", str(error)))
         return JSONResponse(_shown(adapter), 201)
 

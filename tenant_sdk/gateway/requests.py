@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from shared.encoded import UNREADABLE
 from tenant_sdk.gateway.constraints import Constraint, ConstraintRefused, constraint
 from tenant_sdk.gateway.doorkeeper import Refusal
 
@@ -349,7 +350,7 @@ def asked(path: str, body: bytes, context: int) -> Asked | Refusal:
             )
     except ConstraintRefused as error:
         return _refused(str(error))
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except (UnicodeError, *UNREADABLE) as error:
         return _refused(f"the body is not as it should be: {error}")
     return Asked(_given(request.model) or "", sequences, wanted, msgspec.json.encode(request))
 
@@ -404,7 +405,7 @@ def _wrong(
         for call in _given(message.tool_calls) or []:
             try:
                 arguments = msgspec.json.decode(call.function.arguments or "{}")
-            except (msgspec.DecodeError, RecursionError):
+            except UNREADABLE:
                 arguments = None
             if not isinstance(arguments, dict):
                 return "arguments of a tool call are an object in JSON"

@@ -20,6 +20,7 @@ import msgspec
 import transformers
 from transformers import AutoConfig, GenerationConfig, LevitConfig, PreTrainedConfig
 
+from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, ModelMismatch
 from shared.options import closest
 from shared.wire.messages import Manifest
@@ -223,7 +224,7 @@ class _Limits:
 def _object(data: bytes, name: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ModelMismatch(f"the executor's {name} is refused: {str(error)[:200]}") from error
 
 

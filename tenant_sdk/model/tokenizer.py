@@ -13,6 +13,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from shared.encoded import UNREADABLE
 from shared.errors import ModelMismatch
 from tenant_sdk.model.tokenizer_file import MOST_TOKEN, check_letters, safe_tokenizer
 
@@ -129,7 +130,7 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Any:
 def _read(files: Mapping[str, bytes], name: str, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(files.get(name, b"{}"), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ModelMismatch(f"the executor's {name} is refused: {str(error)[:200]}") from error
 
 

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from shared.encoded import UNREADABLE
 from shared.errors import ModelMismatch
 
 # How many characters, and in the end tokens, one character of text may become. Of the tokenizers in use
@@ -256,7 +257,7 @@ def safe_tokenizer(data: bytes) -> str:
     """
     try:
         file = msgspec.json.decode(_with_model_type(data), type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise _refused(str(error)[:200]) from error
     _check_vocabulary(file)
     growth = _growth(_list(file.normalizer, "normalizers")) * _growth(

@@ -18,6 +18,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftConfig, PeftType
 from safetensors import safe_open
 from torch import Tensor
 
+from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.storage import ADAPTER_CONFIG as FILE
@@ -77,7 +78,7 @@ def read_adapter_config(folder: Path, modules: Iterable[str]) -> PeftConfig:
     """
     try:
         given = msgspec.json.decode((folder / FILE).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigurationError(f"cannot read {folder / FILE}: {error}") from error
     kind = given.get("peft_type")
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -100,7 +101,8 @@ def read_adapter_config(folder: Path, modules: Iterable[str]) -> PeftConfig:
                 "adapter's folder: anybody may have written it. Have it trained without"
             )
     try:
-        return made(**without_patterns({name: given[name] for name in given.keys() & known}, modules))
+        given = {name: given[name] for name in given.keys() & known}
+        return made(**without_patterns(given, modules, folder))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{folder / FILE} cannot be used: {error}") from error
 

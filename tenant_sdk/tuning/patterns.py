@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import regex
@@ -27,33 +28,39 @@ _ALL = "all-linear"  # PEFT's word
 
 
 def without_patterns(
-    config: Mapping[str, Any], modules: Iterable[str], clock: Callable[[], float] = time.monotonic
+    config: Mapping[str, Any],
+    modules: Iterable[str],
+    folder: Path,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """An adapter's configuration that does the same to these modules, and holds names for patterns.
 
     Args:
         config: as ``adapter_config.json`` has it.
         modules: names of all modules, or of those that the adapter has weights for.
+        folder: that errors name.
         clock: in seconds.
 
     Raises:
         ConfigurationError: a pattern is too large, takes too long or is none.
     """
-    names, made = _Names(list(modules), clock), dict(config)
+    names, made = _Names(list(modules), f"the adapter in {folder}", clock), dict(config)
     for field in _PATTERNS:
         if isinstance(given := config.get(field), str) and given != _ALL:
             made[field] = [name for name in names.all if names.matches(given, name)]
     for field in _TABLES:
         if (given := config.get(field)) is not None:
             if not isinstance(given, dict) or len(given) > PATTERNS:
-                raise ConfigurationError(f"{field} of an adapter is a table of at most {PATTERNS} patterns")
+                raise ConfigurationError(
+                    f"{names.where} has a {field} that is no table of at most {PATTERNS} patterns"
+                )
             made[field] = names.table(field, given)
     for field in _NAMES:
         given = config.get(field)
         for name in [given] if isinstance(given, str) else given if isinstance(given, (list, dict)) else []:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise ConfigurationError(
-                    f"{field} of an adapter has {name!r:.80}: give names, and no patterns"
+                    f"{names.where} has {name!r:.80} as {field}: give names, and no patterns"
                 )
     return made
 
@@ -61,8 +68,8 @@ def without_patterns(
 class _Names:
     """See ``without_patterns``."""
 
-    def __init__(self, names: list[str], clock: Callable[[], float]) -> None:
-        self.all, self._clock, self._end = names, clock, clock() + SECONDS
+    def __init__(self, names: list[str], where: str, clock: Callable[[], float]) -> None:
+        self.all, self.where, self._clock, self._end = names, where, clock, clock() + SECONDS
 
     def matches(self, pattern: str, name: str) -> bool:
         """Whether a pattern matches a whole name.
@@ -70,7 +77,7 @@ class _Names:
         Raises:
             ConfigurationError: it is too large, takes too long or is none.
         """
-        what = f"the pattern {pattern[:80]!r} of an adapter"
+        what = f"the pattern {pattern[:80]!r} of {self.where}"
         if len(pattern) > PATTERN_BYTES:
             raise ConfigurationError(f"{what} has more than {PATTERN_BYTES} characters")
         try:
@@ -100,7 +107,7 @@ class _Names:
             if keys:
                 value = given[min(keys, key=order.__getitem__)]
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise ConfigurationError(f"{field} of an adapter has {value!r:.80}: give numbers")
+                    raise ConfigurationError(f"{self.where} has {value!r:.80} in {field}: give numbers")
                 found[name] = value
         return found
 

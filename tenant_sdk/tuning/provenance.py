@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.model.naming import Base, plain_name
 
@@ -74,7 +75,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode((folder / RECORD).read_bytes(), type=cls)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise ConfigurationError(
                 f"{(source or folder) / RECORD} is damaged: {error}. Restore it, or remove it to load the "
                 "adapter as one that says nothing of its base"

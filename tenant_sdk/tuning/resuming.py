@@ -29,6 +29,7 @@ from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError
 
 STATE = "training_state.safetensors"
@@ -223,7 +224,7 @@ def _read(
                 tensors[name] = stored.get_tensor(name)
                 if tensors[name].dtype != like[name].dtype:
                     raise _other(file, f"{name} is {tensors[name].dtype} there and {like[name].dtype} here")
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+    except (OSError, SafetensorError, *UNREADABLE) as error:
         raise ConfigurationError(f"{file} cannot be read: {error}; remove the folder") from error
     return header, tensors
 

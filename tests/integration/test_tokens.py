@@ -156,7 +156,7 @@ def test_a_missing_file_says_how_to_make_one(tokens: TokenFile) -> None:
         tokens.check_readable()
 
 
-@pytest.mark.parametrize("slip", ["broken", "removed", "folder"])
+@pytest.mark.parametrize("slip", ["broken", "latin", "removed", "folder"])
 def test_a_file_that_breaks_while_it_is_used_locks_nobody_out(
     tokens: TokenFile, caplog: pytest.LogCaptureFixture, slip: str
 ) -> None:
@@ -166,6 +166,8 @@ def test_a_file_that_breaks_while_it_is_used_locks_nobody_out(
     tokens.path.unlink()
     if slip == "broken":
         tokens.path.write_text('{"broken')
+    elif slip == "latin":
+        tokens.path.write_bytes(good[:-1] + ', "Jürg": []}'.encode("latin-1"))
     elif slip == "folder":
         tokens.path.mkdir()
     with caplog.at_level(logging.INFO):

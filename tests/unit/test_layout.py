@@ -20,6 +20,7 @@ OURS_ALLOWED = {
 ROOMS = {
     "shared": [
         "errors",
+        "encoded",
         "ownership",
         "options",
         "forks",

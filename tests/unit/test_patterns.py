@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from peft.utils.other import get_pattern_key
 
 from shared.errors import ConfigurationError
+from tenant_sdk.tuning import patterns
 from tenant_sdk.tuning.patterns import PATTERN_BYTES, PATTERNS, SECONDS, without_patterns
 
 KEYS = ("q_proj", "self_attn.q_proj", r"layers\.\d\..*", "model.layers.1.mlp.up_proj", "^mod.*v_.*")
@@ -18,7 +20,8 @@ NAMES = [
     for layer in (0, 1, 11)
     for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
 ]
-SLOW = r"(\w|\w|\w)*(\w|\w|\w)*!"
+FOLDER = Path("here")
+SLOW = "(.|..|...|....|.....)+[!#]"  # of which regex, too, tries all ways
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,7 @@ SLOW = r"(\w|\w|\w)*(\w|\w|\w)*!"
 )
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "feedforward_modules"])
 def test_a_pattern_becomes_the_names_that_it_matches(field: str, pattern: str) -> None:
-    found = without_patterns({field: pattern}, NAMES)
+    found = without_patterns({field: pattern}, NAMES, FOLDER)
     assert found == {field: [name for name in NAMES if re.fullmatch(pattern, name)]}
 
 
@@ -41,7 +44,7 @@ def test_a_pattern_becomes_the_names_that_it_matches(field: str, pattern: str) -
 @pytest.mark.parametrize("keys", list(itertools.permutations(KEYS, 3)))
 def test_a_table_has_the_values_that_it_had(field: str, keys: tuple[str, ...]) -> None:
     given = {key: at + 1 for at, key in enumerate(keys)}
-    found = without_patterns({field: given, "r": 8}, NAMES)
+    found = without_patterns({field: given, "r": 8}, NAMES, FOLDER)
     assert found["r"] == 8
     for name in NAMES:
         before = given.get(get_pattern_key(given, name))
@@ -50,7 +53,7 @@ def test_a_table_has_the_values_that_it_had(field: str, keys: tuple[str, ...]) -
 
 def test_what_is_no_pattern_stays() -> None:
     config = {"target_modules": "all-linear", "exclude_modules": ["lm_head"], "rank_pattern": {}, "r": 8}
-    assert without_patterns(config, NAMES) == config
+    assert without_patterns(config, NAMES, FOLDER) == config
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def test_what_is_no_pattern_stays() -> None:
         ({"rank_pattern": {SLOW: 4}}, "takes too long"),
         ({"alpha_pattern": {SLOW: 4}}, "takes too long"),
         ({"alpha_pattern": dict.fromkeys(map(str, range(PATTERNS + 1)), 1)}, str(PATTERNS)),
-        ({"alpha_pattern": [1]}, "a table"),
+        ({"alpha_pattern": [1]}, "no table"),
         ({"rank_pattern": {"q_proj": "8"}}, "give numbers"),
         ({"modules_to_save": ["(a+)+"]}, "no patterns"),
         ({"layers_pattern": "(a+)+"}, "no patterns"),
@@ -71,13 +74,14 @@ def test_what_is_no_pattern_stays() -> None:
         ({"target_parameters": [3]}, "no patterns"),
     ],
 )
-def test_what_is_refused(config: dict[str, Any], why: str) -> None:
+def test_what_is_refused(config: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.2)
     with pytest.raises(ConfigurationError, match=why):
-        without_patterns(config, ["model." + "a" * 60, *NAMES])
+        without_patterns(config, ["model." + "a" * 60, *NAMES], FOLDER)
 
 
 def test_all_patterns_share_a_time() -> None:
     """By a clock that a quarter of it passes on with each look."""
     ticks = itertools.count()
     with pytest.raises(ConfigurationError, match="takes too long"):
-        without_patterns({"target_modules": "m.*"}, NAMES, clock=lambda: next(ticks) * SECONDS / 4)
+        without_patterns({"target_modules": "m.*"}, NAMES, FOLDER, clock=lambda: next(ticks) * SECONDS / 4)
