@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
-from shared.hub import checkpoint_folder, id_of_snapshot
+from shared.hub import checkpoint_folder, id_of_snapshot, lies_within
 from shared.options import WEIGHTS, WEIGHTS_INDEX, check_model_folder
 from shared.recipes import Layout
 from shared.stored import Stored, bytes_of
@@ -207,9 +207,8 @@ class Checkpoint:
         Raises:
             CheckpointError: it lies elsewhere. What a provider reads, its tenants can read.
         """
-        folder, path = self.folder.resolve(), (self.folder / name).resolve()
-        blobs = folder.parents[1] / "blobs" if id_of_snapshot(folder) else folder
-        if not path.is_relative_to(folder) and not path.is_relative_to(blobs):
+        path = (self.folder / name).resolve()
+        if not lies_within(self.folder, path):
             raise CheckpointError(
                 f"{self.folder / name} is a link to {path}, which is not in that folder, and tenants would "
                 "get what is there. If that is what you want, put a copy into the folder"

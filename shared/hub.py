@@ -58,6 +58,13 @@ def id_of_snapshot(folder: str | Path) -> HubId | None:
     return hub_id(f"{name}@{snapshot.name}")
 
 
+def lies_within(folder: Path, path: Path) -> bool:
+    """Whether a file lies in a folder, links followed; of a hub's snapshot, also among that hub's files."""
+    folder, path = folder.resolve(), path.resolve()
+    blobs = folder.parents[1] / "blobs" if id_of_snapshot(folder) else folder
+    return path.is_relative_to(folder) or path.is_relative_to(blobs)
+
+
 def asked_of_hub(name: str | Path) -> HubId | None:
     """The model of a hub that a user names, or None: it is a folder. Nothing is asked.
 

@@ -6,6 +6,7 @@ above it, or a link, that somebody else can replace leads to another file.
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import pwd
@@ -39,8 +40,14 @@ def check_own(path: str | Path) -> None:
             raise ConfigurationError(
                 f"there is no {path}, and others can make one: {place.parent} is open to them"
             ) from None
-    except OSError:
-        return  # its reader meets the same, and says what could not be read
+    except OSError as error:
+        if isinstance(error, NotADirectoryError) or error.errno in (None, errno.ELOOP):
+            return  # its reader meets the same, and says what could not be read
+        # A reader that begins at another folder may find it all the same.
+        raise ConfigurationError(
+            f"{path} is refused: a folder on its way cannot be looked at ({error.strerror}). Put a copy "
+            "into a folder of your own"
+        ) from error
 
 
 def check_tree(folder: str | Path) -> None:

@@ -245,8 +245,13 @@ def config_in(folder: Path) -> PreTrainedConfig:
     """
     import transformers
 
+    values = json.loads((folder / "config.json").read_bytes())
+    if isinstance(values, dict) and values.get("configuration_files"):
+        raise CheckpointError(
+            f"{folder}/config.json names other files to be read in its place: remove configuration_files"
+        )
     # transformers asks for it although local files alone are wanted.
-    if name := _backbone(json.loads((folder / "config.json").read_bytes())):
+    if name := _backbone(values):
         raise CheckpointError(
             f"{folder}/config.json names the backbone {name[:80]!r}, which would be loaded from elsewhere; "
             "only models whose folder holds all of them are served"
@@ -264,7 +269,7 @@ def _backbone(read: Any) -> str:
     if not isinstance(read, dict):
         return ""
     name = read.get("backbone")
-    return name if isinstance(name, str) else _backbone(list(read.values()))
+    return name if name and isinstance(name, str) else _backbone(list(read.values()))
 
 
 def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Any
 # OpenMP threads that spin while a request is under way take the processor from an executor on the
 # same machine. Works if this package is imported before torch, whose runtime reads it once.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Where torch.compile keeps code. torch's default is a name in /tmp, which another user may take first.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "symbiosis", "compiled"),
+)
 
 from shared.errors import (
     AuthenticationError,

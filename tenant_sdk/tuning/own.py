@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
-from shared.hub import checkpoint_folder
+from shared.hub import checkpoint_folder, lies_within
 from shared.recipes import config_in
 from tenant_sdk.model.configuration import read_configuration
 from tenant_sdk.model.loading import check_causal
@@ -30,6 +30,8 @@ from tenant_sdk.session import Session
 from tenant_sdk.storage import ADAPTER_CONFIG, disk_errors
 from tenant_sdk.trust.attestation import open_checkpoint
 from tenant_sdk.tuning.sampling import ends_of
+
+_OF_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 
 
 def load(
@@ -179,6 +181,12 @@ def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
     """
     if not folder.is_dir():  # transformers would look for a model of that name
         raise ConfigurationError(f"there is no folder {folder} to take a tokenizer from")
+    for file in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
+        if file.suffix not in _OF_WEIGHTS and not lies_within(folder, file):
+            raise ConfigurationError(
+                f"{file} is a link to {file.resolve()}, which is not in that folder, and would be saved "
+                "beside adapters. If that is what you want, put a copy into the folder"
+            )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RecursionError) as error:

@@ -16,9 +16,10 @@ from conftest import make_model
 from provider.catalog.discovery import discover
 from provider.executor.base import BaseExecutor
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError
+from shared.errors import CheckpointError, ConfigurationError
 from shared.recipes import skeleton
 from shared.wire.messages import Fetch, digest_of
+from tenant_sdk.tuning.own import own_tokenizer
 
 
 def test_a_missing_folder_says_what_a_checkpoint_is(tmp_path: Path) -> None:
@@ -145,13 +146,43 @@ def test_links_out_of_the_folder_are_refused(
 
 
 @pytest.mark.parametrize(
-    "config", [{"model_type": "detr", "backbone": "org/name"}, {"parts": [{"backbone": "org/name"}]}]
+    "config",
+    [
+        {"model_type": "detr", "backbone": "org/name"},
+        {"parts": [{"backbone": "org/name"}]},
+        {"backbone": "", "encoder": {"backbone": "org/name"}},
+    ],
 )
 def test_a_configuration_does_not_name_what_is_elsewhere(config: dict[str, Any], tmp_path: Path) -> None:
     """transformers would ask a hub for it, although the folder was named."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DetrModel"]} | config))
     with pytest.raises(CheckpointError, match="the backbone 'org/name'"):
         skeleton(tmp_path, torch.float32)
+
+
+def test_a_configuration_does_not_name_another_file(tmp_path: Path) -> None:
+    """transformers would read that one, which nobody has looked at."""
+    (tmp_path / "config.json").write_text(json.dumps({"configuration_files": ["config.4.0.0.json"]}))
+    with pytest.raises(CheckpointError, match="configuration_files"):
+        skeleton(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool.jinja"])
+def test_links_out_of_a_tokenizers_folder_are_refused(
+    name: str, tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """It is saved beside adapters, which people pass on."""
+    folder, elsewhere = tmp_path / "tokenizer", tmp_path / "secret"
+    shutil.copytree(Path("examples/base_model"), folder)
+    elsewhere.write_text("a key")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigurationError, match=r"is a link to .*/secret"):
+        own_tokenizer(folder)
+    (folder / name).unlink()
+    (folder / "pytorch_model.bin").symlink_to(elsewhere)  # is not read
+    own_tokenizer(folder)
 
 
 def test_links_of_a_hubs_cache_are_followed(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:

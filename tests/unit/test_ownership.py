@@ -118,6 +118,17 @@ def test_links_in_a_circle_end(tmp_path: Path) -> None:
     check_own(tmp_path / "one")  # its reader says so
 
 
+def test_a_way_that_cannot_be_looked_at_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name from the root on; from the working directory its reader finds it."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(25):  # deeper than the system takes in one name
+        os.mkdir("x" * 200)
+        os.chdir("x" * 200)
+    Path("profile.toml").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot be looked at"):
+        check_own("profile.toml")
+
+
 def test_the_users_own_group(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some systems give each user a group, and let it write everywhere."""
     user = pwd.getpwuid(os.geteuid())
