@@ -13,8 +13,10 @@ from typing import NamedTuple
 from shared.latency import Line
 from tenant_sdk.gateway.doorkeeper import Shares
 
-SLOWER = 1.5  # times as long a step may take for prompts of one client while others want something
+# How many times as long a step may take for prompts: while others write, and else while others may come.
+BESIDE, ALONE = 2.0, 4.0
 LEAST_ROWS = 16  # of prompts, however long they take
+SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
 LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
 
 
@@ -89,16 +91,34 @@ def in_turn(
     return begin
 
 
-def rows_of_step(line: Line, written: int, most: int) -> int:
-    """How many rows a step may have whose sequences are of several clients.
+def rows_of_step(line: Line, written: int, most: int, *, beside: bool) -> int:
+    """How many rows a step may have while there are several clients.
 
     Args:
         line: how long steps take.
         written: rows of sequences whose prompt is read.
         most: rows of any step.
+        beside: clients other than those whose prompts are read have sequences.
     """
-    seconds = SLOWER * line.seconds(max(1, written))
+    seconds = (BESIDE if beside and written else ALONE) * line.seconds(max(1, written))
     return min(most, max(line.rows(seconds), written + LEAST_ROWS))
+
+
+def resting(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[str]:
+    """Names of the sequences that wait for a later step: a client's are sampled a few at a time.
+
+    Sampling sorts as many numbers for a sequence as there are tokens, which can take longer than the step.
+
+    Args:
+        sorting: name and client of each sequence that has them sorted; those that have waited longest first.
+        vocabulary: how many tokens there are.
+    """
+    most, had, rest = max(1, SORTED // vocabulary), Counter[str](), set[str]()
+    for name, client in sorting:
+        had[client] += 1
+        if had[client] > most:
+            rest.add(name)
+    return rest
 
 
 class Seen:

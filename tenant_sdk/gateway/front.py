@@ -91,9 +91,9 @@ class Front:
             return await send({"type": "websocket.close", "code": 1008})
         receive, send = _until_given_up(receive, send)
         path = scope["path"]
-        if path in OPEN:
-            return await self._application(scope, receive, send)
         client = self._door.admit(scope["headers"])
+        if path in OPEN and (self._door.keys or isinstance(client, str)):
+            return await self._application(scope, receive, send)
         if isinstance(client, Refusal):
             return await _refuse(send, client)
         asking.set(client)

@@ -14,7 +14,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import Line
 from tenant_sdk.gateway.doorkeeper import Allowance
-from tenant_sdk.gateway.fairness import Seen, Wanted, in_turn, rows_of_step
+from tenant_sdk.gateway.fairness import Seen, Wanted, in_turn, resting, rows_of_step
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended, client_of
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
@@ -32,6 +32,8 @@ GRACE_SECONDS, STEP_SECONDS = 0.2, 0.01
 
 class Scheduler(Base):  # type: ignore[misc]
     """See vLLM's."""
+
+    running: list[Request]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
@@ -63,7 +65,10 @@ class Scheduler(Base):  # type: ignore[misc]
         )
         self.waiting.clear()
         self.waiting.extend(waiting.pop(name) for name in begin)
+        rest = self._resting() if several else []
+        self.running = [each for each in self.running if each not in rest]
         scheduled = super().schedule(*arguments, **options)
+        self.running = rest + self.running  # so that they come first in the next step
         self.waiting.extend(waiting.values())
         self._began = time.monotonic()
         cached = self.cache_config.enable_prefix_caching  # else nobody finds them
@@ -73,19 +78,25 @@ class Scheduler(Base):  # type: ignore[misc]
         }
         return scheduled
 
+    def _resting(self) -> list[Request]:
+        sorting = [(each.request_id, client_of(each.request_id)) for each in self.running if _sorts(each)]
+        names = resting(sorting, self.vllm_config.model_config.get_vocab_size())
+        return [each for each in self.running if each.request_id in names]
+
     def _pace(self) -> bool:
         """Have prompts of one client leave a part of each step to the others; whether there are any."""
-        having = {client_of(each.request_id) for each in self.running}
-        wanting = {client_of(each.request_id) for each in self.waiting}
-        several = self._seen.count(having | wanting, time.monotonic()) > 1
-        reading = [client_of(each.request_id) for each in self.running if _reads(each)]
-        written = (len(self.running) - len(reading)) * (1 + self.num_spec_tokens)
-        rows = rows_of_step(self._line, written, self._most_rows) if several else self._most_rows
+        there = {client_of(each.request_id) for each in (*self.running, *self.waiting)}
+        several = self._seen.count(there, time.monotonic()) > 1
+        written = sum(not _reads(each) for each in self.running) * (1 + self.num_spec_tokens)
+        readers = {client_of(each.request_id) for each in self.running if _reads(each)}
+        readers |= {client_of(each.request_id) for each in self.waiting}
+        rows, beside = self._most_rows, len(there) > 1
+        if several:
+            rows = rows_of_step(self._line, written, self._most_rows, beside=beside)
         self.max_num_scheduled_tokens = rows
         # What has begun comes first in vLLM, and would take all rows.
-        others = several and wanting - set(reading)
         self.scheduler_config.long_prefill_token_threshold = (
-            max(1, (rows - written) // (len(reading) + 1)) if others else 0
+            max(1, (rows - written) // len(readers)) if len(readers) > 1 else 0
         )
         return several
 
@@ -137,6 +148,14 @@ class Scheduler(Base):  # type: ignore[misc]
 def _reads(request: Request) -> bool:
     """Whether not all of its prompt is read."""
     return bool(request.num_computed_tokens < request.num_prompt_tokens)
+
+
+def _sorts(request: Request) -> bool:
+    """Whether all tokens are looked at, and not only the likeliest is looked for."""
+    asked = request.sampling_params
+    penalties = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty)
+    sorts = asked.top_p < 1 or asked.top_k > 0 or penalties != (0, 0, 1) or asked.logprobs is not None
+    return not _reads(request) and bool(sorts)
 
 
 def _wanted(request: Request, reading: bool = False) -> Wanted:

@@ -10,6 +10,8 @@ from tenant_sdk.gateway.beside import Beside
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.turns import Turns
 
+REMEMBERED = 256  # constraints, of 32 KiB each
+
 
 class Trials(Beside):
     """See ``tenant_sdk.gateway.grammars``.
@@ -23,9 +25,17 @@ class Trials(Beside):
     def __init__(self, tokenizer: Path, tokens: int, end: int) -> None:
         super().__init__("tenant_sdk.gateway.grammars", str(tokenizer), str(tokens), str(end))
         self._turns = Turns()
+        self._known: dict[Constraint, str] = {}  # verdicts, the newest last
 
     async def refusal(self, client: str, given: Constraint) -> str:
         """Why a constraint is refused, or an empty text. A client that leaves has this cancelled."""
+        if (known := self._known.get(given)) is not None:
+            return known
         async with self._turns.taken(client):
             told = await self.ask(msgspec.json.encode(given))
-            return "it could not be tried; try again" if told is None else told.decode()
+        if told is None:
+            return "it could not be tried; try again"
+        self._known[given] = told.decode()
+        if len(self._known) > REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return self._known[given]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -186,9 +187,11 @@ class Worker(Base):  # type: ignore[misc]
     # -- what the server in front is told ----------------------------------------------------------
 
     def _tell(self) -> None:
-        waited = 0.0
+        waited, server = 0.0, os.getppid()
         pause = threading.Event()
         while True:
+            if os.getppid() != server:  # it was killed, and nobody ends this process
+                os._exit(1)
             self._write()
             pause.wait(TELL_SECONDS)
             waited += TELL_SECONDS

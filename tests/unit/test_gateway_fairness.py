@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.latency import Line
-from tenant_sdk.gateway.fairness import LATELY, LEAST_ROWS, SLOWER, Seen, Wanted, in_turn, rows_of_step
+from tenant_sdk.gateway.fairness import (
+    BESIDE,
+    LATELY,
+    LEAST_ROWS,
+    Seen,
+    Wanted,
+    in_turn,
+    resting,
+    rows_of_step,
+)
 
 
 def several(client: str, count: int, first: int = 0, adapter: int = 0) -> list[Wanted]:
@@ -61,13 +70,22 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
     assert seen.count(["a"], LATELY) == 1
 
 
-def test_a_step_is_little_longer_for_prompts_of_others() -> None:
+def test_prompts_take_as_long_as_what_is_written_beside_them() -> None:
     near, far = Line(0.018, 0.0005), Line(0.5, 0.0005)
-    assert rows_of_step(near, 1, 512) == 19
-    assert near.seconds(19) <= SLOWER * near.seconds(1)
-    assert rows_of_step(far, 1, 512) == 501  # on a long way a step takes as long with many rows
-    assert rows_of_step(Line(0.001, 0.01), 4, 512) == 4 + LEAST_ROWS
-    assert rows_of_step(near, 32, 40) == 40
+    assert rows_of_step(near, 1, 512, beside=True) == 38
+    assert near.seconds(38) <= BESIDE * near.seconds(1)
+    assert rows_of_step(near, 22, 512, beside=True) == 79  # beside many sequences, more
+    assert rows_of_step(near, 1, 512, beside=False) == 112  # the next client waits for one such step at most
+    assert rows_of_step(near, 0, 512, beside=True) == 112  # nobody waits for a token
+    assert rows_of_step(far, 1, 512, beside=True) == 512  # on a long way a step takes as long with many rows
+    assert rows_of_step(Line(0.001, 0.01), 4, 512, beside=True) == 4 + LEAST_ROWS
+
+
+def test_a_clients_sequences_are_sampled_a_few_at_a_time() -> None:
+    running = [(f"a{at}", "a") for at in range(5)] + [("b0", "b")]
+    assert resting(running, 2048) == set()
+    assert resting(running, 1 << 16) == {"a2", "a3", "a4"}
+    assert resting(running, 1 << 20) == {"a1", "a2", "a3", "a4"}
 
 
 sequences = st.lists(
