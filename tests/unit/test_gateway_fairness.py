@@ -76,7 +76,7 @@ def test_prompts_take_as_long_as_what_is_written_beside_them() -> None:
     assert near.seconds(38) <= BESIDE * near.seconds(1)
     assert rows_of_step(near, 22, 512, beside=True) == 79  # beside many sequences, more
     assert rows_of_step(near, 1, 512, beside=False) == 111  # the next client waits for one such step at most
-    assert rows_of_step(near, 0, 512, beside=True) == 112  # nobody waits for a token
+    assert rows_of_step(near, 0, 512, beside=True) == 111  # nobody waits for a token
     assert rows_of_step(far, 1, 512, beside=True) == 512  # on a long way a step takes as long with many rows
     assert rows_of_step(Line(0.001, 0.01), 4, 512, beside=True) == 4 + LEAST_ROWS
 
