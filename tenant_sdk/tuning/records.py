@@ -21,11 +21,11 @@ import msgspec
 from msgspec.structs import replace
 
 from shared.errors import ConfigurationError, peer_text
+from tenant_sdk.tuning.parts import REASONING
 
 _NAMES = (".jsonl", ".ndjson", ".json")
 _KEYS = ("text", "prompt", "completion", "messages", "conversations")  # a record needs one of these
 _MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates may write before an answer
 # What holds text, but is none.
 _BINARY = (".parquet", ".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
 
@@ -204,6 +204,8 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     try:
         functions = [msgspec.convert(call, _Call).function for call in calls]
+        for function in functions:
+            msgspec.convert(function.get("name"), str)
         arguments = [_arguments(function.get("arguments")) for function in functions]
     except (msgspec.MsgspecError, TypeError, RecursionError):
         raise ConfigurationError(
@@ -215,7 +217,9 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
             {**call, "function": {**function, "arguments": each}}
             for call, function, each in zip(calls, functions, arguments, strict=True)
         ]
-    said = (*_REASONING, "tool_calls", "content")
+    if any(not isinstance(message.get(name) or "", str) for name in REASONING):
+        raise ConfigurationError(f"{place}: {', '.join(f'`{name}`' for name in REASONING)}: each is a text")
+    said = (*REASONING, "tool_calls", "content")
     if message["role"] == "assistant" and not any(message.get(name) for name in said):
         raise ConfigurationError(f"{place}: an assistant's turn is empty")
     return message
