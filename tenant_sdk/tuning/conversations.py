@@ -121,8 +121,14 @@ class Conversations:
         """The whole conversation is learned, also what is asked.
 
         Raises:
-            ConfigurationError: the template does not take the messages, or does not write an answer.
+            ConfigurationError: the template does not take the messages, or does not write an answer; or a
+                turn has ``weight`` 0.
         """
+        if any(message.get("weight") == 0 for message in messages):
+            raise ConfigurationError(
+                f"{where}: `weight`: 0 of a message says that it is not learned, and training on the prompt "
+                "learns everything; remove it, or train on answers alone"
+            )
         text, _ = _render(self.tokenizer, messages, tools, where)
         for at, message in enumerate(messages):
             if message["role"] == "assistant":

@@ -154,13 +154,14 @@ class Entry:
 class ReadFile:
     """The examples of a file.
 
-    ``unread``: names of its records' keys that are not read. ``tokens``: of a plain text, with a last block
-    that is too short.
+    ``unread``: names of its records' keys that are not read. ``passed``: names of its messages' keys that the
+    chat template alone may read. ``tokens``: of a plain text, with a last block that is too short.
     """
 
     path: Path
     entries: tuple[Entry, ...]
     unread: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
     tokens: int = 0
 
     @property
@@ -200,6 +201,11 @@ class ReadFile:
             )
         if self.unread:
             lines.append(f"{self.path}: these keys of its records are not read: {', '.join(self.unread)}")
+        if self.passed:
+            lines.append(
+                f"{self.path}: these keys of its messages are read by the chat template alone, if at all: "
+                f"{', '.join(self.passed)}"
+            )
         return lines
 
 
@@ -257,8 +263,10 @@ class Reader:
             return ReadFile(path, tuple(Entry(None, whole(block)) for block in blocks), tokens=len(tokens))
         entries: list[Entry] = []
         unread: set[str] = set()
+        passed: set[str] = set()
         for line, record in records_of(path, text):
             unread |= {*record.unread}
+            passed |= {*record.passed}
             examples = self._encode(record, where(path, line))
             if not examples or not all(map(trained_tokens, examples)):
                 raise ConfigurationError(
@@ -267,7 +275,7 @@ class Reader:
             for example in examples:
                 check_embedded(self.tokenizer, example["input_ids"], self.embeddings, where(path, line))
                 entries += self._fitted(example, line)
-        return ReadFile(path, tuple(entries), tuple(sorted(unread)))
+        return ReadFile(path, tuple(entries), tuple(sorted(unread)), tuple(sorted(passed)))
 
     def _fitted(self, example: Example, line: int) -> list[Entry]:
         learned = [label for label in example["labels"] if label != IGNORED]

@@ -12,7 +12,7 @@ The last is ShareGPT's form, and is read as `messages`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,18 @@ from tenant_sdk.tuning.parts import REASONING
 _NAMES = (".jsonl", ".ndjson", ".json")
 _KEYS = ("text", "prompt", "completion", "messages", "conversations")  # a record needs one of these
 _MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
+# Keys of a message that are read. The chat template is given others too.
+_READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *REASONING}
+# Other tools' keys for what is learned, and keys that hold what was said.
+_LEARNED = (
+    *("train", "train_detail", "training", "training_detail", "trainable"),
+    *("loss", "loss_mask", "loss_weight", "mask", "masked"),
+)
+_SAID = {
+    "function_call": "write it as `tool_calls`",
+    "refusal": "write it as `content`",
+    "audio": "sound is not read; remove it",
+}
 # What holds text, but is none.
 _BINARY = (".parquet", ".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
 
@@ -48,6 +60,7 @@ class Record(msgspec.Struct, frozen=True):
 
     ``messages``: each has a ``role``, and its ``content`` as one text. ``tools``: a template may describe
     them. ``conversations`` and ``system`` are read as ``messages``. ``unread``: names of other keys.
+    ``passed``: names of other keys of messages, which the chat template is given.
     """
 
     text: str | None = None
@@ -58,6 +71,7 @@ class Record(msgspec.Struct, frozen=True):
     conversations: list[dict[str, Any]] | None = None
     system: str | None = None
     unread: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
 
 
 def check_data(paths: Sequence[Path]) -> None:
@@ -171,19 +185,24 @@ def _decode(line: str, place: str) -> Record:
                 f"{place}: `messages` is a list of objects that have a `role`, not empty"
             )
         messages = [_message(each, place) for each in messages]
-    unread = tuple(sorted(peer_text(key, _LONGEST_KEY) for key in fields.keys() - read))
-    return replace(record, messages=messages, unread=unread)
+    others = {key for each in messages or () for key, value in each.items() if value is not None} - _READ
+    return replace(record, messages=messages, unread=_names(fields.keys() - read), passed=_names(others))
+
+
+def _names(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(peer_text(key, _LONGEST_KEY) for key in keys))
 
 
 def _shared_conversation(turns: list[dict[str, Any]], system: str | None, place: str) -> list[dict[str, Any]]:
     """ShareGPT's turns as messages; turns that are messages already stay as they are."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for turn in turns:
+        other = {key: value for key, value in turn.items() if key not in ("from", "value")}
         speaker = turn.get("from")
-        if speaker is None and "role" in turn:
+        if other.keys() == turn.keys() and "role" in turn:
             messages.append(turn)
-        elif isinstance(speaker, str) and speaker in _ROLES:
-            messages.append({"role": _ROLES[speaker], "content": turn.get("value")})
+        elif isinstance(speaker, str) and speaker in _ROLES and not turn.keys() & {"role", "content"}:
+            messages.append({"role": _ROLES[speaker], "content": turn.get("value"), **other})
         else:
             raise ConfigurationError(
                 f"{place}: a turn of `conversations` has `from`, one of {', '.join(_ROLES)}, and `value`. "
@@ -199,6 +218,7 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
         ConfigurationError: it holds something else, or an assistant says nothing.
     """
     message = {**given, "content": _content(given.get("content"), place)}
+    _check_keys(message, place)
     if message.get("weight", 1) not in (0, 1):
         raise ConfigurationError(f"{place}: `weight` of a message is 0, not to learn it, or 1")
     calls = message.get("tool_calls") or []
@@ -218,11 +238,28 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
             for call, function, each in zip(calls, functions, arguments, strict=True)
         ]
     if any(not isinstance(message.get(name) or "", str) for name in REASONING):
-        raise ConfigurationError(f"{place}: {', '.join(f'`{name}`' for name in REASONING)}: each is a text")
+        names = ", ".join(f"`{name}`" for name in REASONING)
+        raise ConfigurationError(f"{place}: each of {names} is a text")
     said = (*REASONING, "tool_calls", "content")
     if message["role"] == "assistant" and not any(message.get(name) for name in said):
         raise ConfigurationError(f"{place}: an assistant's turn is empty")
     return message
+
+
+def _check_keys(message: dict[str, Any], place: str) -> None:
+    """Refuse keys that say what is learned or said and are not read.
+
+    Raises:
+        ConfigurationError: there is one; the message names it.
+    """
+    for name in (name for name in _LEARNED if message.get(name) is not None):
+        raise ConfigurationError(
+            f"{place}: `{name}` of a message is not read. Write `weight`: 0 for an answer that is not to be "
+            "learned, and remove it from others"
+        )
+    for name, instead in _SAID.items():
+        if message.get(name) is not None:
+            raise ConfigurationError(f"{place}: `{name}` of a message is not read: {instead}")
 
 
 def _content(content: Any, place: str) -> str:
