@@ -178,10 +178,10 @@ class _Turn:
     def _answer(self, before: str, prompt: list[int], written: str, sample: Sample) -> list[int]:
         """The ids of an answer and of its end."""
         tokenizer, ends = self.of.tokenizer, self.of.ends
-        own = sum(token in ends for token in encode(tokenizer, self.messages[-1]["content"]))
+        own = sum(token in ends for token in encode(tokenizer, sample.filled(before)))
 
         def to_its_end(text: str) -> list[int]:
-            """Up to the first end after those that the answer has itself; empty: there is none."""
+            """Up to the first end behind the answer's last part; empty: there is none."""
             ids = continued(tokenizer, before, prompt, text)
             stops = [at for at, token in enumerate(ids) if token in ends]
             return ids[: stops[own] + 1] if own < len(stops) else []

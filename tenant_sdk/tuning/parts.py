@@ -90,6 +90,16 @@ class Sample:
         """What stands behind the last part."""
         return self.text[self._spans[-1][1] :] if self._spans else ""
 
+    def filled(self, before: str) -> str:
+        """The answer up to the end of its last part.
+
+        It begins behind ``before``, or behind ``ahead`` if the template writes other text before an answer.
+        """
+        begin = len(before) if self.text.startswith(before) else len(self.ahead)
+        answer = self.text[begin : len(self.text) - len(self.behind)]
+        said = self.parts.said
+        return _WORDS.sub(lambda word: str(said[word[0]][1]) if word[0] in said else word[0], answer)
+
     def left_out(self, answered: str, written: str) -> list[str]:
         """Names of the parts that the template does not write.
 

@@ -95,21 +95,28 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-PARTS = st.lists(st.sampled_from(PIECES[:-3]), min_size=1, max_size=6).map("".join)
 ANSWERS = st.fixed_dictionaries(
     {"content": TEXTS},
     optional={
-        "reasoning": PARTS,
+        "reasoning": TEXTS,
         "tool_calls": st.lists(
             st.builds(
                 call,
                 st.sampled_from(("a", "yes", "look_up")),
-                a=PARTS | st.integers() | st.booleans() | st.none() | st.lists(PARTS, max_size=2),
+                a=TEXTS | st.integers() | st.booleans() | st.none() | st.lists(TEXTS, max_size=2),
             ),
             max_size=2,
         ),
     },
 )
+
+
+@functools.cache
+def around(name: str, family: str, turns: int) -> list[list[str]]:
+    """What is learned before and after what each answer says."""
+    tokenizer, ends = tokenizer_of(name, family, all_parts=True)
+    messages = [{"role": role, "content": "zinc"} for _ in range(turns) for role in ("user", "assistant")]
+    return [plain(tokenizer, text).split("zinc") for text in written(tokenizer, ends, messages)]
 
 
 def said_in(message: dict[str, Any], *, opened: bool) -> str:
@@ -135,10 +142,10 @@ def test_learned_tokens_are_the_answers_after_what_inference_sends(
         for asked, answered in turns
         for role, said in (("user", {"content": asked}), ("assistant", answered))
     ]
-    sample = [{"role": message["role"], "content": "zinc"} for message in messages]
-    around = [plain(tokenizer, text).split("zinc") for text in written(tokenizer, ends, sample)]
     found = written(tokenizer, ends, messages)
-    for (_, answered), learned, (before, after) in zip(turns, found, around, strict=True):
+    for (_, answered), learned, (before, after) in zip(
+        turns, found, around(name, family, len(turns)), strict=True
+    ):
         said = said_in(answered, opened=family == "deepseek-r1")
         assert "".join(learned.split()) == before + plain(tokenizer, said) + after
         assert name not in EXACT or said in learned or said.strip() in learned
@@ -249,7 +256,6 @@ def calls(written: str) -> str:
 CONTENT, END = "{{ m.content }}", "<|im_end|>"
 THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 CALLS = calls("{{ c.function.name }} {{ c.function.arguments | tojson }}")
-FULL = chatml(THOUGHT + CONTENT + CALLS + END)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -352,6 +358,38 @@ def test_an_end_that_an_answer_holds_itself_is_part_of_it() -> None:
     tokenizer, ends = tokenizer_of("smollm2", "chatml")
     messages = [CHAT[0], {"role": "assistant", "content": "It is <|im_end|>."}]
     assert learned(tokenizer, ends, messages) == [["It is <|im_end|>.<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("said", "answered", "text"),
+    [
+        (
+            THOUGHT + CONTENT + CALLS + END,
+            answer("Yes", reasoning_content="It is <|im_end|>."),
+            "<think>It is <|im_end|>.</think>Yes<|im_end|>",
+        ),
+        (
+            THOUGHT + CONTENT + CALLS + END,
+            answer(tool_calls=[call("write", text="a<|im_end|>"), call("run", n=1)]),
+            '<call>write {"text": "a<|im_end|>"}</call><call>run {"n": 1}</call><|im_end|>',
+        ),
+        (
+            CONTENT + END + CALLS.replace("<call>", "\n<|im_start|>assistant\n<call>") + END,
+            answer("See", tool_calls=[call("find", q="x"), call("look", q="y")]),
+            'See<|im_end|><|im_start|>assistant\n<call>find {"q": "x"}</call><|im_start|>assistant\n'
+            '<call>look {"q": "y"}</call><|im_end|>',
+        ),
+        # What a template writes behind the end of the answer is not part of it.
+        (CONTENT + END + "{% if loop.last %}<|im_end|>{% endif %}", answer("Yes"), "Yes<|im_end|>"),
+    ],
+)
+def test_an_answer_is_learned_up_to_the_end_behind_its_last_part(
+    said: str, answered: dict[str, Any], text: str
+) -> None:
+    tokenizer, ends = tokenizer_of("smollm2", "chatml")
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = chatml(said)
+    assert learned(tokenizer, ends, [CHAT[0], answered]) == [[text]]
 
 
 def test_with_the_prompt_everything_is_learned() -> None:
