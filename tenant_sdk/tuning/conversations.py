@@ -108,6 +108,12 @@ class Conversations:
             if messages[at].get("weight") == 0:
                 continue
             prompt, answer, labels = _Turn(self, messages[: at + 1], tools, where).tokens()
+            if all(label == IGNORED for label in labels):
+                raise ConfigurationError(
+                    f"{where}: the chat template marks parts with {{% generation %}}, and nothing of an "
+                    "answer. Use a tokenizer whose template marks it (--tokenizer FOLDER), or write "
+                    "`weight`: 0 if it is not to be learned"
+                )
             before = found[-1] if found else {"input_ids": [], "labels": []}
             shared = len(before["input_ids"])
             if prompt[:shared] == before["input_ids"]:
@@ -166,7 +172,12 @@ class _Turn:
             answer = self._answer(before, prompt, written, sample)
             return prompt, answer, answer
         answer, labels = [], []
-        for piece, learned in _marked(before, answered, marks):
+        begin = len(before)
+        if not answered.startswith(before):
+            # The prompt opens the answer otherwise: it begins with the first mark that is its own.
+            _, earlier = self._rendered(self.messages[:-1])
+            begin = min((first for first, _ in sorted(marks)[len(earlier or ()) :]), default=len(answered))
+        for piece, learned in _marked(begin, answered, marks):
             ids = continued(self.of.tokenizer, before, prompt + answer, piece)
             before, answer = before + piece, answer + ids
             labels += ids if learned else [IGNORED] * len(ids)
@@ -230,9 +241,8 @@ def _check(sample: Sample, answered: str, written: str, where: str) -> None:
         )
 
 
-def _marked(before: str, answered: str, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
-    """The pieces of an answer, each with whether the template marks it as an assistant's."""
-    begin = len(before) if answered.startswith(before) else max(a for a, _ in [*marks, (0, 0)])
+def _marked(begin: int, answered: str, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
+    """The pieces of an answer from ``begin``, each with whether the template marks it as an assistant's."""
     pieces = []
     for first, last in sorted(marks):
         if last > begin:

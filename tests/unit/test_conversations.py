@@ -201,6 +201,30 @@ def test_only_what_a_template_marks_is_learned() -> None:
     assert learned(tokenizer, (tokenizer.eos_token_id,), CHAT) in ([["Hello", "fine"]], [["Hello"], ["fine"]])
 
 
+def test_all_that_a_template_marks_in_an_answer_is_learned_though_the_prompt_begins_otherwise() -> None:
+    tokenizer, ends = tokenizer_of("smollm2", "chatml")
+    tokenizer = copy.copy(tokenizer)
+    said = (
+        "{% generation %}<think>{{ m.reasoning }}{% endgeneration %}</think>"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    )
+    tokenizer.chat_template = chatml(said).replace("assistant\n{% endif", "assistant\n<tool>{% endif")
+    messages = [CHAT[0], answer("Yes", reasoning="Why"), CHAT[2], answer("No", reasoning="How")]
+    assert learned(tokenizer, ends, messages) == [
+        ["<think>Why", "Yes<|im_end|>"],
+        ["<think>How", "No<|im_end|>"],
+    ]
+
+
+def test_an_answer_of_which_a_template_marks_nothing_is_refused() -> None:
+    tokenizer, ends = tokenizer_of("smollm2", "chatml")
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = chatml("{% generation %}{{ m.content }}{% endgeneration %}" + CALLS + END)
+    messages = [*CHAT[:2], CHAT[2], answer(tool_calls=[call("f", a="b")])]
+    with pytest.raises(ConfigurationError, match=r"here: the chat template marks .* nothing of an answer"):
+        Conversations(tokenizer, ends).examples(messages, None, "here")
+
+
 @pytest.mark.parametrize(
     ("family", "end"), [("glm-4", "<|user|>"), ("alpaca", "</s>"), ("olmo-2", "</s>"), ("falcon", "</s>")]
 )
