@@ -38,12 +38,15 @@ def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
     """Consecutive blocks of ``length`` tokens.
 
     Args:
-        keep_tail: add what is left at the end as a shorter block, if it has two tokens or more.
-            A text shorter than one block is always one block.
+        keep_tail: add what is left at the end as a shorter block. A token that is left alone has the one
+            before it again, since nothing predicts the first of a block. A text shorter than one block is
+            always one block.
     """
     blocks = [list(tokens[at : at + length]) for at in range(0, len(tokens), length)]
-    if len(blocks) > 1 and len(blocks[-1]) < (2 if keep_tail else length):
+    if len(blocks) > 1 and len(blocks[-1]) < length and not keep_tail:
         blocks.pop()
+    elif len(blocks) > 1 and len(blocks[-1]) == 1:
+        blocks[-1] = list(tokens[-2:])
     return blocks
 
 

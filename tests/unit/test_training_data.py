@@ -112,6 +112,19 @@ def test_texts_are_learned_whole_and_long_ones_split(tokenizer: Any, write: Writ
     )
 
 
+def test_the_end_of_a_long_text_is_learned_though_it_would_be_alone(tokenizer: Any, write: Write) -> None:
+    said: list[str] = []
+    text = "and it was so " * 10
+    tokens = len(tokenizer(text)["input_ids"])  # with the end of text
+    for length in (2, 3, tokens - 1, *(n for n in range(4, tokens) if tokens % n == 1)):
+        examples = Reader(tokenizer, length, say=said.append).read([write({"text": text})])
+        assert examples[-1]["labels"][-1] == tokenizer.eos_token_id
+        assert all(2 <= len(each["input_ids"]) <= length for each in examples)
+        assert said[-1].endswith(
+            f"of 1 records are longer than {length} tokens and were split: all of them is learned"
+        )
+
+
 def test_long_answers_are_left_out_and_counted(tokenizer: Any, write: Write) -> None:
     said: list[str] = []
     short, long = ({"prompt": "Say:", "completion": " so" * n} for n in (2, 40))
