@@ -55,6 +55,13 @@ _ROLES = {
 }
 
 
+# Roles of messages: those that chat templates know.
+_KNOWN_ROLES = (
+    *("system", "developer", "user", "assistant", "tool"),
+    *("function", "ipython", "environment", "document"),
+)
+
+
 class Record(msgspec.Struct, frozen=True):
     """A line of a JSONL file.
 
@@ -206,9 +213,17 @@ def _shared_conversation(turns: list[dict[str, Any]], system: str | None, place:
         else:
             raise ConfigurationError(
                 f"{place}: a turn of `conversations` has `from`, one of {', '.join(_ROLES)}, and `value`. "
-                "Write others as `messages`, with `role` and `content`"
+                "Write others as `messages`, with `role` and `content`" + _meant(speaker, _ROLES)
             )
     return messages
+
+
+def _meant(role: Any, known: Iterable[str]) -> str:
+    """The known role that may be meant, as a question; empty: there is none."""
+    name = role[:_LONGEST_KEY].strip().lower() if isinstance(role, str) else ""
+    near = get_close_matches(name, known, n=1)
+    meant = near[0] if near else _ROLES.get(name)
+    return f"; did you mean `{meant}`?" if meant else ""
 
 
 def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
@@ -217,8 +232,11 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: it holds something else, or an assistant says nothing.
     """
-    message = {**given, "content": _content(given.get("content"), place)}
-    _check_keys(message, place)
+    _check_keys(given, place)
+    content = given.get("content")
+    if content is None and given["role"] == "assistant":
+        content = ""  # beside a call of a tool
+    message = {**given, "content": _content(content, place)}
     if message.get("weight", 1) not in (0, 1):
         raise ConfigurationError(f"{place}: `weight` of a message is 0, not to learn it, or 1")
     calls = message.get("tool_calls") or []
@@ -247,11 +265,16 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _check_keys(message: dict[str, Any], place: str) -> None:
-    """Refuse keys that say what is learned or said and are not read.
+    """Refuse an unknown role, and keys that say what is learned or said and are not read.
 
     Raises:
         ConfigurationError: there is one; the message names it.
     """
+    if message["role"] not in _KNOWN_ROLES:
+        raise ConfigurationError(
+            f"{place}: the role `{peer_text(message['role'], _LONGEST_KEY)}` is not known: it is one of "
+            f"{', '.join(_KNOWN_ROLES)}" + _meant(message["role"], _KNOWN_ROLES)
+        )
     for name in (name for name in _LEARNED if message.get(name) is not None):
         raise ConfigurationError(
             f"{place}: `{name}` of a message is not read. Write `weight`: 0 for an answer that is not to be "
@@ -264,8 +287,10 @@ def _check_keys(message: dict[str, Any], place: str) -> None:
 
 def _content(content: Any, place: str) -> str:
     """One text; parts of text are joined by ends of lines."""
-    parts = content if isinstance(content, list) else [content or ""]
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(
             f"{place}: `content` is a text, or a list of parts of the type `text`; images and sound are not "

@@ -296,6 +296,25 @@ TURN = {"from": "human", "value": "Who came?"}
         ({"messages": [CHAT[0], {"role": "assistant", "content": ""}]}, "an assistant's turn is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, "images and sound are"),
         ({"messages": [{"role": "user", "content": {"a": SECRET}}, CHAT[1]]}, "`content` is a text, or a"),
+        *(
+            ({"messages": [{"role": "user", "content": content}, CHAT[1]]}, "`content` is a text, or a list")
+            for content in (0, False, {}, None)
+        ),
+        ({"messages": [{"role": "user"}, CHAT[1]]}, "`content` is a text, or a list of"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": SECRET}]}, CHAT[1]]},
+            "`content` is a text, or a list of parts of the type `text`",
+        ),
+        ({"messages": [CHAT[0], {**CHAT[1], "content": [{"type": "text"}]}]}, "`content` is a text, or a"),
+        (
+            {"messages": [*CHAT, {**CHAT[1], "role": "Assistant"}]},
+            r"`Assistant` .*did you mean `assistant`\?",
+        ),
+        ({"messages": [*CHAT, {**CHAT[1], "role": "asistant"}]}, r"`asistant` .*did you mean `assistant`\?"),
+        ({"messages": [*CHAT, {**CHAT[1], "role": "gpt"}]}, r"`gpt` .*did you mean `assistant`\?"),
+        ({"messages": [*CHAT, {**CHAT[1], "role": "narrator"}]}, "`narrator` is not known: it is one of"),
+        ({"conversations": [{**CHAT[0], "role": "Human"}, CHAT[1]]}, r"`Human` .*did you mean `user`\?"),
+        ({"conversations": [TURN, {"from": "GPT", "value": SECRET}]}, r"did you mean `gpt`\?"),
         ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [SECRET]}]}, "`tool_calls` is a list of objects"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "`weight` of a message is 0"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "nothing to learn"),
