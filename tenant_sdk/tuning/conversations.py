@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import ConfigurationError
+from tenant_sdk.tuning.parts import Parts, Sample
 
 IGNORED = -100  # a label that takes no part in the loss
 Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
@@ -22,6 +23,7 @@ Tools = list[dict[str, Any]] | None
 # How transformers itself looks for marks of what assistants say.
 _MARKED = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 _PROBE = "Go on."  # a user's next turn, to see how a template begins it
+_MOST_PARTS = 3  # named in an error
 
 
 def whole(tokens: Sequence[int]) -> Example:
@@ -106,6 +108,12 @@ class Conversations:
             if messages[at].get("weight") == 0:
                 continue
             prompt, answer, labels = _Turn(self, messages[: at + 1], tools, where).tokens()
+            if all(label == IGNORED for label in labels):
+                raise ConfigurationError(
+                    f"{where}: the chat template marks parts with {{% generation %}}, and nothing of an "
+                    "answer. Use a tokenizer whose template marks it (--tokenizer FOLDER), or write "
+                    "`weight`: 0 if it is not to be learned"
+                )
             before = found[-1] if found else {"input_ids": [], "labels": []}
             shared = len(before["input_ids"])
             if prompt[:shared] == before["input_ids"]:
@@ -119,12 +127,28 @@ class Conversations:
         """The whole conversation is learned, also what is asked.
 
         Raises:
-            ConfigurationError: the template does not take the messages, or does not write the last answer.
+            ConfigurationError: the template does not take the messages, or does not write an answer; or a
+                turn has ``weight`` 0.
         """
+        if any(message.get("weight") == 0 for message in messages):
+            raise ConfigurationError(
+                f"{where}: `weight`: 0 of a message says that it is not learned, and training on the prompt "
+                "learns everything; remove it, or train on answers alone"
+            )
+        text, _ = _render(self.tokenizer, messages, tools, where)
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant":
+                _check(self.sample(messages, at, tools, where), text, text, where)
         if messages[-1]["role"] == "assistant" and len(messages) > 1:
             prompt, answer, _ = _Turn(self, messages, tools, where).tokens()
             return whole(prompt + answer)
-        return whole(encode(self.tokenizer, _render(self.tokenizer, messages, tools, where)[0]))
+        return whole(encode(self.tokenizer, text))
+
+    def sample(self, messages: Messages, at: int, tools: Tools, where: str) -> Sample:
+        """Messages as the template writes them with words in the place of the parts of the answer ``at``."""
+        parts = Parts(messages[at])
+        with_words = [*messages[:at], parts.sample, *messages[at + 1 :]]
+        return Sample(parts, _render(self.tokenizer, with_words, tools, where)[0])
 
 
 @dataclass(frozen=True)
@@ -141,11 +165,19 @@ class _Turn:
         before = asked(self.of.tokenizer, self.messages[:-1], self.tools, self.where)
         prompt = encode(self.of.tokenizer, before)
         answered, marks = self._rendered(self.messages)
+        sample = self.of.sample(self.messages, len(self.messages) - 1, self.tools, self.where)
+        written = _written(sample, before, answered)
+        _check(sample, answered, written, self.where)
         if marks is None:
-            answer = self._answer(before, prompt, answered)
+            answer = self._answer(before, prompt, written, sample)
             return prompt, answer, answer
         answer, labels = [], []
-        for piece, learned in _marked(before, answered, marks):
+        begin = len(before)
+        if not answered.startswith(before):
+            # The prompt opens the answer otherwise: it begins with the first mark that is its own.
+            _, earlier = self._rendered(self.messages[:-1])
+            begin = min((first for first, _ in sorted(marks)[len(earlier or ()) :]), default=len(answered))
+        for piece, learned in _marked(begin, answered, marks):
             ids = continued(self.of.tokenizer, before, prompt + answer, piece)
             before, answer = before + piece, answer + ids
             labels += ids if learned else [IGNORED] * len(ids)
@@ -154,14 +186,13 @@ class _Turn:
     def _rendered(self, messages: Messages) -> tuple[str, list[tuple[int, int]] | None]:
         return _render(self.of.tokenizer, messages, self.tools, self.where)
 
-    def _answer(self, before: str, prompt: list[int], answered: str) -> list[int]:
+    def _answer(self, before: str, prompt: list[int], written: str, sample: Sample) -> list[int]:
         """The ids of an answer and of its end."""
         tokenizer, ends = self.of.tokenizer, self.of.ends
-        written = self._written(before, answered)
-        own = sum(token in ends for token in encode(tokenizer, self.messages[-1]["content"]))
+        own = sum(token in ends for token in encode(tokenizer, sample.filled(before)))
 
         def to_its_end(text: str) -> list[int]:
-            """Up to the first end after those that the answer has itself; empty: there is none."""
+            """Up to the first end behind the answer's last part; empty: there is none."""
             ids = continued(tokenizer, before, prompt, text)
             stops = [at for at, token in enumerate(ids) if token in ends]
             return ids[: stops[own] + 1] if own < len(stops) else []
@@ -170,43 +201,9 @@ class _Turn:
         if ended:
             return list(ended)
         # Without the white space that the template writes behind the answer.
-        _, behind = self._around(answered)
-        kept = len(written) - len(behind)
+        kept = len(written) - len(sample.behind) if written.endswith(sample.behind) else len(written)
         text = written[:kept] + written[kept:].rstrip()
         return continued(tokenizer, before, prompt, text) + list(ends[:1])
-
-    def _written(self, before: str, answered: str) -> str:
-        """What the template writes for the answer, after what inference sends.
-
-        Raises:
-            ConfigurationError: it leaves something out.
-        """
-        message, written = self.messages[-1], answered[len(before) :]
-        if not answered.startswith(before):
-            # The prompt opens the answer otherwise than the conversation keeps it, with a thought perhaps.
-            ahead, _ = self._around(answered)
-            written = answered[len(ahead) :]
-        calls = [str(call["function"].get("name")) for call in message.get("tool_calls") or ()]
-        # Templates may put other white space between an answer's parts.
-        content, there = ("".join(text.split()) for text in (message["content"], written))
-        if content not in there or not all(name in written for name in calls):
-            raise ConfigurationError(
-                f"{self.where}: the chat template does not write the whole answer: it leaves out reasoning "
-                "or a call of a tool, or begins an answer otherwise than it asks for one. Use a tokenizer "
-                "whose template writes it, or marks it with {% generation %} (--tokenizer FOLDER), or write "
-                "the record with `prompt` and `completion`"
-            )
-        return written
-
-    def _around(self, answered: str) -> tuple[str, str]:
-        """What the template writes before and after the answer's content: what it does to any content.
-
-        It is everything and nothing if the template treats this content otherwise.
-        """
-        sample, _ = self._rendered([*self.messages[:-1], {**self.messages[-1], "content": _PROBE}])
-        ahead, _, behind = sample.rpartition(_PROBE)
-        fits = answered.startswith(ahead) and answered.endswith(behind)
-        return (ahead, behind) if fits and len(ahead) + len(behind) <= len(answered) else (answered, "")
 
     def _with_next_turn(self, before: str, written: str) -> str:
         """The answer and what begins a user's next turn, which is the end of an answer in some families."""
@@ -219,9 +216,33 @@ class _Turn:
         return longer[at:end] if at >= 0 else written
 
 
-def _marked(before: str, answered: str, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
-    """The pieces of an answer, each with whether the template marks it as an assistant's."""
-    begin = len(before) if answered.startswith(before) else max(a for a, _ in [*marks, (0, 0)])
+def _written(sample: Sample, before: str, answered: str) -> str:
+    """What the template writes for an answer, after what inference sends."""
+    if answered.startswith(before):
+        return answered[len(before) :]
+    # The prompt opens the answer otherwise than the conversation keeps it, with a thought perhaps.
+    return answered[len(sample.ahead) :] if answered.startswith(sample.ahead) else ""
+
+
+def _check(sample: Sample, answered: str, written: str, where: str) -> None:
+    """Refuse a template that leaves out a part of an answer.
+
+    Raises:
+        ConfigurationError: it does; the message names the part.
+    """
+    if missing := sample.left_out(answered, written):
+        more = len(missing) - _MOST_PARTS
+        named = " and ".join(missing[:_MOST_PARTS]) + (f" and {more} more" if more > 0 else "")
+        raise ConfigurationError(
+            f"{where}: the chat template does not write the whole answer: it leaves out {named}, or begins "
+            "an answer otherwise than it asks for one. Use a tokenizer whose template writes it "
+            "(--tokenizer FOLDER), or remove it from the record, or write the record with `prompt` and "
+            "`completion`. Some templates leave it out of earlier answers only: then train on answers alone"
+        )
+
+
+def _marked(begin: int, answered: str, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
+    """The pieces of an answer from ``begin``, each with whether the template marks it as an assistant's."""
     pieces = []
     for first, last in sorted(marks):
         if last > begin:

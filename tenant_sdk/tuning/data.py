@@ -38,12 +38,15 @@ def pack(tokens: Sequence[int], length: int, *, keep_tail: bool) -> Blocks:
     """Consecutive blocks of ``length`` tokens.
 
     Args:
-        keep_tail: add what is left at the end as a shorter block, if it has two tokens or more.
-            A text shorter than one block is always one block.
+        keep_tail: add what is left at the end as a shorter block. A token that is left alone has the one
+            before it again, since nothing predicts the first of a block. A text shorter than one block is
+            always one block.
     """
     blocks = [list(tokens[at : at + length]) for at in range(0, len(tokens), length)]
-    if len(blocks) > 1 and len(blocks[-1]) < (2 if keep_tail else length):
+    if len(blocks) > 1 and len(blocks[-1]) < length and not keep_tail:
         blocks.pop()
+    elif len(blocks) > 1 and len(blocks[-1]) == 1:
+        blocks[-1] = list(tokens[-2:])
     return blocks
 
 
@@ -154,13 +157,14 @@ class Entry:
 class ReadFile:
     """The examples of a file.
 
-    ``unread``: names of its records' keys that are not read. ``tokens``: of a plain text, with a last block
-    that is too short.
+    ``unread``: names of its records' keys that are not read. ``passed``: names of its messages' keys that the
+    chat template alone may read. ``tokens``: of a plain text, with a last block that is too short.
     """
 
     path: Path
     entries: tuple[Entry, ...]
     unread: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
     tokens: int = 0
 
     @property
@@ -200,6 +204,11 @@ class ReadFile:
             )
         if self.unread:
             lines.append(f"{self.path}: these keys of its records are not read: {', '.join(self.unread)}")
+        if self.passed:
+            lines.append(
+                f"{self.path}: these keys of its messages are read by the chat template alone, if at all: "
+                f"{', '.join(self.passed)}"
+            )
         return lines
 
 
@@ -257,8 +266,10 @@ class Reader:
             return ReadFile(path, tuple(Entry(None, whole(block)) for block in blocks), tokens=len(tokens))
         entries: list[Entry] = []
         unread: set[str] = set()
+        passed: set[str] = set()
         for line, record in records_of(path, text):
             unread |= {*record.unread}
+            passed |= {*record.passed}
             examples = self._encode(record, where(path, line))
             if not examples or not all(map(trained_tokens, examples)):
                 raise ConfigurationError(
@@ -267,7 +278,7 @@ class Reader:
             for example in examples:
                 check_embedded(self.tokenizer, example["input_ids"], self.embeddings, where(path, line))
                 entries += self._fitted(example, line)
-        return ReadFile(path, tuple(entries), tuple(sorted(unread)))
+        return ReadFile(path, tuple(entries), tuple(sorted(unread)), tuple(sorted(passed)))
 
     def _fitted(self, example: Example, line: int) -> list[Entry]:
         learned = [label for label in example["labels"] if label != IGNORED]

@@ -12,7 +12,7 @@ The last is ShareGPT's form, and is read as `messages`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,23 @@ import msgspec
 from msgspec.structs import replace
 
 from shared.errors import ConfigurationError, peer_text
+from tenant_sdk.tuning.parts import REASONING
 
 _NAMES = (".jsonl", ".ndjson", ".json")
 _KEYS = ("text", "prompt", "completion", "messages", "conversations")  # a record needs one of these
 _MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates may write before an answer
+# Keys of a message that are read. The chat template is given others too.
+_READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *REASONING}
+# Other tools' keys for what is learned, and keys that hold what was said.
+_LEARNED = (
+    *("train", "train_detail", "training", "training_detail", "trainable"),
+    *("loss", "loss_mask", "loss_weight", "mask", "masked"),
+)
+_SAID = {
+    "function_call": "write it as `tool_calls`",
+    "refusal": "write it as `content`",
+    "audio": "sound is not read; remove it",
+}
 # What holds text, but is none.
 _BINARY = (".parquet", ".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
 
@@ -43,11 +55,19 @@ _ROLES = {
 }
 
 
+# Roles of messages: those that chat templates know.
+_KNOWN_ROLES = (
+    *("system", "developer", "user", "assistant", "tool"),
+    *("function", "ipython", "environment", "document"),
+)
+
+
 class Record(msgspec.Struct, frozen=True):
     """A line of a JSONL file.
 
     ``messages``: each has a ``role``, and its ``content`` as one text. ``tools``: a template may describe
     them. ``conversations`` and ``system`` are read as ``messages``. ``unread``: names of other keys.
+    ``passed``: names of other keys of messages, which the chat template is given.
     """
 
     text: str | None = None
@@ -58,6 +78,7 @@ class Record(msgspec.Struct, frozen=True):
     conversations: list[dict[str, Any]] | None = None
     system: str | None = None
     unread: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
 
 
 def check_data(paths: Sequence[Path]) -> None:
@@ -171,25 +192,38 @@ def _decode(line: str, place: str) -> Record:
                 f"{place}: `messages` is a list of objects that have a `role`, not empty"
             )
         messages = [_message(each, place) for each in messages]
-    unread = tuple(sorted(peer_text(key, _LONGEST_KEY) for key in fields.keys() - read))
-    return replace(record, messages=messages, unread=unread)
+    others = {key for each in messages or () for key, value in each.items() if value is not None} - _READ
+    return replace(record, messages=messages, unread=_names(fields.keys() - read), passed=_names(others))
+
+
+def _names(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(peer_text(key, _LONGEST_KEY) for key in keys))
 
 
 def _shared_conversation(turns: list[dict[str, Any]], system: str | None, place: str) -> list[dict[str, Any]]:
     """ShareGPT's turns as messages; turns that are messages already stay as they are."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for turn in turns:
+        other = {key: value for key, value in turn.items() if key not in ("from", "value")}
         speaker = turn.get("from")
-        if speaker is None and "role" in turn:
+        if other.keys() == turn.keys() and "role" in turn:
             messages.append(turn)
-        elif isinstance(speaker, str) and speaker in _ROLES:
-            messages.append({"role": _ROLES[speaker], "content": turn.get("value")})
+        elif isinstance(speaker, str) and speaker in _ROLES and not turn.keys() & {"role", "content"}:
+            messages.append({"role": _ROLES[speaker], "content": turn.get("value"), **other})
         else:
             raise ConfigurationError(
                 f"{place}: a turn of `conversations` has `from`, one of {', '.join(_ROLES)}, and `value`. "
-                "Write others as `messages`, with `role` and `content`"
+                "Write others as `messages`, with `role` and `content`" + _meant(speaker, _ROLES)
             )
     return messages
+
+
+def _meant(role: Any, known: Iterable[str]) -> str:
+    """The known role that may be meant, as a question; empty: there is none."""
+    name = role[:_LONGEST_KEY].strip().lower() if isinstance(role, str) else ""
+    near = get_close_matches(name, known, n=1)
+    meant = near[0] if near else _ROLES.get(name)
+    return f"; did you mean `{meant}`?" if meant else ""
 
 
 def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
@@ -198,12 +232,18 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: it holds something else, or an assistant says nothing.
     """
-    message = {**given, "content": _content(given.get("content"), place)}
+    _check_keys(given, place)
+    content = given.get("content")
+    if content is None and given["role"] == "assistant":
+        content = ""  # beside a call of a tool
+    message = {**given, "content": _content(content, place)}
     if message.get("weight", 1) not in (0, 1):
         raise ConfigurationError(f"{place}: `weight` of a message is 0, not to learn it, or 1")
     calls = message.get("tool_calls") or []
     try:
         functions = [msgspec.convert(call, _Call).function for call in calls]
+        for function in functions:
+            msgspec.convert(function.get("name"), str)
         arguments = [_arguments(function.get("arguments")) for function in functions]
     except (msgspec.MsgspecError, TypeError, RecursionError):
         raise ConfigurationError(
@@ -215,16 +255,42 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
             {**call, "function": {**function, "arguments": each}}
             for call, function, each in zip(calls, functions, arguments, strict=True)
         ]
-    said = (*_REASONING, "tool_calls", "content")
+    if any(not isinstance(message.get(name) or "", str) for name in REASONING):
+        names = ", ".join(f"`{name}`" for name in REASONING)
+        raise ConfigurationError(f"{place}: each of {names} is a text")
+    said = (*REASONING, "tool_calls", "content")
     if message["role"] == "assistant" and not any(message.get(name) for name in said):
         raise ConfigurationError(f"{place}: an assistant's turn is empty")
     return message
 
 
+def _check_keys(message: dict[str, Any], place: str) -> None:
+    """Refuse an unknown role, and keys that say what is learned or said and are not read.
+
+    Raises:
+        ConfigurationError: there is one; the message names it.
+    """
+    if message["role"] not in _KNOWN_ROLES:
+        raise ConfigurationError(
+            f"{place}: the role `{peer_text(message['role'], _LONGEST_KEY)}` is not known: it is one of "
+            f"{', '.join(_KNOWN_ROLES)}" + _meant(message["role"], _KNOWN_ROLES)
+        )
+    for name in (name for name in _LEARNED if message.get(name) is not None):
+        raise ConfigurationError(
+            f"{place}: `{name}` of a message is not read. Write `weight`: 0 for an answer that is not to be "
+            "learned, and remove it from others"
+        )
+    for name, instead in _SAID.items():
+        if message.get(name) is not None:
+            raise ConfigurationError(f"{place}: `{name}` of a message is not read: {instead}")
+
+
 def _content(content: Any, place: str) -> str:
     """One text; parts of text are joined by ends of lines."""
-    parts = content if isinstance(content, list) else [content or ""]
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(
             f"{place}: `content` is a text, or a list of parts of the type `text`; images and sound are not "

@@ -112,6 +112,19 @@ def test_texts_are_learned_whole_and_long_ones_split(tokenizer: Any, write: Writ
     )
 
 
+def test_the_end_of_a_long_text_is_learned_though_it_would_be_alone(tokenizer: Any, write: Write) -> None:
+    said: list[str] = []
+    text = "and it was so " * 10
+    tokens = len(tokenizer(text)["input_ids"])  # with the end of text
+    for length in (2, 3, tokens - 1, *(n for n in range(4, tokens) if tokens % n == 1)):
+        examples = Reader(tokenizer, length, say=said.append).read([write({"text": text})])
+        assert examples[-1]["labels"][-1] == tokenizer.eos_token_id
+        assert all(2 <= len(each["input_ids"]) <= length for each in examples)
+        assert said[-1].endswith(
+            f"of 1 records are longer than {length} tokens and were split: all of them is learned"
+        )
+
+
 def test_long_answers_are_left_out_and_counted(tokenizer: Any, write: Write) -> None:
     said: list[str] = []
     short, long = ({"prompt": "Say:", "completion": " so" * n} for n in (2, 40))
@@ -177,6 +190,50 @@ def test_other_forms_of_conversations(
     assert said[-1].endswith("data.jsonl: these keys of its records are not read: id")
 
 
+ALL = (
+    "{% for m in messages %}{{ m.reasoning }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments.word }}){% endfor %}"
+    "{{ '|' if not loop.last or add_generation_prompt }}{% endfor %}"
+)
+
+
+def test_turns_of_sharegpt_keep_their_other_keys(chat: Callable[[str], Any], write: Write) -> None:
+    tokenizer = chat(ALL)
+    turns = [
+        TURN,
+        {"from": "gpt", "value": "Zinc.", "weight": 0},
+        TURN,
+        {"from": "gpt", "value": "Ruth.", "weight": 1, "reasoning": "Why", "tool_calls": [CALL]},
+    ]
+    (example,) = Reader(tokenizer, 64).read([write({"conversations": turns})])
+    assert learned(example, tokenizer) == "WhyRuth.look_up(zinc)</s>"
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_keys_of_messages_that_are_not_read_are_named(
+    key: str, chat: Callable[[str], Any], write: Write
+) -> None:
+    said: list[str] = []
+    other = {"time": 3, "refusal": None, "audio": None, "function_call": None, "train": None, "name": "Ruth"}
+    path = write(
+        {key: [CHAT[0], {**CHAT[1], **other}, {"role": "tool", "content": "x", "tool_call_id": "a"}]}
+    )
+    Reader(chat(TURNS), 64, say=said.append).read([path])
+    assert (
+        said[-1] == f"{path}: these keys of its messages are read by the chat template alone, if at all: time"
+    )
+
+
+def test_what_is_not_to_be_learned_contradicts_training_on_the_prompt(
+    chat: Callable[[str], Any], write: Write
+) -> None:
+    path = write({"messages": [*CHAT[:2], CHAT[2], {**CHAT[3], "weight": 0}]})
+    with pytest.raises(
+        ConfigurationError, match=r"line 1: `weight`: 0 .* remove it, or train on answers alone"
+    ):
+        Reader(chat(TURNS), 64, train_on_prompt=True).read([path])
+
+
 def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Any, write: Write) -> None:
     known = len(tokenizer)
     own = AutoTokenizer.from_pretrained(BASE_MODEL)
@@ -208,6 +265,7 @@ def test_files_are_told_apart_by_name_or_content(tokenizer: Any, write: Write) -
 
 
 SECRET = "Rex has the mange"
+TURN = {"from": "human", "value": "Who came?"}
 
 
 @pytest.mark.parametrize(
@@ -238,11 +296,51 @@ SECRET = "Rex has the mange"
         ({"messages": [CHAT[0], {"role": "assistant", "content": ""}]}, "an assistant's turn is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT[1]]}, "images and sound are"),
         ({"messages": [{"role": "user", "content": {"a": SECRET}}, CHAT[1]]}, "`content` is a text, or a"),
+        *(
+            ({"messages": [{"role": "user", "content": content}, CHAT[1]]}, "`content` is a text, or a list")
+            for content in (0, False, {}, None)
+        ),
+        ({"messages": [{"role": "user"}, CHAT[1]]}, "`content` is a text, or a list of"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": SECRET}]}, CHAT[1]]},
+            "`content` is a text, or a list of parts of the type `text`",
+        ),
+        ({"messages": [CHAT[0], {**CHAT[1], "content": [{"type": "text"}]}]}, "`content` is a text, or a"),
+        (
+            {"messages": [*CHAT, {**CHAT[1], "role": "Assistant"}]},
+            r"`Assistant` .*did you mean `assistant`\?",
+        ),
+        ({"messages": [*CHAT, {**CHAT[1], "role": "asistant"}]}, r"`asistant` .*did you mean `assistant`\?"),
+        ({"messages": [*CHAT, {**CHAT[1], "role": "gpt"}]}, r"`gpt` .*did you mean `assistant`\?"),
+        ({"messages": [*CHAT, {**CHAT[1], "role": "narrator"}]}, "`narrator` is not known: it is one of"),
+        ({"conversations": [{**CHAT[0], "role": "Human"}, CHAT[1]]}, r"`Human` .*did you mean `user`\?"),
+        ({"conversations": [TURN, {"from": "GPT", "value": SECRET}]}, r"did you mean `gpt`\?"),
         ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [SECRET]}]}, "`tool_calls` is a list of objects"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "`weight` of a message is 0"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "nothing to learn"),
         ({"conversations": [{"from": "narrator", "value": SECRET}]}, "a turn of `conversations` has `from`"),
         ({"messages": CHAT[1:]}, "no turn of the role assistant that answers one"),
+        (
+            {"conversations": [TURN, {"from": "gpt", "value": SECRET, "weight": 7}]},
+            "`weight` of a message is",
+        ),
+        ({"conversations": [TURN, {"from": "gpt", "value": SECRET, "role": "user"}]}, "a turn of `conv"),
+        ({"conversations": [TURN, {"from": "gpt", "value": SECRET, "train": False}]}, "`train` .* `weight`"),
+        *(
+            ({"messages": [CHAT[0], {**CHAT[1], name: False}]}, f"`{name}` .* `weight`: 0")
+            for name in ("train", "training", "trainable", "loss", "loss_mask", "mask", "masked")
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "function_call": {"name": SECRET}}]},
+            "`function_call` of a mess",
+        ),
+        ({"messages": [CHAT[0], {**CHAT[1], "refusal": SECRET}]}, "`refusal` of a message is not read"),
+        ({"messages": [CHAT[0], {**CHAT[1], "audio": {"id": SECRET}}]}, "`audio` of a message is not read"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "reasoning": [SECRET]}]},
+            "each of `reasoning_content`, .* is a text",
+        ),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"function": {}}]}]}, "`tool_calls` is a list of"),
     ],
 )
 def test_what_is_wrong_with_a_record(
