@@ -25,17 +25,18 @@ class Trials(Beside):
     def __init__(self, tokenizer: Path, tokens: int, end: int) -> None:
         super().__init__("tenant_sdk.gateway.grammars", str(tokenizer), str(tokens), str(end))
         self._turns = Turns()
-        self._known: dict[Constraint, str] = {}  # verdicts, the newest last
+        self._passed: dict[Constraint, None] = {}  # the newest last; another may pass another time
 
     async def refusal(self, client: str, given: Constraint) -> str:
         """Why a constraint is refused, or an empty text. A client that leaves has this cancelled."""
-        if (known := self._known.get(given)) is not None:
-            return known
+        if given in self._passed:
+            return ""
         async with self._turns.taken(client):
             told = await self.ask(msgspec.json.encode(given))
         if told is None:
             return "it could not be tried; try again"
-        self._known[given] = told.decode()
-        if len(self._known) > REMEMBERED:
-            del self._known[next(iter(self._known))]
-        return self._known[given]
+        if not told:
+            self._passed[given] = None
+            if len(self._passed) > REMEMBERED:
+                del self._passed[next(iter(self._passed))]
+        return told.decode()

@@ -27,7 +27,7 @@ file = Path(sys.argv[1]) / "tokenizer.json"
 tokens = Tokenizer.from_file(str(file)).get_vocab_size()
 # Too large for the front; here it stands for what nobody thought of.
 ENDLESS = Constraint("json", '{"type": "array", "items": {"type": "integer"}, "maxItems": 1000000}')
-CHOICE = Constraint("choice", '["yes", "no"]')
+CHOICE, PATTERN = Constraint("choice", '["yes", "no"]'), Constraint("regex", "a")
 
 
 def chain(length: int) -> Constraint:
@@ -88,8 +88,9 @@ async def main() -> dict[str, str]:
     assert trials._process is not None
     trials._process.kill()  # as the system does when memory is short
     await trials._process.wait()
-    said["died"] = await trials.refusal("plain", CHOICE)
-    said["again"] = await trials.refusal("plain", CHOICE)
+    assert not await trials.refusal("plain", CHOICE), "what has passed is not tried again"
+    said["died"] = await trials.refusal("plain", PATTERN)
+    said["again"] = await trials.refusal("plain", PATTERN)
     passed = 0  # the longest chain that a trial lets through; halving
     for step in (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1):
         if not await trials.refusal("plain", chain(passed + step)):
