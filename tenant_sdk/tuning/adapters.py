@@ -17,7 +17,7 @@ ALL_LINEAR = "all-linear"
 # Two layers of each expert are one parameter, which PEFT gives twice the rank. It looks for it among layers
 # alone before it says that it has not.
 _UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module and were ignored: "
-_UNTRUE += re.escape(str([r".*\.gate_up_proj"]))
+_UNTRUE += r"\[('[^']*\.gate_up_proj'(, )?)+\]"
 
 
 @dataclass(frozen=True)

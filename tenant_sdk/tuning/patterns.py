@@ -58,7 +58,8 @@ def without_patterns(
     for field in _NAMES:
         given = config.get(field)
         for name in [given] if isinstance(given, str) else given if isinstance(given, (list, dict)) else []:
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
+            token = field == "trainable_token_indices" and isinstance(name, int)
+            if not token and not (isinstance(name, str) and _NAME.fullmatch(name)):
                 raise ConfigurationError(
                     f"{names.where} has {name!r:.80} as {field}: give names, and no patterns"
                 )

@@ -53,6 +53,7 @@ def test_a_table_has_the_values_that_it_had(field: str, keys: tuple[str, ...]) -
 
 def test_what_is_no_pattern_stays() -> None:
     config = {"target_modules": "all-linear", "exclude_modules": ["lm_head"], "rank_pattern": {}, "r": 8}
+    config |= {"trainable_token_indices": [1, 2], "modules_to_save": ["lm_head"]}
     assert without_patterns(config, NAMES, FOLDER) == config
 
 
