@@ -14,7 +14,7 @@ from shared.latency import Line
 from tenant_sdk.gateway.doorkeeper import Shares
 
 # How many times as long a step may take for prompts: while others write, and else while others may come.
-BESIDE, ALONE = 1.7, 4.0
+BESIDE, ALONE = 1.5, 2.5
 LEAST_ROWS = 16  # of prompts, however long they take
 SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
 LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step

@@ -72,12 +72,12 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
 
 def test_prompts_take_a_time_that_what_is_written_beside_them_sets() -> None:
     near, far = Line(0.018, 0.0005), Line(0.5, 0.0005)
-    assert rows_of_step(near, 1, 512, beside=True) == 26
-    assert near.seconds(26) <= BESIDE * near.seconds(1)
-    assert rows_of_step(near, 22, 512, beside=True) == 62  # beside many sequences, more
-    assert rows_of_step(near, 1, 512, beside=False) == 111  # the next client waits for one such step at most
-    assert rows_of_step(near, 0, 512, beside=True) == 111  # nobody waits for a token
-    assert rows_of_step(far, 1, 512, beside=True) == 512  # on a long way a step takes as long with many rows
+    assert rows_of_step(near, 1, 512, beside=True) == 19
+    assert near.seconds(19) <= BESIDE * near.seconds(1)
+    assert rows_of_step(near, 22, 512, beside=True) == 50  # beside many sequences, more
+    assert rows_of_step(near, 1, 512, beside=False) == 56  # the next client waits for one such step at most
+    assert rows_of_step(near, 0, 512, beside=True) == 56  # nobody waits for a token
+    assert rows_of_step(far, 1, 512, beside=True) == 501  # on a long way a step takes as long with many rows
     assert rows_of_step(Line(0.001, 0.01), 4, 512, beside=True) == 4 + LEAST_ROWS
 
 
