@@ -157,9 +157,11 @@ class Completion(Sampling, kw_only=True):
 
     def log_probabilities(self, context: int) -> int:
         """See ``of_tokens``; a text counts as a token for two bytes, which are seldom less."""
+        own, of_prompt = _likeliest(self.logprobs), _likeliest(self.prompt_logprobs)
+        if not own and not of_prompt:
+            return 0
         texts, lists = self._sizes
         tokens = [min(context, each) for each in ([size // 2 + 1 for size in texts] or lists)]
-        own, of_prompt = _likeliest(self.logprobs), _likeliest(self.prompt_logprobs)
         written = min(context, 16 if _given(self.max_tokens) is None else _given(self.max_tokens))
         return self.of_tokens(
             sum(tokens), max(of_prompt, own if self.echo is True else 0), written * len(tokens), own
