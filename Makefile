@@ -51,7 +51,7 @@ $(GATEWAY)/.installed: requirements-gateway.txt
 	@touch $@
 
 # A copy of the project: an editable one would build into this folder while tests run from it.
-SOURCES := pyproject.toml setup.py README.md LICENSE MANIFEST.in shared tenant_sdk provider security
+SOURCES := pyproject.toml setup.py README.md LICENSE MANIFEST.in symbiosis_executor.py shared tenant_sdk provider security
 $(GATEWAY)/.project: $(GATEWAY)/.installed $(shell find $(SOURCES) -name '*.py' -o -name '*.[ch]' -o -name '*.toml' -o -name '*.html')
 	@rm -rf out/gateway-source && mkdir -p out/gateway-source
 	@cp -r $(SOURCES) out/gateway-source
