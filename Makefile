@@ -16,7 +16,7 @@ test quick coverage architectures: export OMP_NUM_THREADS ?= 1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install gateway demo test quick coverage architectures check bench clean
+.PHONY: help install gateway demo test quick counts coverage architectures check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -67,6 +67,9 @@ test: install ## run the tests
 
 quick: install ## run the tests that need no sockets
 	$(BIN)/python -m $(PYTEST) tests/unit $(ARGS)
+
+counts: install ## print how large the project is, and how it is arranged
+	@$(BIN)/python .ci/counts.py $(ARGS)
 
 coverage: install ## run the tests under branch coverage; a table of rooms, pages in out/coverage/html
 	@rm -rf out/coverage

@@ -77,6 +77,17 @@ ROOMS = {
         "gateway",
         "cli",
     ],
+    "security": [
+        "recordings",
+        "views",
+        "attacks",
+        "verdicts",
+        "trials",
+        "report",
+        "deployment",
+        "audit",
+        "cli",
+    ],
 }
 NO_IO = [
     "shared/wire/protocol.py",

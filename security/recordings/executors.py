@@ -14,7 +14,7 @@ from pathlib import Path
 
 from provider.serve.certificates import write_certificates
 from provider.serve.tokens import TokenFile
-from security.transcript import Transcript, read_transcript
+from security.recordings.transcript import Transcript, read_transcript
 from shared.errors import SymbiosisError
 
 START_SECONDS = 120.0

@@ -21,9 +21,9 @@ import peft
 import torch
 import transformers
 
-from security.executors import AuditError
+from security.recordings.executors import AuditError
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, ANSWER_SECONDS = 600.0, 120.0  # vLLM takes minutes to import where others compute
 NO_GATEWAY = (
     "no environment with vLLM was found: make one with `make gateway`, which is .venv-gateway in the "
