@@ -21,6 +21,7 @@ ROOMS = {
     "shared": [
         "errors",
         "encoded",
+        "launching",
         "ownership",
         "options",
         "forks",
