@@ -14,7 +14,7 @@ from shared.errors import ConfigurationError
 from shared.options import option_names
 from shared.options import takes as shared_takes
 from tenant_sdk.config import EXPERTS, PRIVACY_MODES, VERIFY_MODES, SessionConfig, for_each
-from tenant_sdk.connection.places import Place
+from tenant_sdk.connection.replicas.addresses import Address
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of, url_of
 from tenant_sdk.profiles import HERE, Secret, merged, names_in, profile_here, read_profile, revealed
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
@@ -69,9 +69,9 @@ class Target:
         return party_name(self.replicas or self.url)
 
     @property
-    def place(self) -> Place:
+    def replica(self) -> Address:
         """The one replica that this is."""
-        return Place(self.url, self.address)
+        return Address(self.url, self.address)
 
     @property
     def authority(self) -> str | Path | None:
