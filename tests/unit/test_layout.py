@@ -75,6 +75,7 @@ ROOMS = {
         "doctor",
         "tuning",
         "gateway",
+        "reference",
         "cli",
     ],
 }
