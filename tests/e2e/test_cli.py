@@ -173,7 +173,7 @@ WAIVED = ("--allow-same", "token", "--allow-same", "authority")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--privacy", "rot13"), "--privacy rot13 is none of one-time"),
+        (("--privacy", "rot13"), "--privacy rot13 must be one of one-time"),
         ((), "--mask-source wss://..., or the checkpoint itself"),
         (SOURCE * 2, "named twice"),
         (("--wire-dtype", "float8"), "float8"),
@@ -187,8 +187,8 @@ WAIVED = ("--allow-same", "token", "--allow-same", "authority")
         (("--ca", "missing.pem", *SOURCE, "--allow-same-operator"), "missing.pem"),
         ((*SOURCE, "--mask-source-ca", "a", "--mask-source-ca", "b"), "one for all mask sources, or one for"),
         ((*SOURCE, "--mask-source-token-env", "NOT_SET"), "put the mask source's token there"),
-        ((*SOURCE, "--verify", "often"), "--verify often is none of always, sampled, off"),
-        ((*SOURCE, "--verify", "sampled", "--verify-rate", "2"), "--verify-rate 2.0 cannot be"),
+        ((*SOURCE, "--verify", "often"), "--verify often must be one of always, sampled, off"),
+        ((*SOURCE, "--verify", "sampled", "--verify-rate", "2"), "--verify-rate 2.0 must be more than 0"),
         ((*SOURCE, "--mask-budget-mib", "-1"), "not negative"),
         ((*SOURCE, "--fingerprints", "f"), "needs --fingerprint-key-env VAR"),
         ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "NOT_SET"), "put the fingerprints' key"),

@@ -76,6 +76,7 @@ ROOMS = {
         "doctor",
         "tuning",
         "gateway",
+        "reference",
         "cli",
     ],
     "security": [
