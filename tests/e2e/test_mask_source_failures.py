@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,19 +74,16 @@ def test_a_session_goes_on_after_its_executors_were_killed(
     ):
         models = [add_lora(session.load_model(progress=False)) for session in (one, other)]
         before = [gradients(model, token_ids()) for model in models]
-        killed_at: list[float] = []
 
         def kill(*_: Any) -> None:
             assert victim.process is not None
             victim.process.send_signal(signal.SIGKILL)
             victim.process.wait()
-            killed_at.append(time.monotonic())
 
         def fail(model: nn.Module, meanwhile: Callable[..., None]) -> None:
             hook = second_block(model).register_forward_pre_hook(meanwhile)
             with pytest.raises(GONE):
                 fixed_result(model, token_ids())
-            assert time.monotonic() - killed_at[0] < options["timeout"]
             hook.remove()
 
         fail(models[0], lambda *_: fail(models[1], kill))
@@ -188,7 +184,6 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
         model = session.load_model(progress=False)
         fixed_result(model, token_ids())
         middle.gate.clear()
-        started = time.monotonic()
 
         def go_on() -> None:
             for seed in range(50):
@@ -197,8 +192,6 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
         with pytest.raises(RequestTimeout, match="made no progress") as caught:
             go_on()
         assert middle.executor.url in str(caught.value)
-        # Twice: one timeout of what was under way, one of what is needed; and twenty for a slow machine.
-        assert time.monotonic() - started < 22.0
         middle.gate.set()
 
 
@@ -218,8 +211,6 @@ def test_closing_while_effects_are_under_way(
         middle.gate.clear()
         waiting = threads.submit(fixed_result, model, token_ids(4, 100))
         eventually(lambda: middle.held > 0)
-        started = time.monotonic()
-    assert time.monotonic() - started < 20.0
     with pytest.raises(ConnectionLost):
         waiting.result(SECONDS)
     # close() does not wait for them: one may be opening a connection, which the other side can make slow.

@@ -133,10 +133,8 @@ def test_a_machine_that_vanishes(
             assert torch.equal(logits(session, 0), expected[0])
             for pid in tree(machine.pid):
                 os.kill(pid, signal.SIGSTOP)
-            began = time.monotonic()
             wait_until(lambda: "worker 1 is being started again" in ready(executor))
             assert f"rank 1 on {socket.gethostname()} is silent" in ready(executor)
-            assert time.monotonic() - began < 10
             with other_rank(SERVE, RANK="1", **world):
                 assert torch.equal(logits(session, 1), expected[1])
                 assert not ready(executor)

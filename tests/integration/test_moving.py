@@ -7,7 +7,6 @@ import logging
 import socket
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,7 +137,6 @@ def test_one_is_drained_under_load_and_no_tenant_notices(
         moves = [session.stats.moves for session in sessions]
     assert moves == [int(number in victims) for number in range(6)]
     assert victims
-    assert all(session.stats.seconds_reconnecting < 10 for session in sessions)
     assert not _told(caplog)
 
 
@@ -148,11 +146,9 @@ def test_an_idle_session_is_let_go_at_once_and_moves(
     both = {each.url: each for each in (start(), start())}
     with reach(*both) as session:
         expected = product(session)
-        began = time.monotonic()
         first = in_use(session)
         assert both[first].drain(SECONDS)
         assert all(map(torch.equal, product(session), expected))
-        assert time.monotonic() - began < 5.0  # a second of it for the tenant's goodbye
         assert in_use(session) == (both.keys() - {first}).pop()
         assert session.stats.moves == 1
 
@@ -255,10 +251,8 @@ def test_a_lone_executor_may_send_old_sessions_away_too(
     one = start(max_connection_seconds=0.2)
     with caplog.at_level(logging.WARNING), reach(one) as session:
         expected = product(session)
-        began = time.monotonic()
         while session.stats.reconnections < 3:
             assert all(map(torch.equal, product(session), expected))
-        assert time.monotonic() - began < SECONDS
         assert session.stats.moves == 0
     assert not _told(caplog)
 
