@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +10,7 @@ from functools import partial
 
 import torch
 
-from shared.errors import (
-    ConfigurationError,
-    ConnectionLost,
-    RequestRefused,
-    SymbiosisError,
-    WireError,
-)
+from shared.errors import ConfigurationError, ConnectionLost, SymbiosisError, WireError
 from shared.stored import parameter_hash
 from shared.wire.header import (
     BYTES,
@@ -33,32 +25,14 @@ from shared.wire.header import (
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
 from shared.wire.protocol import GroupShape, Plan, TenantProtocol
 from shared.wire.websocket import Incoming, tensor_bytes
-from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, Pending, again
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.replicas.parts import PartConnections
-from tenant_sdk.connection.replicas.reconnecting import (
-    TELL_SECONDS,
-    FindReplicas,
-    Lost,
-    ReconnectingConnection,
-    went_away,
-)
+from tenant_sdk.connection.replicas.reconnecting import FindReplicas, ReconnectingConnection
 from tenant_sdk.connection.stats import Stats
 
-log = logging.getLogger(__name__)
-
 FETCH_BYTES = 4 << 20
-MOST_ENDED = 5  # parts of an executor with one request on them: it may be what they die of
 PIECE_ROWS = 16  # of a request that is cut, a multiple of this
-
-# Why an executor puts a request off, in the words of its log entry.
-_REASONS = {
-    "overloaded": "is overloaded, or this tenant over its quota",
-    "unavailable": "lost a part of itself with this request on it",
-    "restarting": "is starting a part of itself again",
-}
-
-Ask = Callable[[Channel], Pending]  # sends one request
 
 
 class PendingProduct:
@@ -102,9 +76,8 @@ class RemoteExecutor:
 
     Executors that serve a part of the layers each are one of these together, with a connection to each.
 
-    A request that is lost because the executor went away is sent again when it is back, or to another replica
-    of the same party: the same bytes, so the same rows under the same masks, or the same seed. So is what an
-    executor refuses because it is overloaded. Nothing else is repeated.
+    What is lost or refused may be sent again (``ReconnectingConnection``): the same bytes, so the same rows
+    under the same masks, or the same seed.
 
     Args:
         find: the executor's replicas, and what opens a connection to each, now and again later.
@@ -112,7 +85,7 @@ class RemoteExecutor:
         stats: the session's, to count in; a session with two executors has one.
         patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
             fails, and the next one tries once to connect again.
-        party, digest: see ``PartConnections``.
+        party, digest, clock: see ``PartConnections``.
 
     Raises:
         ConfigurationError: the executor does not take this dtype.
@@ -127,11 +100,10 @@ class RemoteExecutor:
         patience: float = 0.0,
         party: str = "",
         digest: str = "",
+        clock: Clock = CLOCK,
     ) -> None:
         self.stats = stats or Stats()
-        self._told = -TELL_SECONDS
-        self._chance = random.SystemRandom().random
-        self._parts = PartConnections(find, self.stats, patience, party, digest)
+        self._parts = PartConnections(find, self.stats, patience, party, digest, clock)
         self.connection, self.manifest = self._parts.all[0], self._parts.manifest
         self.ring = self.manifest.numerics in RINGS
         if self.ring and wire_dtype == torch.float32:
@@ -286,8 +258,7 @@ class RemoteExecutor:
             )
 
         connection = self._parts.of(group)
-        channel = connection.channel
-        answer = _payload(self._answer(connection, channel, lambda channel: channel.submit(header, seed)))
+        answer = _payload(connection.answer(connection.channel, lambda channel: channel.submit(header, seed)))
         self.stats.add(
             effect_requests=1,
             effect_rows=rows,
@@ -322,67 +293,7 @@ class RemoteExecutor:
                 operation, group, shape, direction, members, rows, self.wire_dtype, request_class
             )
 
-        return self._ask(self._parts.of(group), channel, lambda channel: channel.submit(header, wire))
-
-    def _ask(self, connection: ReconnectingConnection, channel: Channel, ask: Ask) -> Callable[[], Incoming]:
-        """Send a request; the call that waits for its answer."""
-        first: Pending | None = None
-        try:
-            first = ask(channel)
-        except SymbiosisError as error:
-            if not (connection.patience and went_away(error)):
-                raise
-        return lambda: self._answer(connection, channel, ask, first)
-
-    def _answer(
-        self, connection: ReconnectingConnection, channel: Channel, ask: Ask, first: Pending | None = None
-    ) -> Incoming:
-        """An answer; asked for again when the executor says that it is overloaded, or went away.
-
-        Raises:
-            RequestRefused: for anything else, or overloaded for longer than the timeout.
-            ConnectionLost: the part of it that was asked was away for longer than is waited for.
-            SymbiosisError: see ``ReconnectingConnection.after``.
-        """
-        pending, began, attempt, lost, ended = first, time.monotonic(), 0, Lost(), 0
-        asked = began  # for the first time
-        while True:
-            try:
-                answer = channel.wait(pending or ask(channel))
-                connection.answered(channel)
-                return answer
-            except RequestRefused as error:
-                if error.code not in _REASONS or error.retry_after is None:
-                    raise
-                ended += error.code == "unavailable"
-                if ended > MOST_ENDED:
-                    raise
-                seconds = pause(attempt, error.retry_after, self._chance())
-                away, now = error.code == "restarting", time.monotonic()
-                if now + seconds >= (asked + connection.patience if away else began + channel.timeout):
-                    if not away:
-                        raise
-                    raise ConnectionLost(
-                        f"{connection.url} {_REASONS[error.code]}, and was not done after "
-                        f"{now - asked:.0f} s; to wait longer, give patience=SECONDS"
-                    ) from error
-                self._put_off(connection, seconds, error.code)
-                attempt += 1
-            except SymbiosisError as error:
-                if not connection.waits_after(error):
-                    raise  # from here: a frame that held the error would keep rows in a cycle with it
-                channel = connection.after(error, lost)
-                began, attempt = time.monotonic(), 0
-            pending = None
-
-    def _put_off(self, connection: ReconnectingConnection, seconds: float, code: str) -> None:
-        """Wait, and say so now and then."""
-        now = time.monotonic()
-        if now - self._told > TELL_SECONDS:
-            self._told = now
-            log.warning("%s %s; waiting and going on", connection.url, _REASONS[code])
-        connection.sleep(seconds)
-        self.stats.add(refusals=1, seconds_throttled=seconds)
+        return self._parts.of(group).ask(channel, lambda channel: channel.submit(header, wire))
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
         """A tenant-side parameter, [n, width] pieces in order of its rows (``info.rows``), in their dtype.
@@ -437,7 +348,7 @@ class RemoteExecutor:
         ahead: deque[Callable[[], Incoming]] = deque()
         for start in range(0, length, step):
             ahead.append(
-                self._ask(connection, connection.channel, partial(submit, start, min(start + step, length)))
+                connection.ask(connection.channel, partial(submit, start, min(start + step, length)))
             )
             if len(ahead) == 4:
                 yield _payload(ahead.popleft()())

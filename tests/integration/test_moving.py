@@ -160,7 +160,7 @@ def test_both_leave_and_one_is_back(start: Start, reach: Callable[..., tenant_sd
         for each in (one, other):
             each.drain(1.0)
         waiting = pool.submit(product, session)
-        eventually(lambda: session.executor.connection._told is not None)
+        eventually(lambda: session.executor.connection.policy.reminder.said_at is not None)
         start(port=other.port)
         assert all(map(torch.equal, waiting.result(SECONDS), expected))
 
@@ -306,7 +306,7 @@ def test_another_model_is_refused_and_named(
         )
         assert "weights, digest" in told
         same.drain(1.0)
-        session.executor.connection.patience = 2.0
+        session.executor.connection.policy.patience = 2.0
         with pytest.raises(ConnectionLost, match=f"{other.url}: serves something else than {same.url}"):
             product(session)
 

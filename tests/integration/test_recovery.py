@@ -30,8 +30,8 @@ from shared.errors import AuthenticationError, ConnectionLost, ModelMismatch, Ve
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection import channel as channel_module
 from tenant_sdk.connection import websocket_channel
-from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.replicas.reconnecting import MOST_REPEATS
+from tenant_sdk.connection.replicas import retrying
+from tenant_sdk.connection.replicas.retrying import MOST_REPEATS
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.model.remote_weight import RemoteWeight
 
@@ -59,7 +59,7 @@ class Breaking:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses take no time."""
-    monkeypatch.setattr(reconnecting, "pause", lambda *_: 0.0)
+    monkeypatch.setattr(retrying, "pause", lambda *_: 0.0)
 
 
 def rows_of(count: int = 3) -> list[torch.Tensor]:
@@ -311,7 +311,7 @@ def test_an_executor_of_this_machine_that_restarts(
         expected = product(session)
         one.end()
         waiting = threads.submit(product, session)
-        eventually(lambda: session.executor.connection._told is not None)
+        eventually(lambda: session.executor.connection.policy.reminder.said_at is not None)
         assert not waiting.done()
         again = everywhere(checkpoint("llama"))
         local = ColocatedServer(

@@ -132,8 +132,8 @@ class ReplicaSet:
     def why(self) -> str:
         """Why none can be used; of several, each with its name."""
         if len(self._all) == 1:
-            return _what(next(iter(self._all.values())).error)
-        return ", ".join(f"{name}: {_what(each.error, name)}" for name, each in self._all.items())
+            return what_happened(next(iter(self._all.values())).error)
+        return ", ".join(f"{name}: {what_happened(each.error, name)}" for name, each in self._all.items())
 
     def error(self) -> SymbiosisError:
         """The one replica's error; of several one that names all of them, of their class if that is one."""
@@ -151,7 +151,7 @@ class ReplicaSet:
         return names[int(self._chance() * len(names))]
 
 
-def _what(error: SymbiosisError | None, name: str = "") -> str:
-    """What happened, without the advice behind the semicolon, which is being followed, nor the name."""
+def what_happened(error: SymbiosisError | None, name: str = "") -> str:
+    """An error without the advice behind the semicolon, which is being followed, and without the name."""
     what = error.message.partition(";")[0] if error is not None else "its connection broke"
     return what.removeprefix(f"{name}: ").removeprefix(f"{name} ") if name else what
