@@ -19,11 +19,13 @@ from shared.errors import (
     ConfigurationError,
     ConnectError,
     ConnectionLost,
+    Message,
     ModelMismatch,
     NobodyListens,
     RequestTimeout,
     SymbiosisError,
     TlsError,
+    Word,
 )
 from shared.forks import Home
 from shared.wire.header import Header, Operation
@@ -271,8 +273,11 @@ class LastingConnection:
         if left <= 0:
             who = f"all {count} replicas were" if count > 1 else f"{self.url} was"
             raise ConnectionLost(
-                f"{who} tried again and again for {_duration(now - since)}: {why}; to wait longer, give "
-                "patience=SECONDS"
+                Message(
+                    "{} tried again and again for {}: {}; to wait longer, give {patience}",
+                    *(who, _duration(now - since), why),
+                    patience=Word("SECONDS"),
+                )
             ) from self._cause
         if self._told is None or now - self._told > TELL_SECONDS:
             self._told = now

@@ -15,9 +15,11 @@ import torch
 from shared.errors import (
     ConfigurationError,
     ConnectionLost,
+    Message,
     RequestRefused,
     SymbiosisError,
     WireError,
+    Word,
 )
 from shared.stored import parameter_hash
 from shared.wire.header import (
@@ -133,9 +135,12 @@ class RemoteExecutor:
         if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
             self._parts.close()
             raise ConfigurationError(
-                f"the executor computes in {self.manifest.numerics!r} and takes "
-                f"{', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}; give another "
-                "wire_dtype=NAME, or install a version of the SDK that knows these numerics"
+                Message(
+                    "the executor computes in {!r} and takes {} on the wire, not {}; give another "
+                    "{wire_dtype}, or install a version of the SDK that knows these numerics",
+                    *(self.manifest.numerics, ", ".join(self.manifest.wire_dtypes), str(wire_dtype)),
+                    wire_dtype=Word("NAME"),
+                )
             )
         self.wire_dtype = wire_dtype
         self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]
@@ -357,8 +362,11 @@ class RemoteExecutor:
                     if not away:
                         raise
                     raise ConnectionLost(
-                        f"{connection.url} {_REASONS[error.code]}, and was not done after "
-                        f"{now - asked:.0f} s; to wait longer, give patience=SECONDS"
+                        Message(
+                            "{} {}, and was not done after {:.0f} s; to wait longer, give {patience}",
+                            *(connection.url, _REASONS[error.code], now - asked),
+                            patience=Word("SECONDS"),
+                        )
                     ) from error
                 self._put_off(connection, seconds, error.code)
                 attempt += 1
