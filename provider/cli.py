@@ -28,7 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
-from provider.config import ServeConfig
+from provider.config import ServeConfig, check_divided
 from provider.dev import Development
 from provider.executor.room import memory_errors
 from provider.observe.log import console as _errors
@@ -42,9 +42,9 @@ from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
 from provider.workers.rank import look_after
 from provider.workers.world import World
 from shared import imports
-from shared.errors import ConfigurationError, SymbiosisError
+from shared.errors import ConfigurationError, Message, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import CommandLine, escape_output, fields_of, in_options, prints_version
+from shared.options import CommandLine, Flag, escape_output, flags_of, prints_version
 
 if TYPE_CHECKING:
     from provider.serve.provider import Provider
@@ -60,8 +60,7 @@ token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants
 app.add_typer(token_app, name="token")
 
 
-_NAMES = {name: field.flags[0] for name, field in fields_of(ServeConfig).items()}
-_NAMES |= {name: f"--{name}" for name in ("network", "assume")}
+_NAMES = flags_of(ServeConfig) | {name: Flag(f"--{name}") for name in ("network", "assume")}
 
 
 @app.callback()
@@ -226,14 +225,14 @@ def _show_layout(config: ServeConfig) -> None:
 
 
 def _print_plan(
-    misfit: str, told: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
+    misfit: Message, told: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
 ) -> None:
     """As JSON, or tables and sentences below a warning; weights that do not fit have an exit status."""
     if told is not None:
         print(json.dumps(told, indent=1))
     else:
         if misfit:
-            _tables.print(f"[bold red]{escape(in_options(misfit, _NAMES))}.[/]", highlight=False)
+            _tables.print(f"[bold red]{escape(misfit.shown(_NAMES))}.[/]", highlight=False)
         _tables.print(*tables)
         for line in sentences:
             _tables.print(f"{line}.", highlight=False)
@@ -267,11 +266,11 @@ def plan_capacity(
     """Forecast what tenants would get of a model, and what limits it; shapes suffice, no weights are read."""
     link, assumed = parse_network(network), parse_assumed(assume or [])
     if workers and devices:
-        raise ConfigurationError(f"devices={devices} has a worker for each: leave out workers={workers}")
+        raise ConfigurationError(
+            Message("{devices} has a worker for each: leave out {workers}", devices=devices, workers=workers)
+        )
     names = [name.strip() for name in devices.split(",")] if devices else ["cpu"] * max(1, workers)
-    if not all(names) or len(names) % stripes:
-        given = f"devices={devices}" if devices else f"workers={workers}"
-        raise ConfigurationError(f"{given} cannot be divided into stripes={stripes}")
+    check_divided(devices, workers, names, stripes)
     check_shapes(model)
     _errors.print("loading torch, and measuring products", highlight=False)
     with imports.at_once():
@@ -414,7 +413,8 @@ def run(application: Callable[[], Any]) -> None:
     try:
         application()
     except SymbiosisError as error:
-        message = in_options(str(error), _NAMES)
+        error.show_options(_NAMES)
+        message = str(error)
         if logs_json():
             log.error("%s", message)
         else:

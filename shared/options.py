@@ -9,7 +9,6 @@ import importlib.metadata
 import inspect
 import io
 import math
-import re
 import sys
 import textwrap
 import tomllib
@@ -21,46 +20,17 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from shared.encoded import UNREADABLE
-from shared.errors import CheckpointError, ConfigurationError, SymbiosisError
+from shared.errors import (
+    ALONE,
+    Argument,
+    CheckpointError,
+    ConfigurationError,
+    Message,
+    SymbiosisError,
+)
 from shared.ownership import check_own
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-# ``name=value`` as errors write it; the value may be a word, a quoted one, or several in brackets.
-_ARGUMENT = re.compile(
-    r"(?<![^\s(`])([a-z_]+)=(\[[^]]*\]|\{[^}]*\}|\([^)]*\)|'[^']*'|[\w/*~-](?:[^\s,;()`]*[\w/*~-])?|)"
-)
-
-
-def in_options(message: str, options: Mapping[str, str]) -> str:
-    """An error's message for who types commands: ``mask_sources=['URL']`` becomes ``--mask-source URL``.
-
-    Args:
-        options: of each argument's name the option. One with a space in it stands as it is, without a value
-            unless ``{}`` in it says where.
-    """
-
-    def spelled(found: re.Match[str]) -> str:
-        option, value = options.get(found[1]), found[2]
-        if option is None:
-            return found[0]
-        if "{}" in option:
-            toml = f"[{value[1:-1]}]" if value[:1] in ("{", "(") else value
-            return option.replace("{}", toml) if value else option.replace(" = {}", "")
-        if " " in option or value in ("", "True"):
-            return option
-        values = value[1:-1].split(",") if value[0] in "[{(" else [value]
-        return " ".join(f"{option} {each.strip().strip(_QUOTE)}" for each in values)
-
-    return _ARGUMENT.sub(spelled, message)
-
-
-_QUOTE = "'"
-
-
-def rename(error: SymbiosisError, options: Mapping[str, str]) -> None:
-    """Let an error name its arguments as ``in_options`` does."""
-    error.message = in_options(error.message, options)
-    error.args = (error.message,)
 
 
 @dataclass(frozen=True)
@@ -105,14 +75,36 @@ class Option:
         if value is None:
             return
         if self.choices and value not in self.choices:
-            raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(self.choices)}")
+            raise ConfigurationError(
+                Message("{} must be one of {}", Argument(name, value), ", ".join(self.choices))
+            )
         if self.least is None or not isinstance(value, (int, float)):
             return
         low = self.least < value if self.above else self.least <= value
         if not (low and value <= self.most) or value == math.inf:
             most = "" if self.most == math.inf else f" and at most {self.most:g}"
             least = f"{'more than' if self.above else 'at least'} {self.least:g}"
-            raise ConfigurationError(f"{name}={value!r} must be {least}{most}")
+            raise ConfigurationError(Message("{} must be {}{}", Argument(name, value), least, most))
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Shows an option in a message as a command line has it.
+
+    Attributes:
+        name: such as ``--ca``.
+        alone: whether its value stays out.
+    """
+
+    name: str
+    alone: bool = False
+
+    def __call__(self, value: Any) -> str:
+        """With a value, or with none if it is ``ALONE``."""
+        if self.alone or value is ALONE or value is True:
+            return self.name
+        values = value if isinstance(value, list | tuple) else [value]
+        return " ".join(f"{self.name} {each}" for each in values)
 
 
 @dataclass(frozen=True)
@@ -140,13 +132,13 @@ class Field:
         return tuple(f"--{word.replace('_', '-')}" for word in self.words)
 
     @property
-    def flag(self) -> str:
-        """How messages name it on a command line: a secret or a tuple with what stands for the value."""
+    def shown(self) -> Flag:
+        """How messages name it on a command line."""
         if self.option.confidential:
-            return f"{self.flags[0]} VAR"
+            return Flag(f"{self.flags[0]} VAR", alone=True)
         if self.option.parts:
-            return " ".join(f"{flag} {self.option.unit}" for flag in self.flags)
-        return self.flags[0]
+            return Flag(" ".join(f"{flag} {self.option.unit}" for flag in self.flags), alone=True)
+        return Flag(self.flags[0])
 
 
 @functools.cache
@@ -170,6 +162,11 @@ def fields_of(configuration: Any) -> dict[str, Field]:
             words = (f"{words[0]}_env",)
         found[each.name] = Field(each.name, option, plain, words, toml, each.default)
     return found
+
+
+def flags_of(configuration: Any) -> dict[str, Flag]:
+    """How messages name the options of a dataclass on a command line."""
+    return {name: field.shown for name, field in fields_of(configuration).items()}
 
 
 def check_fields(configuration: Any) -> None:
@@ -236,8 +233,12 @@ def check_text(option: str, text: str) -> None:
     except UnicodeEncodeError as error:
         byte = ord(text[error.start]) & 0xFF
         raise ConfigurationError(
-            f"{option} is not UTF-8 text: byte {byte:#04x} at character {error.start + 1:,}; set the "
-            "terminal to UTF-8"
+            Message(
+                "{} is not UTF-8 text: byte {:#04x} at character {:,}; set the terminal to UTF-8",
+                Argument(option),
+                byte,
+                error.start + 1,
+            )
         ) from error
 
 
@@ -417,7 +418,7 @@ class CommandLine:
         """A command gets the options of its arguments that are configurations.
 
         Such an argument's type is a dataclass with ``Option`` on its fields, or has a method ``parameters``
-        that returns those of its constructor. If it has ``names``, errors name options so (``in_options``).
+        that returns those of its constructor. If it has ``names``, errors name options so.
 
         All options of the command can also come from the TOML file that ``--config`` names; those on the
         command line win.
@@ -444,7 +445,7 @@ class CommandLine:
                 command(**chosen, **given)
             except SymbiosisError as error:
                 for each in chosen.values():
-                    rename(error, getattr(each, "names", {}))
+                    error.show_options(getattr(each, "names", {}))
                 raise
 
         taken.append(self._config({each.name: _kind(each.annotation) for each in taken}))

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, t
 
 from shared import imports
 from shared.errors import SymbiosisError, peer_text
-from shared.options import escape_output, in_options, prints_version
+from shared.options import escape_output, prints_version
 from tenant_sdk import cli_options as options
 from tenant_sdk import context_options as contexts
 from tenant_sdk.config import SessionConfig
@@ -416,9 +416,9 @@ def doctor(
             _results.print(f"[bold]{escape(title)}[/]")
         for result in results:
             mark = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "[yellow]![/]"}[result.ok]
-            _results.print(f"{mark} {result.step:<13}{_escaped(result.detail, executors.names)}")
+            _results.print(f"{mark} {result.step:<13}{escape(result.detail.shown(executors.names))}")
             if result.remedy:
-                _results.print(f"  {'':<13}→ {_escaped(result.remedy, executors.names)}")
+                _results.print(f"  {'':<13}→ {escape(result.remedy.shown(executors.names))}")
             failed |= result.ok is False
     if failed:
         raise typer.Exit(1)
@@ -435,11 +435,6 @@ def trust(profile: Annotated[Path, typer.Argument(help="A symbiosis.toml that yo
     _results.print(f"{escape(str(path))} is used by commands in {escape(str(path.parent))} until it changes")
 
 
-def _escaped(message: str, names: Mapping[str, str] = options.NAMES) -> str:
-    """What errors say, in the words of this command line and without markup."""
-    return escape(in_options(message, names))
-
-
 def run(application: Callable[[], Any]) -> None:
     """Run a command line; an error that this project raises becomes one line and exit status 1."""
     escape_output()
@@ -451,7 +446,8 @@ def run(application: Callable[[], Any]) -> None:
     try:
         application()
     except SymbiosisError as error:
-        _status.print(f"[bold red]error:[/] {_escaped(str(error))}")
+        error.show_options(options.NAMES)
+        _status.print(f"[bold red]error:[/] {escape(str(error))}")
         _print_notes(error)
         sys.exit(1)
     except BaseException as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.errors import CheckpointError, ConfigurationError
+from shared.errors import CheckpointError, ConfigurationError, Message
 
 Assumed = Mapping[str, Sequence[float]]
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
@@ -34,7 +34,10 @@ def parse_network(text: str) -> Link:
     bits, seconds = _amount(rate.lower().removesuffix("/s"), _UNITS), _amount(time.lower(), _TIMES)
     if bits is None or seconds is None or not bits > 0 or not seconds >= 0:
         raise ConfigurationError(
-            f"network={text} cannot be: give bits a second and the time there and back, such as 10Gbit,0.5ms"
+            Message(
+                "{network} must be bits a second and the time there and back, such as 10Gbit,0.5ms",
+                network=text,
+            )
         )
     return Link(seconds / 2, bits / 8)
 
@@ -64,8 +67,11 @@ def parse_assumed(texts: Sequence[str]) -> Assumed:
             numbers = []
         if not name or len(numbers) != 3 or not all(0 < each < float("inf") for each in numbers):
             raise ConfigurationError(
-                f"assume={text} cannot be: give bytes of memory, bytes and multiplications a second, "
-                "such as cuda=141e9,4.8e12,2e13"
+                Message(
+                    "{assume} must be bytes of memory, bytes and multiplications a second, such as "
+                    "cuda=141e9,4.8e12,2e13",
+                    assume=text,
+                )
             )
         found[name] = numbers
     return found

@@ -16,7 +16,6 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
 from shared.errors import SymbiosisError
-from shared.options import in_options
 from shared.wire.header import RequestClass
 from tenant_sdk.cli_options import NAMES
 from tenant_sdk.gateway.connection import session_here
@@ -75,8 +74,7 @@ class Worker(Base):  # type: ignore[misc]
             if self.vllm_config.lora_config is not None:
                 check_adaptable(self.model_runner.model)
         except (SymbiosisError, ValueError) as error:
-            ours = isinstance(error, SymbiosisError)
-            why = in_options(str(error), NAMES) if ours else f"vLLM does not take this: {error}"
+            why = _shown(error) if isinstance(error, SymbiosisError) else f"vLLM does not take this: {error}"
             Status(error=why).write(Path(self.vllm_config.model_config.model))
             raise SystemExit(1) from error  # without pages on how it came there
         if current_platform.is_cpu():
@@ -135,7 +133,7 @@ class Worker(Base):  # type: ignore[misc]
         except (SymbiosisError, LoRAAdapterNotFoundError) as error:
             log.warning("a step failed: %s", error)
             status.failed_steps += 1
-            status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)
+            status.failure, status.error = Failure.of(error), _shown(error)
             status.failed_at = time.monotonic()
             self._write(failing=True)  # before the clients are told
             requests = list(scheduled)
@@ -201,7 +199,7 @@ class Worker(Base):  # type: ignore[misc]
                 try:
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
-                    status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)
+                    status.failure, status.error = Failure.of(error), _shown(error)
                     continue
                 except Exception:  # or nobody would look again, and all would be refused
                     log.exception("cannot look whether the executor is back")
@@ -223,6 +221,13 @@ class Worker(Base):  # type: ignore[misc]
                 status.write(self._folder)
             except OSError as error:
                 log.warning("cannot write to %s: %s", self._folder, error.strerror)
+
+
+def _shown(error: SymbiosisError | LoRAAdapterNotFoundError) -> str:
+    """What it says to the user of the command line."""
+    if isinstance(error, SymbiosisError):
+        error.show_options(NAMES)
+    return str(error)
 
 
 def _without_lost(_: Any, __: Any, hidden: Any) -> Any:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
-from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch
 from shared.hub import checkpoint_folder, lies_within
 from shared.recipes import config_in
 from tenant_sdk.model.configuration import read_configuration
@@ -106,8 +106,11 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         open_checkpoint(folder, session.manifest)
     except ModelMismatch as error:
         raise ModelMismatch(
-            f"{error.message}. Give the very checkpoint that the executor serves, or none: then all that is "
-            "needed of it is downloaded"
+            Message(
+                "{}. Give the very checkpoint that the executor serves, or none: then all that is needed "
+                "of it is downloaded",
+                error.told,
+            )
         ) from error
     session.attach(model.requires_grad_(False).eval())
     if base is not None:

@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 
 from provider.serve.certificates import write_certificates
 from shared.launching import free_port
-from shared.options import in_options
 from tenant_sdk.cli import app
-from tenant_sdk.cli_options import NAMES
 
 PATIENCE = ("--timeout", 20, "--wait", 0)
 PROMPT = ("--prompt", "x")
@@ -132,7 +130,7 @@ def test_doctor_examines_mask_sources_too(
     said = doctor_says(1, *where, *source, *each, *waived)
     assert said.count("✗") == 1
     session = CliRunner().invoke(app, [*map(str, ("generate", *where, *source, *each, *waived, *PROMPT))])
-    refused = in_options(str(session.exception), NAMES)
+    refused = str(session.exception)
     asked = ("address", "machine", "key", "authority", "token")  # with those that are allowed already
     assert f"if that is meant, --allow-same {' --allow-same '.join(asked)}; to try it out" in refused
     assert f"✗ operators    {refused}" in said

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import tenant_sdk
 from provider.serve.certificates import write_certificates
 from shared.errors import SymbiosisError, TlsError
-from shared.options import in_options
 from tenant_sdk.cli import app
 from tenant_sdk.cli_options import NAMES
 
@@ -67,6 +66,6 @@ def test_a_wrong_authority_and_none(
     error = str(caught.value)
     assert caught.value.untrusted
     assert error.startswith("mask source wss://localhost" if source else "the certificate of 127.0.0.1")
-    said = f"than the authority in {option}={other}; ask" if given else f"{option}=FILE was not given, and no"
+    said = f"than that in {option}={other}; ask" if given else f"{option}=FILE was not given, and no"
     assert said in error
-    assert f"--{option.replace('_', '-')} {other if given else 'FILE'}" in in_options(error, NAMES)
+    assert f"--{option.replace('_', '-')} {other if given else 'FILE'}" in caught.value.told.shown(NAMES)

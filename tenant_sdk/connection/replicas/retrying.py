@@ -15,12 +15,14 @@ from shared.errors import (
     ConfigurationError,
     ConnectError,
     ConnectionLost,
+    Message,
     ModelMismatch,
     NobodyListens,
     RequestRefused,
     RequestTimeout,
     SymbiosisError,
     TlsError,
+    Word,
 )
 from tenant_sdk.connection.replicas.backoff import pause
 from tenant_sdk.connection.replicas.replica_set import ReplicaSet, what_happened
@@ -169,8 +171,11 @@ class RequestPolicy:
             if at >= self._asked + self._patience:
                 return GiveUp(
                     ConnectionLost(
-                        f"{url} {reason}, and was not done after {now - self._asked:.0f} s; to wait longer, "
-                        "give patience=SECONDS"
+                        Message(
+                            "{} {}, and was not done after {:.0f} s; to wait longer, give {patience}",
+                            *(url, reason, now - self._asked),
+                            patience=Word("SECONDS"),
+                        )
                     )
                 )
         elif at >= self._began + timeout:
@@ -249,8 +254,11 @@ class ReconnectPolicy:
         if left <= 0:
             who = f"all {count} replicas were" if count > 1 else f"{self.url} was"
             error = ConnectionLost(
-                f"{who} tried again and again for {duration(now - since)}: {why}; to wait longer, give "
-                "patience=SECONDS"
+                Message(
+                    "{} tried again and again for {}: {}; to wait longer, give {patience}",
+                    *(who, duration(now - since), why),
+                    patience=Word("SECONDS"),
+                )
             )
             error.__cause__ = self._cause
             return GiveUp(error)
