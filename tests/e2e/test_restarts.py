@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -244,11 +243,10 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     until(run.stderr, f"step 2 of {STEPS}")
     phoenix.kill()
     until(run.stderr, "is away")
-    started = time.monotonic()
     run.send_signal(signal.SIGINT)
     status, _, err = rest(run)
-    assert time.monotonic() - started < 30.0  # a checkpoint is written, on a busy machine
     assert status != 0
+    assert "again and again" not in err  # it did not wait until the end
     assert "add --resume" in err
     phoenix.restart()
     phoenix.settle()
