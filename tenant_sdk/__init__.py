@@ -4,6 +4,11 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from symbiosis_executor import NAME, check_package
+
+DISTRIBUTION = NAME
+check_package("shared")
+
 # OpenMP threads that spin while a request is under way take the processor from an executor on the
 # same machine. Works if this package is imported before torch, whose runtime reads it once.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -13,7 +18,7 @@ os.environ.setdefault(
     os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "symbiosis", "compiled"),
 )
 
-from shared.errors import (
+from shared.errors import (  # noqa: E402 - of this project, which is checked before
     AuthenticationError,
     CheckpointError,
     ConfigurationError,
@@ -35,10 +40,11 @@ from shared.errors import (
 if TYPE_CHECKING:
     from tenant_sdk.composition import connect
     from tenant_sdk.connection.stats import Stats
+    from tenant_sdk.products.bank_options import NoiseBankOptions
     from tenant_sdk.products.fingerprints import write_fingerprints
-    from tenant_sdk.products.noise_bank import NoiseBankOptions
     from tenant_sdk.sequences.tuning import LongTuning, long_tuning
     from tenant_sdk.session import Session
+    from tenant_sdk.trust.secrets import Secret
     from tenant_sdk.tuning.folders import load_adapter, save_adapter
 
 __all__ = [
@@ -55,6 +61,7 @@ __all__ = [
     "RemoteWeightUnavailable",
     "RequestRefused",
     "RequestTimeout",
+    "Secret",
     "Session",
     "Stats",
     "StorageError",
@@ -72,7 +79,8 @@ __all__ = [
 # What needs torch and transformers, which take seconds to import: imported when it is first used.
 _LAZY = {
     "LongTuning": "tenant_sdk.sequences.tuning",
-    "NoiseBankOptions": "tenant_sdk.products.noise_bank",
+    "NoiseBankOptions": "tenant_sdk.products.bank_options",
+    "Secret": "tenant_sdk.trust.secrets",
     "Session": "tenant_sdk.session",
     "Stats": "tenant_sdk.connection.stats",
     "connect": "tenant_sdk.composition",

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shared.errors import (
     AuthenticationError,
@@ -23,11 +22,8 @@ from tenant_sdk.connection.replicas.addresses import Address, Resolver
 from tenant_sdk.connection.replicas.reconnecting import OpenChannel
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.transports import OnConnect, look_at, open_channel
-from tenant_sdk.connection.urls import replicas_of, url_of
+from tenant_sdk.connection.urls import Party, replicas_of, url_of
 from tenant_sdk.trust.operators import Operators
-
-if TYPE_CHECKING:
-    from tenant_sdk.connection.urls import Party
 
 # For a step of opening a connection, where another replica can be asked instead.
 OPENING_SECONDS = 10.0

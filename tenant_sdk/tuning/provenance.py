@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import msgspec
 
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, ModelMismatch
+from shared.options import version
 from tenant_sdk.model.naming import Base, plain_name
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         """Of an adapter that is saved now; of figures four digits are kept."""
         manifest = session.manifest
         return cls(
-            symbiosis=importlib.metadata.version("symbiosis"),
+            symbiosis=version(),
             model=plain_name(manifest.model),
             architecture=plain_name(manifest.architecture),
             weights=plain_name(manifest.weights),

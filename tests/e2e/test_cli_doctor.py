@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from conftest import RING, Executor
 from typer.testing import CliRunner
 
 from provider.serve.certificates import write_certificates
+from shared.launching import free_port
 from shared.options import in_options
 from tenant_sdk.cli import app
 from tenant_sdk.cli_options import NAMES
@@ -22,11 +22,6 @@ from tenant_sdk.cli_options import NAMES
 PATIENCE = ("--timeout", 20, "--wait", 0)
 PROMPT = ("--prompt", "x")
 WAIVED = ("--allow-same", "token", "--allow-same", "authority")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ ROOMS = {
     "shared": [
         "errors",
         "encoded",
+        "launching",
         "ownership",
         "options",
         "forks",
@@ -75,6 +76,18 @@ ROOMS = {
         "doctor",
         "tuning",
         "gateway",
+        "reference",
+        "cli",
+    ],
+    "security": [
+        "recordings",
+        "views",
+        "attacks",
+        "verdicts",
+        "trials",
+        "report",
+        "deployment",
+        "audit",
         "cli",
     ],
 }

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from provider.serve.certificates import write_certificates
 from provider.serve.tokens import TokenFile
-from security.transcript import Transcript, read_transcript
+from security.recordings.transcript import Transcript, read_transcript
 from shared.errors import SymbiosisError
-
-START_SECONDS = 120.0
+from shared.launching import Program
 
 
 class AuditError(SymbiosisError):
@@ -41,7 +37,7 @@ class ExecutorProcess:
     workers: int = 0
     url: str = ""
     admin_url: str = ""
-    _process: subprocess.Popen[bytes] | None = None
+    _program: Program | None = None
     _crashed: set[str] = field(default_factory=set)  # names of transcripts that may be cut
 
     def __post_init__(self) -> None:
@@ -66,7 +62,6 @@ class ExecutorProcess:
     def launch(self, port: int = 0) -> None:
         """Begin to start; ``await_ready`` waits for the end of it."""
         ready = self.folder / "ready.json"
-        ready.unlink(missing_ok=True)
         options = {
             "--numerics": self.numerics,
             "--workers": self.workers,
@@ -78,29 +73,22 @@ class ExecutorProcess:
         }
         command = [sys.executable, "-P", "-m", "provider.cli", "serve", str(self.model)]
         command += [str(word) for option in options.items() for word in option]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, "GOMP_SPINCOUNT": "1000"}
-            )
+        self._program = Program(command, ready, self.log, {"GOMP_SPINCOUNT": "1000"})
 
     def await_ready(self) -> None:
         """Wait until it listens.
 
         Raises:
-            AuditError: it does not, with its last words.
+            LaunchError: it does not, with its last words.
         """
-        ready, deadline = self.folder / "ready.json", time.monotonic() + START_SECONDS
-        while not ready.exists():
-            if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
-                raise AuditError(f"an executor did not start: {self.log.read_text()[-2000:]}")
-            time.sleep(0.05)
-        told = json.loads(ready.read_text())
+        assert self._program is not None
+        told = json.loads(self._program.wait_until_ready())
         self.url, self.admin_url = told["url"], told["admin_url"]
 
     def pause(self) -> None:
         """Let the process answer nothing from now on, until it is restarted."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        assert self._program is not None
+        self._program.process.send_signal(signal.SIGSTOP)
 
     def crash(self) -> None:
         """Kill the process, and start it again at the same port."""
@@ -111,10 +99,9 @@ class ExecutorProcess:
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """End the process and wait for that."""
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(30)
-            self._process = None
+        if self._program is not None:
+            self._program.stop(number)
+            self._program = None
 
     def transcripts(self) -> list[Transcript]:
         """What it recorded, in order, also before a crash.

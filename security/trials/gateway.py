@@ -26,10 +26,11 @@ from security.attacks.batches import (
 from security.attacks.masking import Uniformity
 from security.attacks.streams import SpeculationWatch, Stream
 from security.attacks.tokens import NoiseAware, SubspaceProjection, VocabularyMatching
-from security.findings import Finding, HostileFinding, NothingToScore, able, of_guess
-from security.gateway_process import NO_GATEWAY, Gateway, Work, gateway, write_adapters
-from security.hostile import HostileProvider, sequences
-from security.plan import (
+from security.recordings.gateway_process import NO_GATEWAY, Gateway, Work, gateway, write_adapters
+from security.recordings.workload import GroundTruth, SentRequest
+from security.trials.hostile import HostileProvider, sequences
+from security.verdicts.findings import Finding, HostileFinding, NothingToScore, able, of_guess
+from security.verdicts.plan import (
     BLIND_RUNS,
     BOTH,
     GATEWAY,
@@ -40,10 +41,9 @@ from security.plan import (
     AuditResult,
     Stage,
 )
-from security.public_model import PublicModel
-from security.statistics import Estimate, rate
-from security.views import View, collusion_view, products_of, provider_view, requests_of
-from security.workload import GroundTruth, SentRequest
+from security.verdicts.statistics import Estimate, rate
+from security.views.adversaries import View, collusion_view, products_of, provider_view, requests_of
+from security.views.public_model import PublicModel
 from shared.wire.header import Direction
 
 BASE = "base"  # what clients call the model without an adapter

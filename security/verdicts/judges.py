@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 
 from security.attacks.masking import Randomness
 from security.attacks.seeds import SeedStatistics
-from security.capture import ONE_TIME, PLAIN, RING_BANK, bank_name
-from security.findings import Finding, percent
-from security.plan import MALICIOUS, PROVIDER, SOURCE, AuditResult
-from security.statistics import CONFIDENCE, rate
+from security.recordings.capture import ONE_TIME, PLAIN, RING_BANK, bank_name
+from security.verdicts.findings import Finding, percent
+from security.verdicts.plan import MALICIOUS, PROVIDER, SOURCE, AuditResult
+from security.verdicts.statistics import CONFIDENCE, rate
 
 TOKEN_ATTACKS = (
     "vocabulary matching",

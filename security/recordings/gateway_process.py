@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -21,9 +19,10 @@ import peft
 import torch
 import transformers
 
-from security.executors import AuditError
+from security.recordings.executors import AuditError
+from shared.launching import Program, free_port
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, ANSWER_SECONDS = 600.0, 120.0  # vLLM takes minutes to import where others compute
 NO_GATEWAY = (
     "no environment with vLLM was found: make one with `make gateway`, which is .venv-gateway in the "
@@ -130,39 +129,13 @@ def gateway(
         log: what it says goes there.
 
     Raises:
-        AuditError: it does not start, with its last words.
+        LaunchError: it does not start, with its last words.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    words = [*command, "serve", *map(str, options), "--port", str(port), "--api-key-env", "GATEWAY_KEY"]
-    environment = {**os.environ, **secrets, "GATEWAY_KEY": key, "GOMP_SPINCOUNT": "1000"}
-    with log.open("wb") as written:
-        process = subprocess.Popen(words, stdout=written, stderr=written, env=environment)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                last = log.read_text(errors="replace")[-2000:]
-                raise AuditError(f"the gateway did not start: {last}")
-            time.sleep(0.25)
-        yield Gateway(url, key)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/healthz", timeout=5):  # noqa: S310
-            return True
-    except OSError:
-        return False
+    ready = log.with_suffix(".ready")
+    words = [*command, "serve", *options, "--port", free_port(), "--api-key-env", "GATEWAY_KEY"]
+    environment = {**secrets, "GATEWAY_KEY": key, "GOMP_SPINCOUNT": "1000"}
+    with Program([*words, "--ready-file", ready], ready, log, environment, group=True) as program:
+        yield Gateway(program.wait_until_ready(START_SECONDS), key)
 
 
 def write_adapters(model: Path, folder: Path, names: list[str], strength: float = 0.1) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 import tenant_sdk
-from security.executors import ExecutorProcess
-from security.transcript import RecordedRequest
-from security.workload import GroundTruth, WorkloadSize, run_workload
+from security.recordings.executors import ExecutorProcess
+from security.recordings.transcript import RecordedRequest
+from security.recordings.workload import GroundTruth, WorkloadSize, run_workload
 from shared.wire.header import Direction
 from shared.wire.messages import ErrorInfo
 from tenant_sdk import NoiseBankOptions

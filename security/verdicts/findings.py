@@ -12,8 +12,8 @@ import torch
 from security.attacks.base import TokenGuess
 from security.attacks.extraction import AdapterExtraction, StolenAdapter
 from security.attacks.masking import DistinguishingGame
-from security.statistics import Estimate, blind_hits, detectable, missing, power_at, rate, visible
-from security.workload import GroundTruth
+from security.recordings.workload import GroundTruth
+from security.verdicts.statistics import Estimate, blind_hits, detectable, missing, power_at, rate, visible
 from shared.wire.header import Direction
 
 

@@ -12,15 +12,15 @@ import torch
 import transformers
 
 from security.attacks.routing import Routing, RoutingView
-from security.capture import ONE_TIME
-from security.executors import AuditError
-from security.findings import Finding, HostileFinding
-from security.hostile import HostileProvider
-from security.plan import PROVIDER, AuditResult, Stage
-from security.public_model import PublicModel
-from security.statistics import rate
-from security.transcript import RecordedRequest
-from security.views import products_of
+from security.recordings.capture import ONE_TIME
+from security.recordings.executors import AuditError
+from security.recordings.transcript import RecordedRequest
+from security.trials.hostile import HostileProvider
+from security.verdicts.findings import Finding, HostileFinding
+from security.verdicts.plan import PROVIDER, AuditResult, Stage
+from security.verdicts.statistics import rate
+from security.views.adversaries import products_of
+from security.views.public_model import PublicModel
 from shared.experts import projections
 from shared.wire.header import Direction
 from shared.wire.messages import Manifest

@@ -13,8 +13,8 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from security.attacks.masking import Randomness
-from security.capture import bank_name
-from security.plan import AuditResult
+from security.recordings.capture import bank_name
+from security.verdicts.plan import AuditResult
 
 mpl.rcParams.update(
     {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}

@@ -8,9 +8,9 @@ from typing import Any
 
 from security.attacks.masking import Randomness
 from security.attacks.seeds import SeedStatistics
-from security.capture import MODES, ONE_TIME, PLAIN
-from security.findings import Finding, HostileFinding
-from security.workload import FULL, QUICK, WorkloadSize
+from security.recordings.capture import MODES, ONE_TIME, PLAIN
+from security.recordings.workload import FULL, QUICK, WorkloadSize
+from security.verdicts.findings import Finding, HostileFinding
 
 PROVIDER, SOURCE, BOTH = "provider", "mask source", "provider and mask source"
 NETWORK, MALICIOUS = "network observer", "malicious provider"

@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from security.executors import AuditError
-from security.public_model import PublicModel
-from security.transcript import RecordedRequest, Transcript
-from security.workload import GroundTruth
+from security.recordings.executors import AuditError
+from security.recordings.transcript import RecordedRequest, Transcript
+from security.recordings.workload import GroundTruth
+from security.views.public_model import PublicModel
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import PRODUCTS, Direction, Operation
 from shared.wire.protocol import GroupShape

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 CARD_LETTERS = 400
 
 

@@ -1,11 +1,11 @@
-"""The claims about a gateway's traffic; those of ``security.claims`` are about one session's."""
+"""The claims about a gateway's traffic; those of ``security.verdicts.claims`` are about one session's."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from security.claim import Claim
-from security.judges import (
+from security.verdicts.claim import Claim
+from security.verdicts.judges import (
     GATEWAY_ADAPTERS,
     GATEWAY_READ,
     GATEWAY_TOKENS,
@@ -17,7 +17,7 @@ from security.judges import (
     succeeds,
     uniform,
 )
-from security.plan import BOTH, GATEWAY, GATEWAY_LOOKUP, PROVIDER
+from security.verdicts.plan import BOTH, GATEWAY, GATEWAY_LOOKUP, PROVIDER
 
 CLAIMS = (
     Claim(

@@ -21,19 +21,19 @@ from provider.observe.transcript import TranscriptWriter
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
-from security import findings
 from security.attacks.active import LyingProvider
 from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead, craft
 from security.attacks.streams import LabelledStreams, SpeculationWatch, Stream, TopicFromTraffic
-from security.capture import ONE_TIME, PLAIN, Parties
-from security.executors import AuditError, ExecutorProcess
-from security.findings import Finding, HostileFinding
-from security.plan import BLIND_RUNS, MALICIOUS, PROVIDER, AuditPlan, AuditResult, Stage
-from security.public_model import PublicModel
-from security.statistics import rate
-from security.transcript import RecordedRequest, read_transcript
-from security.views import check_aligned, products_of, provider_view, requests_of, whole
-from security.workload import GroundTruth, blocks_of, tune, watch
+from security.recordings.capture import ONE_TIME, PLAIN, Parties
+from security.recordings.executors import AuditError, ExecutorProcess
+from security.recordings.transcript import RecordedRequest, read_transcript
+from security.recordings.workload import GroundTruth, blocks_of, tune, watch
+from security.verdicts import findings
+from security.verdicts.findings import Finding, HostileFinding
+from security.verdicts.plan import BLIND_RUNS, MALICIOUS, PROVIDER, AuditPlan, AuditResult, Stage
+from security.verdicts.statistics import rate
+from security.views.adversaries import check_aligned, products_of, provider_view, requests_of, whole
+from security.views.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.wire.header import Direction
 from shared.wire.messages import Limits, Manifest, digest_of

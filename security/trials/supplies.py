@@ -30,16 +30,16 @@ from security.attacks.hostile_files import (
 )
 from security.attacks.hostile_parties import Authority, MaskServedTwice, SubstitutedSource, in_copy, unguarded
 from security.attacks.streams import Stream
-from security.capture import ONE_TIME, PLAIN
-from security.executors import AuditError
-from security.findings import Finding, HostileFinding
-from security.hostile import PROMPT, HostedExecutor, HostileProvider, sequences
-from security.plan import MALICIOUS, PROVIDER, AuditResult, Stage
-from security.public_model import PublicModel
-from security.statistics import rate
-from security.transcript import RecordedRequest
-from security.views import products_of, requests_of
-from security.workload import GroundTruth, watch
+from security.recordings.capture import ONE_TIME, PLAIN
+from security.recordings.executors import AuditError
+from security.recordings.transcript import RecordedRequest
+from security.recordings.workload import GroundTruth, watch
+from security.trials.hostile import PROMPT, HostedExecutor, HostileProvider, sequences
+from security.verdicts.findings import Finding, HostileFinding
+from security.verdicts.plan import MALICIOUS, PROVIDER, AuditResult, Stage
+from security.verdicts.statistics import rate
+from security.views.adversaries import products_of, requests_of
+from security.views.public_model import PublicModel
 from shared.errors import ConfigurationError, ConnectionLost, ModelMismatch
 from shared.ring.fixed_point import capacity
 from shared.ring.rows import hide

@@ -5,10 +5,10 @@ Controls are claims too: an audit whose attacks fail where they must succeed is 
 
 from __future__ import annotations
 
-from security import gateway_claims
-from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
-from security.claim import Claim, Verdict
-from security.judges import (
+from security.recordings.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, SAME
+from security.verdicts import gateway_claims
+from security.verdicts.claim import Claim, Verdict
+from security.verdicts.judges import (
     IMPRINTS,
     LEARNING_ATTACKS,
     ON_RING,
@@ -32,7 +32,7 @@ from security.judges import (
     succeeds,
     uniform,
 )
-from security.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, AuditResult
+from security.verdicts.plan import BOTH, MALICIOUS, PROVIDER, SOURCE, AuditResult
 
 __all__ = ["CLAIMS", "Claim", "Verdict", "judge"]
 

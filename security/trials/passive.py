@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from security import findings
 from security.attacks.base import TokenGuess
 from security.attacks.extraction import AdapterExtraction
 from security.attacks.gradients import LabelRecovery, SpanCheck
@@ -28,13 +27,14 @@ from security.attacks.tokens import (
     VocabularyMatching,
 )
 from security.attacks.traffic import TrafficAnalysis, TrafficAnalysisOutside, network_view
-from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, CapturedSession, Game
-from security.findings import Finding, NothingToScore
-from security.plan import BLIND_RUNS, BOTH, NETWORK, PROVIDER, AuditPlan, AuditResult, Stage
-from security.public_model import PublicModel
-from security.statistics import POWER, Estimate, rate
-from security.transcript import RecordedRequest
-from security.views import (
+from security.recordings.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, CapturedSession, Game
+from security.recordings.transcript import RecordedRequest
+from security.recordings.workload import ADAPTER_TOKENS, GroundTruth, SentRequest
+from security.verdicts import findings
+from security.verdicts.findings import Finding, NothingToScore
+from security.verdicts.plan import BLIND_RUNS, BOTH, NETWORK, PROVIDER, AuditPlan, AuditResult, Stage
+from security.verdicts.statistics import POWER, Estimate, rate
+from security.views.adversaries import (
     MaskSourceView,
     View,
     check_aligned,
@@ -43,7 +43,7 @@ from security.views import (
     products_of,
     provider_view,
 )
-from security.workload import ADAPTER_TOKENS, GroundTruth, SentRequest
+from security.views.public_model import PublicModel
 
 CURVE_ROWS = 500  # that the curves of mask reuse are drawn from
 

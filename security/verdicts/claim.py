@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from security.judges import weak
-from security.plan import AuditResult
+from security.verdicts.judges import weak
+from security.verdicts.plan import AuditResult
 
 
 @dataclass(frozen=True)

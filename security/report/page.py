@@ -9,15 +9,15 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from security import plots
 from security.attacks import ATTACKS
-from security.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, SAME, bank_name
-from security.claims import CLAIMS, Verdict
-from security.findings import Finding, percent, plain
-from security.judges import IMPRINTS, STATISTICAL, against_one_time, surely_found
-from security.plan import BOTH, PROVIDER, AuditResult
-from security.routes import LONG, SHORT
-from security.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
+from security.recordings.capture import ELSEWHERE, ONE_TIME, PLAIN, RING_BANK, RING_MASKS, SAME, bank_name
+from security.recordings.workload import ADAPTED, LORA_ALPHA, LORA_RANK, REPEATED_TOKENS
+from security.report import plots
+from security.trials.routes import LONG, SHORT
+from security.verdicts.claims import CLAIMS, Verdict
+from security.verdicts.findings import Finding, percent, plain
+from security.verdicts.judges import IMPRINTS, STATISTICAL, against_one_time, surely_found
+from security.verdicts.plan import BOTH, PROVIDER, AuditResult
 from tenant_sdk import NoiseBankOptions
 from tenant_sdk.model.experts import FEW_TOKENS
 
@@ -131,14 +131,17 @@ def write_json(result: AuditResult, verdicts: list[Verdict], path: Path) -> None
 def write_html(result: AuditResult, verdicts: list[Verdict], path: Path) -> None:
     """The page."""
     environment = Environment(
-        loader=PackageLoader("security", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("security.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     environment.filters["percent"] = percent
     environment.filters["fit"] = lambda text: text.replace(" %", "\u00a0%")
     rows = list(zip(CLAIMS, verdicts, strict=True))
     failed = [verdict.identity for verdict in verdicts if verdict.refuted]
     judged = [verdict.identity for verdict in verdicts if not verdict.skipped]
-    page = environment.get_template("report.html.jinja").render(
+    page = environment.get_template("page.html.jinja").render(
         about=result.about,
         findings=result.findings,
         hostile=result.hostile,
