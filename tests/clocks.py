@@ -1,9 +1,12 @@
-"""A clock for connections on which time passes only when somebody waits."""
+"""Clocks for connections, on which no time passes by itself."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+
+import pytest
+from raw_peers import SECONDS
 
 from tenant_sdk.connection.clock import Clock
 
@@ -32,3 +35,16 @@ class SimulatedClock(Clock):
         if not ended.is_set():
             self.time = max(self.time, until)
         return ended.is_set()
+
+
+def only_closing_ends_waits(patch: pytest.MonkeyPatch) -> list[float]:
+    """In all connections; a list to which each wait adds the seconds that it would have taken."""
+    waited: list[float] = []
+
+    def wait(clock: Clock, until: float, ended: threading.Event) -> bool:
+        waited.append(until - clock.now())
+        assert ended.wait(SECONDS), "a connection waits, and nobody ends it"
+        return True
+
+    patch.setattr(Clock, "wait", wait)
+    return waited

@@ -131,10 +131,6 @@ class RemoteExecutor:
         """The open channel, of several the first; see ``ReconnectingConnection.channel``."""
         return self.connection.channel
 
-    def channel_of(self, group: int) -> Channel:
-        """The channel to the executor that serves a group; see ``ReconnectingConnection.channel``."""
-        return self._parts.of(group).channel
-
     def submit(
         self,
         operation: Operation,
@@ -143,12 +139,8 @@ class RemoteExecutor:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-        channel: Channel | None = None,
     ) -> PendingProduct:
-        """Ask the executor for a product; nothing is masked here.
-
-        What the connection takes is sent at once. Large products are cut into pieces, so that the executor
-        multiplies one while others travel.
+        """Ask the executor for a product; nothing is masked here. See ``submit_pieces``.
 
         Args:
             operation: PRODUCT, or EFFECT for the product of a mask.
@@ -158,7 +150,6 @@ class RemoteExecutor:
             blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
-            channel: one that ``channel`` was, for pieces that shall travel together.
 
         Returns:
             Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
@@ -167,51 +158,100 @@ class RemoteExecutor:
         Raises:
             ValueError: blocks of other shapes, or without rows.
         """
-        started = time.perf_counter()
         plan = self.shapes[group].plan(direction, members)
         check_shapes(blocks, plan.request_widths)
-        rows, dtype, channel = blocks[0].shape[0], blocks[0].dtype, channel or self.channel_of(group)
-        cut = self.pieces(group, direction, members, rows)
-        if len(cut) == 1:
-            answers = [self._submit(channel, operation, group, direction, members, blocks, request_class)]
-            channel.push()
-        else:
-            answers = []
-            for piece in cut:
-                part = [block[piece] for block in blocks]
-                answers.append(
-                    self._submit(channel, operation, group, direction, members, part, request_class)
-                )
-                channel.push()
-        spent = time.perf_counter() - started
+        rows, dtype = blocks[0].shape[0], blocks[0].dtype
+        pieces = self.pieces(group, direction, members, rows)
+
+        def part_of(piece: slice) -> list[torch.Tensor]:
+            return [block[piece] for block in blocks]
+
+        sent = self.submit_pieces(operation, group, direction, members, pieces, part_of, request_class)
+        if len(pieces) == 1:
+            return sent[0]
 
         def finish() -> list[torch.Tensor]:
-            started = time.perf_counter()
-            if len(cut) == 1:
-                results = answers.pop()().blocks(plan.answer_widths)
-                if dtype != self.wire_dtype:
-                    results = [result.to(dtype) for result in results]
-            else:
-                results = [torch.empty((rows, width), dtype=dtype) for width in plan.answer_widths]
-                for piece in cut:
-                    for result, part in zip(
-                        results, answers.pop(0)().blocks(plan.answer_widths), strict=True
-                    ):
-                        result[piece] = part
-            self._count(operation, len(cut), rows, plan, spent + time.perf_counter() - started)
+            results = [torch.empty((rows, width), dtype=dtype) for width in plan.answer_widths]
+            for piece in pieces:
+                for result, part in zip(results, sent.pop(0).result(), strict=True):
+                    result[piece] = part
             return results
 
         return PendingProduct(finish)
 
-    def _count(self, operation: Operation, requests: int, rows: int, plan: Plan, seconds: float) -> None:
+    def submit_pieces(
+        self,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        pieces: list[slice],
+        blocks_of: Callable[[slice], list[torch.Tensor]],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> list[PendingProduct]:
+        """Ask the executor for a product, with a request for each piece, in order and on one connection.
+
+        What the connection takes is sent at once: while a piece travels or is multiplied, the next is made.
+
+        Args:
+            operation, group, direction, members, request_class: see ``submit``.
+            pieces: of the rows, see ``pieces``.
+            blocks_of: makes the blocks that are sent of a piece; called in the order of the pieces.
+
+        Returns:
+            One for each piece.
+        """
+        channel = self._parts.of(group).channel
+        return [
+            self.submit_piece(channel, operation, group, direction, members, blocks_of(piece), request_class)
+            for piece in pieces
+        ]
+
+    def submit_piece(
+        self,
+        channel: Channel,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+        request_class: RequestClass,
+    ) -> PendingProduct:
+        """Send one request as it is; see ``submit``."""
+        started = time.perf_counter()
+        shape, rows, dtype = self.shapes[group], blocks[0].shape[0], blocks[0].dtype
+        plan = shape.plan(direction, members)
+        wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
+
+        def header(protocol: TenantProtocol) -> Header:
+            return protocol.product(
+                operation, group, shape, direction, members, rows, self.wire_dtype, request_class
+            )
+
+        # A list, from which it is taken: the rows are let go as soon as the answer is there.
+        answers = [self._parts.of(group).ask(channel, lambda channel: channel.submit(header, wire))]
+        channel.push()
+        spent = time.perf_counter() - started
+
+        def finish() -> list[torch.Tensor]:
+            started = time.perf_counter()
+            results = answers.pop()().blocks(plan.answer_widths)
+            if dtype != self.wire_dtype:
+                results = [result.to(dtype) for result in results]
+            self._count(operation, rows, plan, spent + time.perf_counter() - started)
+            return results
+
+        return PendingProduct(finish)
+
+    def _count(self, operation: Operation, rows: int, plan: Plan, seconds: float) -> None:
         stats, itemsize = self.stats, self.wire_dtype.itemsize
         with stats.lock:
             stats.seconds_waiting += seconds
             if operation == Operation.EFFECT:
-                stats.effect_requests += requests
+                stats.effect_requests += 1
                 stats.effect_rows += rows
             else:
-                stats.requests += requests
+                stats.requests += 1
                 stats.rows += rows
             stats.bytes_sent += rows * plan.request_columns * itemsize
             stats.bytes_received += rows * plan.answer_columns * itemsize
@@ -276,27 +316,6 @@ class RemoteExecutor:
         connection, dtype = self._parts.of(group), DTYPE_CODES[torch.float32]
         pieces = self._fetch(connection, "scales", str(group), length, FETCH_BYTES // 4, dtype, 1)
         return torch.cat([piece.view(-1) for piece in pieces])
-
-    def _submit(
-        self,
-        channel: Channel,
-        operation: Operation,
-        group: int,
-        direction: Direction,
-        members: int,
-        blocks: list[torch.Tensor],
-        request_class: RequestClass,
-    ) -> Callable[[], Incoming]:
-        """Send a request; the call that waits for its answer."""
-        wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
-        shape, rows = self.shapes[group], wire[0].shape[0]
-
-        def header(protocol: TenantProtocol) -> Header:
-            return protocol.product(
-                operation, group, shape, direction, members, rows, self.wire_dtype, request_class
-            )
-
-        return self._parts.of(group).ask(channel, lambda channel: channel.submit(header, wire))
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
         """A tenant-side parameter, [n, width] pieces in order of its rows (``info.rows``), in their dtype.

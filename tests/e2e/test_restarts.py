@@ -246,6 +246,7 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     run.send_signal(signal.SIGINT)
     status, _, err = rest(run)
     assert status != 0
+    assert "again and again" not in err  # it did not wait until the end
     assert "add --resume" in err
     phoenix.restart()
     phoenix.settle()

@@ -126,7 +126,7 @@ def test_a_killed_executor_is_an_error_in_time_and_training_resumes(
     killer = Killer(executor, at_step=12)
     with executor.connect(timeout=20.0) as session:
         run = trainer(adapt(session.load_model(progress=False)), tmp_path / "run", killer, **saving)
-        with pytest.raises((tenant_sdk.ConnectionLost, tenant_sdk.RequestTimeout)):
+        with pytest.raises(tenant_sdk.ConnectionLost):  # and not that of the timeout
             run.train()
         with pytest.raises(tenant_sdk.ConnectError):  # and it stays an error, not a hang
             run.model(input_ids=Rows(1, 1).ids)
