@@ -42,9 +42,10 @@ from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
 from provider.workers.rank import look_after
 from provider.workers.world import World
 from shared import imports
+from shared.command_line import CommandLine, escape_output, prints_version
 from shared.errors import ConfigurationError, Message, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import CommandLine, Flag, escape_output, flags_of, prints_version
+from shared.options import Flag, flags_of
 
 if TYPE_CHECKING:
     from provider.serve.provider import Provider

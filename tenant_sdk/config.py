@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from shared.errors import Argument, ConfigurationError, Message, Word
 from shared.options import Option, check_fields
+from shared.secrets import Secret, text_of
 from tenant_sdk.connection.urls import (
     Party,
     is_local,
@@ -22,7 +23,6 @@ from tenant_sdk.connection.urls import (
 )
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.trust.operators import SIGNS, allowed_signs, own_authorities, own_tokens
-from tenant_sdk.trust.secrets import Secret, text_of
 
 PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")

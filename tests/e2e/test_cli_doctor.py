@@ -71,7 +71,7 @@ def test_doctor_finds_nothing(examined: dict[str, tuple[int, str]]) -> None:
         (
             "authority",
             "tls",
-            "somebody else signed the certificate than the authority in --ca /",
+            "another authority signed the certificate than that in --ca /",
             "ask its operator for the ca.pem",
         ),
         ("token", "token", "refused the token", "symbiosis-provider token add"),

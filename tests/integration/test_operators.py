@@ -258,7 +258,7 @@ def test_lists_of_tokens_and_authorities(
 @pytest.mark.parametrize("count", [1, 3])
 def test_lists_of_the_wrong_length(option: str, count: int, trio: Callable[[str], Trio]) -> None:
     provider, *others = trio("llama")
-    with pytest.raises(ConfigurationError, match=f"{option}=: give one for all"):
+    with pytest.raises(ConfigurationError, match=f"{option}: give one for all"):
         connect(provider, *[other.url for other in others], **{option: ["x"] * count})
 
 
@@ -290,8 +290,8 @@ def test_nothing_is_shared_by_default(
         ({"mask_source_ca": provider.ca}, "hold the same certificate authority"),
         ({"mask_source_ca": both}, "hold the same certificate authority"),
         ({"mask_source_ca": provider.server and tmp_path / "none.pem"}, "cannot use the authority's"),
-        ({"allow_same": "machine"}, "it is some of host"),
-        ({"allow_same": {"all"}}, "it is some of host"),
+        ({"allow_same": "machine"}, "must be some of host"),
+        ({"allow_same": {"all"}}, "must be some of host"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             connect(provider, elsewhere.provider.url, **(own | change))

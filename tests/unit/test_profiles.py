@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import tenant_sdk
 from shared.errors import ConfigurationError
+from shared.secrets import Secret, text_of
 from tenant_sdk.cli import app
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import replicas_of
 from tenant_sdk.profiles import KINDS, merged, profile_path, read_profile
-from tenant_sdk.trust.secrets import Secret, text_of
 
 PROFILE = """
 provider = "wss://a.example"
@@ -366,7 +366,7 @@ def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_fails(program: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenant_sdk.trust.secrets.COMMAND_SECONDS", 0.3 if "wait" in program else 60.0)
+    monkeypatch.setattr("shared.secrets.COMMAND_SECONDS", 0.3 if "wait" in program else 60.0)
     with pytest.raises(ConfigurationError) as caught:
         Secret("the token", command=(sys.executable, "-c", program)).read()
     assert message in str(caught.value)
