@@ -85,13 +85,11 @@ class Terms:
 
     Attributes:
         allowed: signs that parties are one operator which they may have in common.
-        operator: all of them were allowed in one word.
         masks: they are one-time masks, which one operator would subtract.
         transcript: executors may record what tenants send.
     """
 
     allowed: frozenset[str] = frozenset(SIGNS)
-    operator: bool = False
     masks: bool = True
     transcript: bool = False
 
@@ -105,7 +103,7 @@ class Terms:
         """Why signs are not held against anybody, in words."""
         if not self.masks:
             return Message("no one-time masks are asked for")
-        return Message("allowed by {allow_same_operator}" if self.operator else "allowed by {allow_same}")
+        return Message("allowed by {allow_same}")
 
 
 class SessionOptions:
@@ -202,8 +200,7 @@ class SessionOptions:
         """
         arguments = self.arguments
         sources = arguments.get("mask_sources", ())
-        operator = arguments.get("allow_same_operator", False)
-        allowed = allowed_signs(arguments.get("allow_same", ()), operator)
+        allowed = allowed_signs(arguments.get("allow_same", ()))
         masks = arguments.get("privacy", SessionConfig.privacy) == "one-time"
         names = ("client_certificate", "wire_dtype", "digest", "timeout")
         common = {name: arguments[name] for name in names if name in arguments}
@@ -219,7 +216,7 @@ class SessionOptions:
             strict=True,
         ):
             found.append(_target(url, its_ca, token=its_token, source=True, **common))
-        return found, Terms(allowed, operator, masks, arguments.get("allow_transcript", False))
+        return found, Terms(allowed, masks, arguments.get("allow_transcript", False))
 
 
 command_line = CommandLine(typer.Option, typer.Argument)

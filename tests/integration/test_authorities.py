@@ -60,7 +60,7 @@ def test_a_wrong_authority_and_none(
     options: dict[str, Any] = {option: other if given else "system" if source else None}
     if source:
         url = executor.url.replace("127.0.0.1", "localhost")
-        options |= {"privacy": "one-time", "mask_sources": [url], "allow_same_operator": True}
+        options |= {"privacy": "one-time", "mask_sources": [url], "allow_same": ["all"]}
     with pytest.raises(TlsError) as caught:
         executor.connect(**options)
     error = str(caught.value)

@@ -135,7 +135,7 @@ def test_one_time_masks_train_the_same_adapter(
 ) -> None:
     one, other = (serve(checkpoint("llama"), numerics=RING) for _ in range(2))
     plain, _ = train(session, options(text, "plain"))
-    masks: dict[str, Any] = {"mask_sources": [other.url], "allow_same_operator": True}
+    masks: dict[str, Any] = {"mask_sources": [other.url], "allow_same": ["all"]}
     with one.connect(privacy="one-time", **masks) as hidden:
         report, _ = train(hidden, options(text, "hidden"))
         stats = hidden.stats

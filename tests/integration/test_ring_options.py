@@ -51,7 +51,7 @@ def test_one_time_is_the_default_and_names_the_choices(trio: Callable[[str], Tri
         ({"timeout": float("nan")}, "timeout"),
         ({"wire_dtype": "int32"}, "wire_dtype='int32' must be one of float32, bfloat16"),
         ({"fingerprints": "file"}, "give the mask source's own token"),
-        ({"fingerprints": "file", "allow_same_operator": True}, "is encrypted: give fingerprint_key"),
+        ({"fingerprints": "file", "allow_same": ["all"]}, "is encrypted: give fingerprint_key"),
         ({"fingerprint_key": "x"}, "fingerprints="),
     ],
 )

@@ -143,7 +143,7 @@ def test_help(package: str, command: str) -> None:
         ("tenant_sdk", (*FINETUNE, "--data", __file__, "--resume"), "there is nothing to resume"),
         ("tenant_sdk", (*GENERATE, "--adapter", "missing"), "there is no such folder: missing"),
         ("tenant_sdk", (*GENERATE, "--adapter", MODEL), "there is no adapter_config.json in it"),
-        ("tenant_sdk", ("doctor", *TENANT, "--allow-same", "all"), "--allow-same all must be some of"),
+        ("tenant_sdk", ("doctor", *TENANT, "--allow-same", "every"), "--allow-same every must be some of"),
         (
             "tenant_sdk",
             ("doctor", *TENANT, "--mask-source", "wss://m", "--mask-source-ca", "a", "--mask-source-ca", "b"),

@@ -313,7 +313,7 @@ def test_what_is_no_profile_is_not_approved(tmp_path: Path, monkeypatch: pytest.
     ("text", "message"),
     [
         ('prvider = "x"', "prvider: there is no such option; did you mean provider?"),
-        ("xyz = 1", "xyz: there is no such option; the keys are allow_same, allow_same_operator"),
+        ("xyz = 1", "xyz: there is no such option; the keys are allow_same, allow_transcript"),
         ('token = "t0k3n"', "secrets are not kept here: use token_env or token_file or token_command"),
         ("pad_rows = true", "pad_rows: Expected `int`"),
         ('client_certificate = ["a"]', "client_certificate: Expected `array` of length 2"),

@@ -177,14 +177,14 @@ PYTHON = re.compile(
         ),
         ((*MASKED, "--mask-budget-mib", "-1"), "--mask-budget-mib -1.0 must be at least 0"),
         (MASKED, "own token: --mask-source-token-env VAR. The"),
-        (MASKED, "if that is meant, --allow-same token; to try it out on one machine, --allow-same-operator"),
+        (MASKED, "if that is meant, --allow-same token; to try it out on one machine, --allow-same all"),
         ((*MASKED, "--mask-source-token-env", "T"), "provider and mask sources have the same token"),
         (
             (*MASKED, "--allow-same", "token", "--ca", "a.pem"),
             "--mask-source-ca FILE, or the word system there",
         ),
         ((*MASKED, "--allow-same", "token", "--ca", "a.pem"), "The provider's, --ca a.pem, could"),
-        ((*MASKED, "--allow-same", "all"), "--allow-same all must be some of host"),
+        ((*MASKED, "--allow-same", "every"), "--allow-same every must be some of host"),
         ((*MASKED, *("--mask-source-ca", "x") * 2), "--mask-source-ca: give one for all mask"),
         ((*MASKED, "--client-key", "x"), "--client-certificate and --client-key go together"),
         (
