@@ -142,8 +142,8 @@ class CommandLine:
     def takes(self, command: Callable[..., None]) -> Callable[..., None]:
         """A command gets the options of its arguments that are configurations.
 
-        Such an argument's type is a dataclass with ``Option`` on its fields, or has a method ``parameters``
-        that returns those of its constructor. Errors name options by its ``names``, or else by ``flags_of``.
+        The type of such an argument is a dataclass with ``Option`` on its fields, or has ``parameters``
+        that returns those of its constructor, and ``names`` by which errors name options.
 
         All options of the command can also come from the TOML file that ``--config`` names; those on the
         command line win.
@@ -171,10 +171,11 @@ class CommandLine:
                     chosen[name] = make(**(arguments_of(make, words) if expands else words))
                 command(**chosen, **given)
             except SymbiosisError as error:
-                for each in chosen.values():
-                    error.show_options(getattr(each, "names", {}))
-                for make, _ in made.values():
-                    error.show_options(flags_of(make) if dataclasses.is_dataclass(make) else {})
+                for name, (make, _) in made.items():
+                    if dataclasses.is_dataclass(make):
+                        error.show_options(flags_of(make))
+                    elif name in chosen:
+                        error.show_options(chosen[name].names)
                 raise
 
         taken.append(self._config({each.name: _kind(each.annotation) for each in taken}))

@@ -202,24 +202,7 @@ def finetune(
     output = check_new_folder(training.output)
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
-    if length < training.sequence_length:
-        say(
-            Message(
-                "{sequence_length} is cut to {}: the model's context has no room for more",
-                length,
-                sequence_length=training.sequence_length,
-            )
-        )
-    reader = Reader(
-        tokenizer,
-        length,
-        training.train_on_prompt,
-        ends=ends_of(model.generation_config, tokenizer),
-        embeddings=model.get_input_embeddings().weight.shape[0],
-        say=say,
-    )
-    examples = reader.read(training.data)
-    held_out = replace(reader, keep_tail=True).read(training.held_out)
+    examples, held_out = _read(training, model, tokenizer, length, say)
     preview(examples[0])
     steps = training.steps or max(
         1, math.ceil(training.epochs * math.ceil(len(examples) / training.batch_size))
@@ -228,32 +211,18 @@ def finetune(
     size = min(training.batch_size, len(examples))
     say(f"{steps} steps of {size} out of {len(examples)} examples, learning rate {learning_rate:g}")
 
-    set_seed(training.seed)
-    model = add_adapter(
-        model,
-        AdapterOptions(
-            training.method, training.rank, training.targets, training.virtual_tokens, steps, training.seed
-        ),
-    )
-    if training.packing:
-        model.config.use_cache = False
-        check_packing(model, examples)
+    model = _with_adapter(training, model, examples, steps)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
-    settings = asdict(training) | {
-        "data": hashlib.sha256(repr(examples).encode()).hexdigest()[:16],
+    settings = _settings(training, examples) | {
         "steps": steps,
         "learning_rate": learning_rate,
         "sequence_length": length,
         "base_model": session.manifest.digest[:16],
     }
-    other = ("output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib", "base")
-    for name in (*other, "target_modules"):
-        del settings[name]
-    settings["targets"] = list(training.targets)
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
     if training.resume and resume_from is None:
@@ -303,6 +272,55 @@ def finetune(
             )
         )
     return report
+
+
+def _read(
+    training: TrainingOptions, model: Any, tokenizer: Any, length: int, say: Callable[[str], None]
+) -> tuple[list[Example], list[Example]]:
+    """The examples to learn from, and those that are held out, of so many tokens at most."""
+    if length < training.sequence_length:
+        say(
+            Message(
+                "{sequence_length} is cut to {}: the model's context has no room for more",
+                length,
+                sequence_length=training.sequence_length,
+            )
+        )
+    reader = Reader(
+        tokenizer,
+        length,
+        training.train_on_prompt,
+        ends=ends_of(model.generation_config, tokenizer),
+        embeddings=model.get_input_embeddings().weight.shape[0],
+        say=say,
+    )
+    return reader.read(training.data), replace(reader, keep_tail=True).read(training.held_out)
+
+
+def _with_adapter(training: TrainingOptions, model: Any, examples: Sequence[Example], steps: int) -> Any:
+    """The model with a fresh adapter."""
+    set_seed(training.seed)
+    model = add_adapter(
+        model,
+        AdapterOptions(
+            training.method, training.rank, training.targets, training.virtual_tokens, steps, training.seed
+        ),
+    )
+    if training.packing:
+        model.config.use_cache = False
+        check_packing(model, examples)
+    return model
+
+
+def _settings(training: TrainingOptions, examples: Sequence[Example]) -> dict[str, Any]:
+    """What must be the same if the training is resumed."""
+    settings = asdict(training)
+    other = ("output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib", "base")
+    for name in (*other, "target_modules"):
+        del settings[name]
+    settings["targets"] = list(training.targets)
+    settings["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()[:16]
+    return settings
 
 
 def _figures(

@@ -179,7 +179,7 @@ WAIVED = ("--allow-same", "token", "--allow-same", "authority")
         (("--method", "dora"), "which reads the base weights"),
         (("--method", "magic"), "choose from lora"),
         (SOURCE, "give the mask source's own token"),
-        ((*SOURCE, "--allow-same", "all"), "it is some of host, address"),
+        ((*SOURCE, "--allow-same", "every"), "must be some of host, address"),
         (("--client-key", "k.pem"), "go together"),
         (("--privacy", "plain", *SOURCE), "uses no masks"),
         (("--privacy", "noise-bank", *SOURCE, "--mask-source", "local:x"), "takes one mask source"),
@@ -188,7 +188,7 @@ WAIVED = ("--allow-same", "token", "--allow-same", "authority")
         ((*SOURCE, "--mask-source-token-env", "NOT_SET"), "put the mask source's token there"),
         ((*SOURCE, "--verify", "often"), "--verify often must be one of always, sampled, off"),
         ((*SOURCE, "--verify", "sampled", "--verify-rate", "2"), "--verify-rate 2.0 must be more than 0"),
-        ((*SOURCE, "--mask-budget-mib", "-1"), "not negative"),
+        ((*SOURCE, "--mask-budget-mib", "-1"), "must be at least 0"),
         ((*SOURCE, "--fingerprints", "f"), "needs --fingerprint-key-env VAR"),
         ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "NOT_SET"), "put the fingerprints' key"),
         (

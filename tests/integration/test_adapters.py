@@ -100,7 +100,7 @@ def test_layers_that_peft_does_not_adapt(serve: Callable[..., Executor], tmp_pat
             ConfigurationError, match=r"with target_modules='all-linear'; .*: in_proj,x_proj$"
         ) as caught:
             add_adapter(session.load_model(progress=False), AdapterOptions())
-        assert "target_modules" not in str(caught.value)
+        assert "not found" not in str(caught.value)  # as PEFT says
         add_adapter(session.load_model(progress=False), AdapterOptions(targets=("in_proj", "x_proj")))
 
 
@@ -114,7 +114,7 @@ def test_experts_are_adapted_without_a_warning_and_their_rank_is_told(
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     load_adapter(session.load_model(progress=False), tmp_path, session)
     assert not recwarn.list
-    with pytest.raises(ConfigurationError, match="-modules zz_proj: Mixtral"):
+    with pytest.raises(ConfigurationError, match="target_modules='zz_proj': Mixtral"):
         add_adapter(
             session.load_model(progress=False), AdapterOptions(targets=("w1", "w3", "q_proj", "zz_proj"))
         )

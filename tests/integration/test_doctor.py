@@ -94,7 +94,7 @@ def test_small_limits_are_kept(serve: Callable[..., Executor], checkpoint: Calla
         ({"ca": Path("missing.pem")}, "authority", "missing.pem", "--ca"),
         ({"url": "wss://a..b:1"}, "dns", "cannot resolve", "typing error"),
         ({"ca": None}, "tls", "The server shows: CN=Symbiosis server", "ca.pem that belongs to this server"),
-        ({"ca": None}, "tls", "ca=FILE was not given", "and give ca=FILE"),
+        ({"ca": None}, "tls", "ca=FILE was not given", "and give --ca FILE"),
         ({"wire_dtype": "float16"}, "manifest", "float16", "options"),
     ],
 )

@@ -32,7 +32,8 @@ from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.storage import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
-from tenant_sdk.tuning.options import TrainingOptions, TrainingReport, finetune, perplexity
+from tenant_sdk.tuning.finetuning import TrainingReport, finetune, perplexity
+from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
 
 
