@@ -10,20 +10,18 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from shared.command_line import CommandLine
 from shared.errors import ALONE, Argument, ConfigurationError, Message, Names, Word
-from shared.options import CommandLine, Field, Flag, flags_of
+from shared.options import Flag, arguments_of, flags_of
+from shared.secrets import Secret, text_of
 from tenant_sdk.config import SessionConfig, for_each
 from tenant_sdk.connection.replicas.addresses import Address
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of, url_of
-from tenant_sdk.profiles import FIELDS, HERE, merged, names_in, profile_here, read_profile
+from tenant_sdk.profiles import HERE, merged, names_in, profile_here, read_profile
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
-from tenant_sdk.trust.secrets import Secret, text_of
 
 # How errors that name an argument of ``connect`` say it to who types a command.
-NAMES: Names = flags_of(SessionConfig) | {
-    name: Flag("--" + name.replace("_", "-"))
-    for name in ("kv", "kv_memory_gib", "kv_folder", "memory_gib", "prompt", "stop")
-}
+NAMES: Names = flags_of(SessionConfig)
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,11 @@ class Terms:
 
     Attributes:
         allowed: signs that parties are one operator which they may have in common.
-        operator: all of them were allowed in one word.
         masks: they are one-time masks, which one operator would subtract.
         transcript: executors may record what tenants send.
     """
 
     allowed: frozenset[str] = frozenset(SIGNS)
-    operator: bool = False
     masks: bool = True
     transcript: bool = False
 
@@ -107,7 +103,7 @@ class Terms:
         """Why signs are not held against anybody, in words."""
         if not self.masks:
             return Message("no one-time masks are asked for")
-        return Message("allowed by {allow_same_operator}" if self.operator else "allowed by {allow_same}")
+        return Message("allowed by {allow_same}")
 
 
 class SessionOptions:
@@ -121,11 +117,10 @@ class SessionOptions:
     """
 
     def __init__(self, **options: Any) -> None:
-        self.given: dict[str, Any] = {}
-        for name, each in FIELDS.items():
-            values = [options.get(word) for word in each.words]
-            if any(value is not None and value != [] for value in values):
-                self.given[name] = _argument(each, values)
+        self.given = arguments_of(SessionConfig, options)
+        for name in ("mask_source_token", "mask_source_ca"):
+            if len(self.given.get(name, ())) == 1:  # for all mask sources
+                self.given[name] = self.given[name][0]
         self.profile = self.given.pop("profile", None)
         self.names = {**NAMES}  # of options in messages; ``arguments`` adds where they come from
 
@@ -205,8 +200,7 @@ class SessionOptions:
         """
         arguments = self.arguments
         sources = arguments.get("mask_sources", ())
-        operator = arguments.get("allow_same_operator", False)
-        allowed = allowed_signs(arguments.get("allow_same", ()), operator)
+        allowed = allowed_signs(arguments.get("allow_same", ()))
         masks = arguments.get("privacy", SessionConfig.privacy) == "one-time"
         names = ("client_certificate", "wire_dtype", "digest", "timeout")
         common = {name: arguments[name] for name in names if name in arguments}
@@ -222,49 +216,15 @@ class SessionOptions:
             strict=True,
         ):
             found.append(_target(url, its_ca, token=its_token, source=True, **common))
-        return found, Terms(allowed, operator, masks, arguments.get("allow_transcript", False))
-
-
-def _argument(each: Field, values: list[Any]) -> Any:
-    """An argument of ``connect`` from what a command line gives."""
-    option = each.option
-    if option.parts:
-        if None in values:
-            raise ConfigurationError(f"{' and '.join(each.flags)} go together: give both")
-        return tuple(values)
-    value = values[0]
-    if option.confidential:
-        secrets = [
-            Secret(option.confidential, variable, given=each.flags[0])
-            for variable in (value if option.single else [value])
-        ]
-        value = secrets if option.single else secrets[0]
-    if option.single and each.name.startswith("mask_source_") and len(value) == 1:
-        return value[0]  # for all mask sources
-    return value
+        return found, Terms(allowed, masks, arguments.get("allow_transcript", False))
 
 
 command_line = CommandLine(typer.Option, typer.Argument)
 
 Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(help="Folder of a tokenizer that you trust. Default: that of --model, or the executor's."),
+    typer.Option(help="Folder of a tokenizer that you trust. Default: that of the executor."),
 ]
-Model = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        metavar="FOLDER|hub:NAME[@REVISION]",
-        help="Your own copy of the model, also at a hub: all but its frozen layers is taken from it.",
-    ),
-]
-Base = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        metavar="FOLDER|hub:NAME[@REVISION]",
-        help="Where the adapter will say that its base is, for use without an executor.",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of everything random except masks.")]
 
 
 def _target(party: Any, *arguments: Any, **more: Any) -> Target:

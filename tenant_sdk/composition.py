@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from shared.errors import ConfigurationError, Message, ModelMismatch, Word
+from shared.secrets import text_of
 from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
@@ -32,7 +33,6 @@ from tenant_sdk.profiles import takes_options
 from tenant_sdk.session import Session
 from tenant_sdk.trust.attestation import check_agreement
 from tenant_sdk.trust.operators import SIGNS, Operators
-from tenant_sdk.trust.secrets import text_of
 
 log = logging.getLogger(__name__)
 

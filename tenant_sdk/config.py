@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from shared.errors import Argument, ConfigurationError, Message, Word
 from shared.options import Option, check_fields
+from shared.secrets import Secret, text_of
 from tenant_sdk.connection.urls import (
     Party,
     is_local,
@@ -21,8 +22,7 @@ from tenant_sdk.connection.urls import (
     url_of,
 )
 from tenant_sdk.products.bank_options import NoiseBankOptions
-from tenant_sdk.trust.operators import SIGNS, allowed_signs, own_authorities, own_tokens
-from tenant_sdk.trust.secrets import Secret, text_of
+from tenant_sdk.trust.operators import ALL, SIGNS, allowed_signs, own_authorities, own_tokens
 
 PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
@@ -148,20 +148,14 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            f"A sign that provider and mask sources are one operator, which is accepted: {', '.join(SIGNS)}.",
-            choices=tuple(SIGNS),
+            "A sign that provider and mask sources are one operator, which is accepted: "
+            f"{', '.join(SIGNS)}. Or all of these, to try it out: an operator of both then sees every row, "
+            "because one-time masks hide nothing from it.",
+            choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
         ),
     ] = ()
-    allow_same_operator: Annotated[
-        bool,
-        Option(
-            TRUST,
-            "Accept all of these signs, to try it out. An operator of both sees all rows: one-time masks "
-            "hide nothing.",
-        ),
-    ] = False
     allow_transcript: Annotated[
         bool,
         Option(TRUST, "Use executors that announce that they record what tenants send, as for an audit."),
@@ -312,7 +306,7 @@ class SessionConfig:
                 )
             )
         self._check_certificates()
-        allowed_signs(self.allow_same, self.allow_same_operator)
+        allowed_signs(self.allow_same)
 
     @property
     def when_verified(self) -> str:
@@ -328,7 +322,7 @@ class SessionConfig:
     @property
     def allowed(self) -> frozenset[str]:
         """Signs that provider and mask sources are one operator which are not held against them."""
-        return allowed_signs(self.allow_same, self.allow_same_operator)
+        return allowed_signs(self.allow_same)
 
     @functools.cached_property
     def credentials(self) -> list[tuple[str, str | Path | None]]:

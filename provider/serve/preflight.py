@@ -12,9 +12,9 @@ from provider.serve.certificates import certificate_of, check_dates, own_certifi
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from provider.workers.actors import check_ray
+from shared.command_line import check_model_folder
 from shared.errors import Argument, ConfigurationError, Message
 from shared.hub import asked_of_hub
-from shared.options import check_model_folder
 
 
 def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:

@@ -16,11 +16,13 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
 from shared.errors import SymbiosisError
+from shared.options import flags_of
 from shared.wire.header import RequestClass
 from tenant_sdk.cli_options import NAMES
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.doorkeeper import Failure
 from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, lost_rows, probe
+from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.status import Status
 
@@ -226,7 +228,7 @@ class Worker(Base):  # type: ignore[misc]
 def _shown(error: SymbiosisError | LoRAAdapterNotFoundError) -> str:
     """What it says to the user of the command line."""
     if isinstance(error, SymbiosisError):
-        error.show_options(NAMES)
+        error.show_options({**NAMES, **flags_of(GatewayOptions)})
     return str(error)
 
 

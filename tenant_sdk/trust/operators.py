@@ -29,6 +29,7 @@ SIGNS = {
     "authority": "certificate authority",
     "token": "token",
 }
+ALL = "all"  # of these signs
 _SYSTEMS = "the operating system"
 SYSTEM = "system"  # as a mask source's authority: those of the operating system
 
@@ -94,17 +95,19 @@ class Operators:
             self._known.setdefault(party or url, {})[mine] = url
 
 
-def allowed_signs(allow_same: Collection[str], allow_same_operator: bool) -> frozenset[str]:
+def allowed_signs(allow_same: Collection[str]) -> frozenset[str]:
     """Which signs are waived.
 
     Raises:
-        ConfigurationError: a name that is none of ``SIGNS``.
+        ConfigurationError: a name that is none of ``SIGNS``, nor ``ALL``.
     """
-    if isinstance(allow_same, str) or not set(allow_same) <= SIGNS.keys():
+    if isinstance(allow_same, str) or not set(allow_same) <= {*SIGNS, ALL}:
         raise ConfigurationError(
-            Message("{allow_same} must be some of {}", ", ".join(SIGNS), allow_same=_listed(allow_same))
+            Message(
+                "{allow_same} must be some of {}", ", ".join([*SIGNS, ALL]), allow_same=_listed(allow_same)
+            )
         )
-    return frozenset(SIGNS if allow_same_operator else allow_same)
+    return frozenset(SIGNS if ALL in allow_same else allow_same)
 
 
 def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]) -> list[str]:
@@ -254,9 +257,9 @@ def _waiver(signs: list[str], allowed: Collection[str]) -> Message:
     """``allow_same`` with these signs too; whoever follows this replaces what was given before."""
     every = [*signs, *(sign for sign in SIGNS if sign in allowed and sign not in signs)]
     return Message(
-        "if that is meant, {allow_same}; to try it out on one machine, {allow_same_operator}",
-        allow_same=every,
-        allow_same_operator=True,
+        "if that is meant, {}; to try it out on one machine, {}",
+        Argument("allow_same", every),
+        Argument("allow_same", [ALL]),
     )
 
 

@@ -66,7 +66,7 @@ def test_doctor_finds_nothing(examined: dict[str, tuple[int, str]]) -> None:
         (
             "authority",
             "tls",
-            "somebody else signed the certificate than the authority in --ca /",
+            "another authority signed the certificate than that in --ca /",
             "ask its operator for the ca.pem",
         ),
         ("token", "token", "refused the token", "symbiosis-provider token add"),
@@ -111,12 +111,12 @@ def test_doctor_examines_mask_sources_too(
     assert "✓ numerics     ring" in said
     assert "! mask source  none given; one-time masks, the default, need one" in said
     assert "✗ authorities  give the mask source's own authority" in doctor_says(1, *where, *source)
-    said = doctor_says(0, *where, *source, "--allow-same-operator")
+    said = doctor_says(0, *where, *source, "--allow-same", "all")
     assert said.count("✓ download") == 2
     assert f"{other} lists what the provider lists" in said
     assert f"local:{checkpoint('llama')} holds what the provider claims" in said
     assert "✓ operators    " in said
-    assert "have the same address, certificate key, machine: allowed by --allow-same-operator;" in said
+    assert "have the same address, certificate key, machine: allowed by --allow-same;" in said
 
     token = ("--mask-source-token-env", "SOURCE_TOKEN")
     waived = (*WAIVED, "--allow-same", "key", "--mask-source-ca", ring.ca)

@@ -27,9 +27,9 @@ import tenant_sdk
 from provider.workers import distributed
 from provider.workers.distributed import Rank, join
 from provider.workers.rank import LOST
+from shared.command_line import version
 from shared.errors import ConfigurationError
 from shared.launching import free_port
-from shared.options import version
 
 SECONDS = 60.0
 MASKED = {"privacy": "one-time", "mask_sources": [f"local:{BASE_MODEL}"], "patience": SECONDS}

@@ -179,7 +179,7 @@ def test_of_masks_only_copies_travel(
     own, masks = [start(), start()], [start(), start()]
     party = {each.url: name for name, group in (("own", own), ("masks", masks)) for each in group}
     options = {"token": token_file[1], "ca": tls_dir / "ca.pem", "mask_budget_mib": 0.0, "patience": 60.0}
-    options |= {"allow_same_operator": True, "mask_sources": [[each.url for each in masks]]}
+    options |= {"allow_same": ["all"], "mask_sources": [[each.url for each in masks]]}
     with taken_down() as sent, tenant_sdk.connect([each.url for each in own], **options) as session:
         model = add_lora(session.load_model(progress=False))
         breaker = _Breaker(session, every=7)
@@ -433,7 +433,7 @@ def test_urls_with_commas_in_between(start: Start, reach: Callable[..., tenant_s
     """As command lines have them; each party's."""
     both, masks = [start(), start()], [start(), start()]
     joined = [", ".join(each.url for each in group) for group in (both, masks)]
-    given = {"privacy": "one-time", "mask_sources": [joined[1]], "allow_same_operator": True}
+    given = {"privacy": "one-time", "mask_sources": [joined[1]], "allow_same": ["all"]}
     with reach(*both) as session:
         expected = product(session)
     with reach(urls=joined[0], **given) as session:

@@ -30,7 +30,8 @@ import tenant_sdk
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.tuning.adapters import METHODS
-from tenant_sdk.tuning.finetuning import TrainingOptions, TrainingReport
+from tenant_sdk.tuning.finetuning import TrainingReport
+from tenant_sdk.tuning.options import TrainingOptions
 
 README = Path(__file__).parents[2] / "README.md"
 STEPS = 12  # two epochs

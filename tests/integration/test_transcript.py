@@ -147,7 +147,7 @@ def test_a_mask_source_that_records_is_refused_too(
             ca=provider.ca,
             privacy="noise-bank",
             mask_sources=[recorded.executor.url],
-            allow_same_operator=True,
+            allow_same=["all"],
         )
 
 

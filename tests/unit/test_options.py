@@ -16,9 +16,9 @@ from provider.config import ServeConfig
 from provider.engine.scheduler import POLICIES
 from provider.executor.loading import NUMERICS
 from shared.errors import ConfigurationError
+from shared.secrets import text_of
 from tenant_sdk.cli import app as tenant_app
 from tenant_sdk.config import SessionConfig
-from tenant_sdk.trust.secrets import text_of
 
 REQUIRED: dict[str, Any] = {"model_dir": Path("m"), "tls_dir": Path("t"), "token_file": Path("f")}
 
