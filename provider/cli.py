@@ -250,7 +250,7 @@ def plan_capacity(options: PlanOptions) -> None:
     check_shapes(options.model)
     _errors.print("loading torch, and measuring products", highlight=False)
     with imports.at_once():
-        from provider.planning.capacity import plan
+        from provider.planning.capacity import Tenants, plan
         from provider.planning.layout import described, lay_out, read_groups
         from provider.planning.tables import (
             assumption,
@@ -275,8 +275,7 @@ def plan_capacity(options: PlanOptions) -> None:
         layout.shapes,
         itemsize=layout.itemsize,
         link=link,
-        tenants=options.tenants,
-        rows=options.rows,
+        tenants=Tenants(options.tenants, options.rows),
         groups=layout.asked,
     )
     asked = {"network": options.network, "tenants": options.tenants, "rows": options.rows}

@@ -32,7 +32,7 @@ from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.storage import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
-from tenant_sdk.tuning.finetuning import TrainingReport, finetune, perplexity
+from tenant_sdk.tuning.finetuning import TrainingReport, check_reports, finetune, perplexity
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
 
@@ -340,9 +340,9 @@ def test_reports(session: tenant_sdk.Session, text: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         ConfigurationError, match="needs its package, which is not installed: `pip install wand"
     ):
-        options(text, "adapter", report_to=("wandb",))
-    with pytest.raises(ConfigurationError, match=r"knows no 'paper'; choose from .*tensorboard"):
-        options(text, "adapter", report_to=("paper",))
+        check_reports(["wandb"])
+    with pytest.raises(ConfigurationError, match=r"report_to='paper' must be one of .*tensorboard"):
+        train(session, options(text, "adapter", report_to=["paper"]))
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Recorder)
     monkeypatch.setattr(
         "tenant_sdk.tuning.finetuning.get_available_reporting_integrations", lambda: ["wandb"]
