@@ -141,8 +141,8 @@ class Hostile:
     async def log_probabilities(self) -> None:
         """Of prompts, which once had a compiler run; and as many as are taken, and more."""
         for prompts in (1, 2, 30):
-            body = {"model": "base", "prompt": [[1] * 500] * prompts, "max_tokens": 1, "prompt_logprobs": 20}
-            await self._post("/v1/completions", body)
+            body = {"model": "base", "prompt": [[1] * 500] * prompts, "max_tokens": 1, "logprobs": 20}
+            await self._post("/v1/completions", body | {"echo": True})
 
     async def long_prompts(self) -> None:
         """As many in a request as a key may have."""

@@ -142,8 +142,6 @@ def test_no_value_of_any_field_is_an_error_of_the_server(
 # Values that are fine by themselves, and do not fit all the others.
 TOGETHER: dict[str, list[Any]] = {
     "add_special_tokens": [False],
-    "allowed_token_ids": [[1, 2]],
-    "bad_words": [["the"]],
     "cache_salt": ["x"],
     "ignore_eos": [True],
     "include_stop_str_in_output": [True],
@@ -151,7 +149,6 @@ TOGETHER: dict[str, list[Any]] = {
     "max_tokens": [0, 1],
     "min_tokens": [1, 5],
     "n": [2],
-    "prompt_logprobs": [0, 20],
     "return_token_ids": [True],
     "return_tokens_as_token_ids": [True],
     "skip_special_tokens": [False],
@@ -160,14 +157,11 @@ TOGETHER: dict[str, list[Any]] = {
     "stream": [True],
     "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}],
     "temperature": [0, 1.0],
-    "truncate_prompt_tokens": [-1, 1, 3],
-    "truncation_side": ["left"],
 }
 OF_TEXTS = {"echo": [True], "logprobs": [0, 3], "prompt": ["", [""], ["And", ""], [[]], [1], [[1], []]]}
 OF_CHATS: dict[str, list[Any]] = {
     "add_generation_prompt": [False],
     "continue_final_message": [True],
-    "echo": [True],
     "logprobs": [True],
     "messages": [[{"role": "user"}], [{"role": "assistant", "content": "x"}], [{"role": "x", "content": []}]],
     "tools": [[], [{"type": "function", "function": {"name": "x"}}]],
@@ -298,7 +292,7 @@ def test_connections_and_their_headers_have_limits() -> None:
 
 def test_nothing_is_compiled_for_a_request(running: RunningGateway, client: Client) -> None:
     """A compiler would stop every stream."""
-    client.text(echo=True, logprobs=1, prompt_logprobs=1)
+    client.text(echo=True, logprobs=1)
     client.text(top_k=3, top_p=0.5, temperature=1.0, seed=1, min_p=0.1)
     assert not [each for each in (private(running) / "compiled").rglob("*") if each.is_file()]
 
