@@ -149,6 +149,8 @@ TOGETHER: dict[str, list[Any]] = {
     "max_tokens": [0, 1],
     "min_tokens": [1, 5],
     "n": [2],
+    "seed": [1],
+    "top_k": [5],
     "return_token_ids": [True],
     "return_tokens_as_token_ids": [True],
     "skip_special_tokens": [False],
@@ -182,6 +184,12 @@ def test_no_values_together_are_an_error_of_the_server(
         if status not in (200, 400, 422) or b"failed" in told:
             found[json.dumps(body)] = (status, told[-200:])
     assert found == {}
+
+
+def test_a_prompt_of_several_steps_with_a_seed(client: Client, other: Client) -> None:
+    """A generator of a processor has no place to be set back to."""
+    long = {"prompt": [[5] * 250] * 3, "temperature": 1, "seed": 1, "max_tokens": 4}
+    assert client.ask(TEXT, USUAL[TEXT] | long)[0] == 200
 
 
 def test_paths_that_are_not_named_are_closed(client: Client, vllm: dict[str, Any]) -> None:
