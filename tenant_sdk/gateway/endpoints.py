@@ -34,7 +34,7 @@ from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.trials import Trials
-from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Threads, Turns, asking
+from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Shared, Threads, Turns, asking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
+FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 MOST_ADAPTERS = 1024  # names, of all clients
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
-KEPT = GENERATES | TOKENIZES | {"/health", "/version", "/metrics"}
+KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
 # vLLM's counters and gauges that the page shows.
 _SHOWN = {
     "vllm:generation_tokens_total": "tokens",
@@ -122,6 +123,8 @@ class Endpoints:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._gateway = serving
         self._changing = Turns()
+        self._metrics_text = Shared(prometheus_client.generate_latest, FIGURES_SECONDS)
+        self._status_text = Shared(self._status_now, FIGURES_SECONDS)
         self._last_id, self._began = 0, int(time.time())
         self._seen: dict[str, object] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -143,6 +146,7 @@ class Endpoints:
             unserved=self._unserved,
         )
         app.get("/", include_in_schema=False)(self._page)
+        app.get("/metrics", include_in_schema=False)(self._metrics)
         app.get("/status.json", include_in_schema=False)(self._status)
         app.get("/healthz")(self._health)
         app.get("/v1/models")(self._list_models)
@@ -315,8 +319,9 @@ class Endpoints:
         whole = {"object": "list", "data": [card | {"id": base, "root": base, "parent": None}, *adapters]}
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
-    async def _list(self) -> JSONResponse:
-        return JSONResponse({"data": self._shown(), "refused": self._gateway.refused})
+    async def _list(self) -> Response:
+        whole = {"data": self._shown(), "refused": self._gateway.refused}
+        return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _add(self, request: Request) -> JSONResponse:
         try:
@@ -344,9 +349,15 @@ class Endpoints:
     async def _page(self) -> HTMLResponse:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    async def _status(self) -> JSONResponse:
+    async def _metrics(self) -> Response:
+        return Response(await self._metrics_text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def _status(self) -> Response:
+        return Response(await self._status_text(), media_type="application/json")
+
+    def _status_now(self) -> bytes:
         gateway, status = self._gateway, Status.read(self._gateway.folder)
-        return JSONResponse(
+        return msgspec.json.encode(
             {
                 "about": gateway.about,
                 "model": self._models.model_name(),
@@ -360,7 +371,7 @@ class Endpoints:
         )
 
     def _shown(self) -> list[dict[str, Any]]:
-        return [_shown(adapter) for adapter in self._gateway.served.values()]
+        return [_shown(adapter) for adapter in list(self._gateway.served.values())]
 
     async def _sample(self) -> None:
         """One more point of every line of the page, each second."""
