@@ -27,7 +27,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
+from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front
 from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.quiet import leave_words_out
@@ -123,6 +123,10 @@ class Endpoints:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._gateway = serving
         self._changing = Turns()
+        # Names of each client, and of the folder if it is watched; and whose each is.
+        door = self._gateway.door
+        self._names = Shares(MOST_ADAPTERS, door.clients + bool(door.keys))
+        self._owners = dict[str, str]()
         self._metrics_text = Shared(prometheus_client.generate_latest, FIGURES_SECONDS)
         self._status_text = Shared(self._status_now, FIGURES_SECONDS)
         self._last_id, self._began = 0, int(time.time())
@@ -232,17 +236,24 @@ class Endpoints:
             )
             if self._models.is_base_model(adapter.name):
                 raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
-            if adapter.name not in gateway.served and len(gateway.served) >= MOST_ADAPTERS:
-                raise ConfigurationError(f"{MOST_ADAPTERS} adapters are served, and no more; remove one")
             before = gateway.served.get(adapter.name)
             if before is not None and before.folder == adapter.folder:
                 return before
+            owner = self._owners.get(adapter.name, asking.get())
+            if adapter.name not in self._owners and not self._names.take(owner, 1):
+                raise ConfigurationError(
+                    f"{self._names.taken.get(owner, 0)} of at most {MOST_ADAPTERS} adapters are yours, and the "
+                    "others' places are kept for them; remove one"
+                )
+            self._owners[adapter.name] = owner
             self._last_id += 1
             # The path is part of what its prefixes are cached under, and no other content has it.
             request = LoRARequest(adapter.name, self._last_id, str(adapter.folder))
             try:
                 await self._engine.add_lora(request)
             except Exception as error:
+                if before is None:
+                    self._disown(adapter.name)
                 why = str(error).removeprefix("Call to add_lora method failed: ")
                 why = why.replace(str(adapter.folder), str(folder))
                 raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
@@ -265,10 +276,15 @@ class Endpoints:
         # Its copy stays until ``_tidy``: the worker may load it again for sequences that use it.
         request = self._models.lora_requests.pop(name, None)
         gone = self._gateway.served.pop(name, None)
+        self._disown(name)
         if request is not None:
             await self._engine.remove_lora(request.lora_int_id)
             self._gateway.say(f"adapter {name} is served no more")
         return gone is not None
+
+    def _disown(self, name: str) -> None:
+        if (owner := self._owners.pop(name, None)) is not None:
+            self._names.give_back(owner, 1)
 
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tenant_sdk.gateway import front as in_front
+from tenant_sdk.gateway.beside import Beside
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal
 from tenant_sdk.gateway.front import LEFT, LOOKS, Front, _failed
@@ -22,6 +23,8 @@ from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import asked
 from tenant_sdk.gateway.status import REMEMBERED, Ended
+from tenant_sdk.gateway.trials import REMEMBERED as KEPT
+from tenant_sdk.gateway.trials import Trials
 from tenant_sdk.gateway.turns import Shared, Threads, Turns, asking
 
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
@@ -350,6 +353,23 @@ async def test_large_bodies_are_read_beside_the_server() -> None:
     assert refused.status == 503
     assert await reader(TEXT, BODY, 64) == asked(TEXT, BODY, 64)
     await reader.close()
+
+
+@awaited
+async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has forgotten the others, and compiles them without turns."""
+    tried = list[str]()
+
+    async def ask(_: Beside, message: bytes) -> bytes:
+        tried.append(json.loads(message)[1])
+        return b""
+
+    monkeypatch.setattr(Beside, "ask", ask)
+    trials = Trials(Path("none"), 1, 0)
+    many = [Constraint("regex", str(at)) for at in range(KEPT + 1)]
+    for each in [*many[:-1], many[0], many[0], many[-1], many[1], many[0]]:
+        assert not await trials.refusal("a", each)
+    assert tried == [*(each.text for each in many), many[1].text]
 
 
 @awaited
