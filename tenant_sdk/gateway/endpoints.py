@@ -242,8 +242,8 @@ class Endpoints:
             owner = self._owners.get(adapter.name, asking.get())
             if adapter.name not in self._owners and not self._names.take(owner, 1):
                 raise ConfigurationError(
-                    f"{self._names.taken.get(owner, 0)} of at most {MOST_ADAPTERS} adapters are yours, and the "
-                    "others' places are kept for them; remove one"
+                    f"{self._names.taken.get(owner, 0)} adapters are yours, of {MOST_ADAPTERS} at most with all "
+                    "places that are kept for others; remove one"
                 )
             self._owners[adapter.name] = owner
             self._last_id += 1
