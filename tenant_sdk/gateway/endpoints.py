@@ -241,9 +241,9 @@ class Endpoints:
                 return before
             owner = self._owners.get(adapter.name, asking.get())
             if adapter.name not in self._owners and not self._names.take(owner, 1):
+                mine = self._names.taken.get(owner, 0)
                 raise ConfigurationError(
-                    f"{self._names.taken.get(owner, 0)} adapters are yours, of {MOST_ADAPTERS} at most with all "
-                    "places that are kept for others; remove one"
+                    f"{mine} adapters are yours, and of {MOST_ADAPTERS} a part is kept for others; remove one"
                 )
             self._owners[adapter.name] = owner
             self._last_id += 1
