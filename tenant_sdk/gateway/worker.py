@@ -241,7 +241,13 @@ class Worker(Base):  # type: ignore[misc]
                 log.warning("cannot write to %s: %s", self._folder, error.strerror)
 
 
-def _shown(error: SymbiosisError | LoRAAdapterNotFoundError) -> str:
+def _shown(error: Exception) -> str:
+    """What it says to the user of the command line."""
+    if isinstance(error, SymbiosisError):
+        error.show_options({**NAMES, **flags_of(GatewayOptions)})
+    return str(error)
+
+
 @contextmanager
 def _for_later(runner: Any) -> Iterator[None]:
     """Leave the generators of sequences that still read their prompt alone in this block.
