@@ -16,7 +16,7 @@ test quick coverage architectures: export OMP_NUM_THREADS ?= 1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install gateway demo test quick coverage architectures check bench clean
+.PHONY: help install gateway demo test quick counts coverage architectures check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -51,7 +51,7 @@ $(GATEWAY)/.installed: requirements-gateway.txt
 	@touch $@
 
 # A copy of the project: an editable one would build into this folder while tests run from it.
-SOURCES := pyproject.toml setup.py README.md LICENSE MANIFEST.in shared tenant_sdk provider security
+SOURCES := pyproject.toml setup.py README.md LICENSE MANIFEST.in symbiosis_executor.py shared tenant_sdk provider security
 $(GATEWAY)/.project: $(GATEWAY)/.installed $(shell find $(SOURCES) -name '*.py' -o -name '*.[ch]' -o -name '*.toml' -o -name '*.html')
 	@rm -rf out/gateway-source && mkdir -p out/gateway-source
 	@cp -r $(SOURCES) out/gateway-source
@@ -67,6 +67,9 @@ test: install ## run the tests
 
 quick: install ## run the tests that need no sockets
 	$(BIN)/python -m $(PYTEST) tests/unit $(ARGS)
+
+counts: install ## print how large the project is, and how it is arranged
+	@$(BIN)/python .ci/counts.py $(ARGS)
 
 coverage: install ## run the tests under branch coverage; a table of rooms, pages in out/coverage/html
 	@rm -rf out/coverage

@@ -8,7 +8,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from provider.serve.tokens import TokenFile
+from shared.launching import Program
 
 # The model of the design's figures: per token and layer 4,352 inputs and 7,936 outputs go over the wire.
 LAYERS, WIDTH, FEED_FORWARD, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
@@ -92,14 +92,8 @@ def executor(
     command = [*prefix, sys.executable, "-m", "provider.cli", "serve", str(folder), "--tls-dir", str(tls)]
     command += ["--token-file", str(tokens), "--port", "0", "--ready-file", str(ready)]
     command += ["--numerics", "float32", *options]
-    with (work / "executor.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        while not ready.exists():
-            if process.poll() is not None:
-                raise SystemExit((work / "executor.log").read_text())
-            time.sleep(0.1)
-        told = json.loads(ready.read_text())
+    with Program(command, ready, work / "executor.log") as program:
+        told = json.loads(program.wait_until_ready())
         yield Executor(
             told["url"],
             told["pid"],
@@ -109,10 +103,6 @@ def executor(
             TokenFile(tokens),
             told.get("local_url", ""),
         )
-    finally:
-        ready.unlink(missing_ok=True)
-        process.terminate()
-        process.wait(30)
 
 
 def peak_memory_mib(pid: int | None = None) -> float:

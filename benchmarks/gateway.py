@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -39,6 +38,8 @@ from rich.console import Console
 from rich.table import Table
 from serving import results, started
 from transformers import AutoModelForCausalLM
+
+from shared.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = Path(os.environ.get("SYMBIOSIS_GATEWAY_PYTHON", ROOT / ".venv-gateway" / "bin" / "python"))
@@ -105,13 +106,6 @@ def load(url: str, names: Sequence[str], tokens: int) -> Told:
     began = time.perf_counter()
     times = asyncio.run(all_at_once())
     return Told(time.perf_counter() - began, times)
-
-
-def free_port() -> int:
-    """Of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from demo_report import Display, draw_losses, print_table
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 import tenant_sdk
+from shared.launching import Program
 from shared.wire.header import SEED_BYTES
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Blocks, pack, read_tokens
@@ -204,7 +205,7 @@ class Operator:
     authority: str  # the first bytes of its SHA-256, for people to compare
 
 
-def start_executor(name: str, folder: Path, options: Options) -> subprocess.Popen[bytes]:
+def start_executor(name: str, folder: Path, options: Options) -> Program:
     """One operator's certificates, token for the tenant, and executor process."""
     folder.mkdir()
     tls, tokens, token = folder / "tls", folder / "tokens.json", folder / "token"
@@ -213,21 +214,15 @@ def start_executor(name: str, folder: Path, options: Options) -> subprocess.Pope
         subprocess.run([*command, "certs", tls], check=True, stdout=log, stderr=log)
         add = [*command, "token", "add", "clinic", "--token-file", tokens]
         token.write_bytes(subprocess.run(add, check=True, stdout=subprocess.PIPE, stderr=log).stdout)
-        serve = [*command, "serve", options.base_model, "--numerics", "ring", "--port", "0"]
-        serve += ["--tls-dir", tls, "--token-file", tokens, "--ready-file", folder / "ready.json"]
-        serve += ["--workers", str(options.workers)]
-        return subprocess.Popen(serve, stdout=log, stderr=log)
+    serve = [*command, "serve", options.base_model, "--numerics", "ring", "--port", "0"]
+    serve += ["--tls-dir", tls, "--token-file", tokens, "--ready-file", folder / "ready.json"]
+    serve += ["--workers", str(options.workers)]
+    return Program(serve, folder / "ready.json", log_of(options.output, name))
 
 
-def await_executor(name: str, folder: Path, process: subprocess.Popen[bytes]) -> Operator:
+def await_executor(name: str, folder: Path, program: Program) -> Operator:
     """The operator once its executor listens."""
-    ready = folder / "ready.json"
-    deadline = time.monotonic() + 120
-    while not ready.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the executor of the {name} did not start")
-        time.sleep(0.05)
-    url, token = json.loads(ready.read_text())["url"], (folder / "token").read_text().strip()
+    url, token = json.loads(program.wait_until_ready())["url"], (folder / "token").read_text().strip()
     ca = folder / "tls" / "ca.pem"
     authority = x509.load_pem_x509_certificate(ca.read_bytes()).fingerprint(SHA256())
     return Operator(name, url, token, ca, authority.hex(":")[:23])
@@ -242,7 +237,7 @@ def log_of(output: Path, name: str) -> Path:
 def executors(names: Sequence[str], options: Options, display: Display) -> Iterator[list[Operator]]:
     """Executor processes behind TLS. They must end well when told to."""
     operators: list[Operator] = []
-    processes: list[subprocess.Popen[bytes]] = []
+    programs: list[Program] = []
     with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
         try:
             with display.stage(
@@ -251,20 +246,18 @@ def executors(names: Sequence[str], options: Options, display: Display) -> Itera
             ):
                 for name in names:
                     folder = Path(temporary) / name
-                    processes.append(start_executor(name, folder, options))
-                for name, process in zip(names, processes, strict=True):
-                    operators.append(await_executor(name, Path(temporary) / name, process))
+                    programs.append(start_executor(name, folder, options))
+                for name, program in zip(names, programs, strict=True):
+                    operators.append(await_executor(name, Path(temporary) / name, program))
             yield operators
             with display.stage("executors stopped by SIGTERM"):
-                for process in processes:
-                    process.send_signal(signal.SIGTERM)
-                for process in processes:
-                    if (status := process.wait(30)) != 0:
+                for program in programs:
+                    program.stop()
+                    if (status := program.process.returncode) != 0:
                         raise RuntimeError(f"an executor ended with status {status} after SIGTERM")
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            for program in programs:
+                program.stop(signal.SIGKILL)
 
 
 def serve_adapter(

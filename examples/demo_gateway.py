@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
+
+from shared.launching import Program, free_port
 
 PYTHON = Path(__file__).resolve().parents[1] / ".venv-gateway" / "bin" / "python"
 ADAPTER = "clinic"
@@ -45,7 +43,7 @@ def gateway(
 ) -> Iterator[str]:
     """``symbiosis-tenant serve`` on this machine until the block ends; its URL."""
     provider, *sources = parties
-    with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary, log.open("wb") as output:
+    with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
         folder = Path(temporary)
         shutil.copytree(adapter, folder / "adapters" / ADAPTER)
         command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--name", base_model, "--port", free_port()]
@@ -58,34 +56,8 @@ def gateway(
         for sign in ("host", "address", "machine") if sources else ():
             command += ["--allow-same", sign]
         tokens = {f"TOKEN_{at}": party.token for at, party in enumerate(parties)}
-        process = subprocess.Popen(
-            list(map(str, command)),
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **tokens},
-            start_new_session=True,
-        )
-        try:
-            deadline = time.monotonic() + SECONDS
-            while not (folder / "url").exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError("the gateway did not start")
-                time.sleep(0.05)
-            yield (folder / "url").read_text()
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine too
-                process.wait()
-
-
-def free_port() -> int:
-    """Of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        with Program(command, folder / "url", log, tokens, group=True) as program:
+            yield program.wait_until_ready(SECONDS)
 
 
 def ask(url: str, models: Sequence[str], prompt: str, new_tokens: int) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from provider.observe.metrics import Metrics
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
-from security import capture, environment
 from security.attacks.active import (
     CoTenantTiming,
     CrossTalk,
@@ -32,20 +31,22 @@ from security.attacks.active import (
     WeightExtraction,
     canaries,
 )
-from security.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, CapturedSession, Parties
-from security.executors import AuditError, ExecutorProcess
-from security.findings import Finding
-from security.gateway import Gateways
-from security.hostile import HostileProvider
-from security.judges import STATISTICAL
-from security.passive import Evidence, PassiveAttacks
-from security.plan import PROVIDER, SOURCE, AuditPlan, AuditResult, Stage
-from security.public_model import PublicModel
-from security.routes import Routes
-from security.statistics import rate
-from security.supplies import Supplies
-from security.views import mask_source_view, operations_of, products_of, requests_of, whole
-from security.workload import GroundTruth, blocks_of, generate, tune, watch
+from security.recordings import capture
+from security.recordings.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_BANK, CapturedSession, Parties
+from security.recordings.executors import AuditError, ExecutorProcess
+from security.recordings.workload import GroundTruth, blocks_of, generate, tune, watch
+from security.report import environment
+from security.trials.gateway import Gateways
+from security.trials.hostile import HostileProvider
+from security.trials.passive import Evidence, PassiveAttacks
+from security.trials.routes import Routes
+from security.trials.supplies import Supplies
+from security.verdicts.findings import Finding
+from security.verdicts.judges import STATISTICAL
+from security.verdicts.plan import PROVIDER, SOURCE, AuditPlan, AuditResult, Stage
+from security.verdicts.statistics import rate
+from security.views.adversaries import mask_source_view, operations_of, products_of, requests_of, whole
+from security.views.public_model import PublicModel
 from shared.errors import ConnectionLost
 from shared.wire.header import Direction, Operation
 from shared.wire.messages import Limits

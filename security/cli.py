@@ -107,11 +107,11 @@ def run(
 
         transformers.logging.disable_progress_bar()
         from security.audit import Audit
-        from security.claims import CLAIMS, judge
-        from security.environment import text_file
-        from security.gateway_process import gateway_command
-        from security.plan import FULL_PLAN, QUICK_PLAN
-        from security.report import write_html, write_json
+        from security.recordings.gateway_process import gateway_command
+        from security.report.environment import text_file
+        from security.report.page import write_html, write_json
+        from security.verdicts.claims import CLAIMS, judge
+        from security.verdicts.plan import FULL_PLAN, QUICK_PLAN
 
     lines = [line.strip() for line in text.read_text().splitlines() if len(line.split()) > 8]
     command = None if no_gateway else gateway_command(gateway)
@@ -189,7 +189,7 @@ def attack(
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")
     with stage("reading"):
-        from security.transcript import check_served, newest, read_transcript
+        from security.recordings.transcript import check_served, newest, read_transcript
 
         if transcript.is_dir() and (older := len(list(transcript.glob("*.transcript"))) - 1) > 0:
             read = newest(transcript).name

@@ -26,10 +26,10 @@ from security.attacks.tokens import (
     VocabularyMatching,
 )
 from security.attacks.traffic import TrafficAnalysis
-from security.plan import BLIND_RUNS
-from security.public_model import PublicModel
-from security.transcript import RecordedRequest, Transcript, TranscriptError
-from security.views import View, collusion_view, mask_source_view, products_of, provider_view
+from security.recordings.transcript import RecordedRequest, Transcript, TranscriptError
+from security.verdicts.plan import BLIND_RUNS
+from security.views.adversaries import View, collusion_view, mask_source_view, products_of, provider_view
+from security.views.public_model import PublicModel
 from shared.wire.header import PRODUCTS, Operation
 
 LEVEL = 1e-6  # of every test: so rarely a session under one-time masks is called something else

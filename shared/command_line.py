@@ -41,7 +41,7 @@ def prints_version(program: str) -> Callable[[bool], None]:
 def version() -> str:
     """What ``--version`` prints."""
     try:
-        return importlib.metadata.version("symbiosis")
+        return importlib.metadata.version("symbiosis-executor")
     except importlib.metadata.PackageNotFoundError:  # run from a folder, without an installation
         return "of a folder that is not installed"
 

@@ -4,6 +4,11 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from symbiosis_executor import NAME, check_package
+
+DISTRIBUTION = NAME
+check_package("shared")
+
 # OpenMP threads that spin while a request is under way take the processor from an executor on the
 # same machine. Works if this package is imported before torch, whose runtime reads it once.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -13,7 +18,7 @@ os.environ.setdefault(
     os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "symbiosis", "compiled"),
 )
 
-from shared.errors import (
+from shared.errors import (  # noqa: E402 - of this project, which is checked before
     AuthenticationError,
     CheckpointError,
     ConfigurationError,

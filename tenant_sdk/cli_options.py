@@ -15,7 +15,7 @@ from shared.errors import ALONE, Argument, ConfigurationError, Message, Names, W
 from shared.options import Flag, arguments_of, flags_of
 from shared.secrets import Secret, text_of
 from tenant_sdk.config import SessionConfig, for_each
-from tenant_sdk.connection.places import Place
+from tenant_sdk.connection.replicas.addresses import Address
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of, url_of
 from tenant_sdk.profiles import HERE, merged, names_in, profile_here, read_profile
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
@@ -51,9 +51,9 @@ class Target:
         return party_name(self.replicas or self.url)
 
     @property
-    def place(self) -> Place:
+    def replica(self) -> Address:
         """The one replica that this is."""
-        return Place(self.url, self.address)
+        return Address(self.url, self.address)
 
     @property
     def authority(self) -> str | Path | None:

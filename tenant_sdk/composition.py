@@ -19,7 +19,7 @@ from tenant_sdk.config import WEAKER, SessionConfig
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
-from tenant_sdk.parties import Replicated
+from tenant_sdk.parties import ReplicatedExecutor
 from tenant_sdk.products.bank_masks import BankMasks
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.fingerprints import StoredFingerprints
@@ -92,14 +92,14 @@ def _open_executors(
 ) -> list[RemoteExecutor]:
     """The provider, and the mask sources that are executors, which serve the same."""
     stats = Stats()
-    parties = [Replicated(config, config.provider, text_of(config.token), config.ca, operators)]
+    parties = [ReplicatedExecutor(config, config.provider, text_of(config.token), config.ca, operators)]
     provider = parties[0].open(stats)
     opened.callback(provider.close)
     _check_fit(party_name(config.provider), provider.manifest, config)
     remotes = [provider]
     for source, (token, ca) in zip(config.mask_sources, credentials, strict=True):
         if not is_local(source):
-            parties.append(Replicated(config, source, token, ca, operators, "mask_source_"))
+            parties.append(ReplicatedExecutor(config, source, token, ca, operators, "mask_source_"))
             remotes.append(parties[-1].open(stats))
             opened.callback(remotes[-1].close)
             check_agreement(remotes[-1].url, remotes[-1].manifest, provider.manifest)

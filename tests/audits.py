@@ -16,14 +16,14 @@ from provider.observe.transcript import TranscriptWriter
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
-from security import capture
 from security.audit import Audit
-from security.capture import ONE_TIME, Parties
-from security.claims import judge
-from security.executors import ExecutorProcess
-from security.passive import Evidence, PassiveAttacks
-from security.plan import QUICK_PLAN, AuditPlan, AuditResult
-from security.workload import WorkloadSize
+from security.recordings import capture
+from security.recordings.capture import ONE_TIME, Parties
+from security.recordings.executors import ExecutorProcess
+from security.recordings.workload import WorkloadSize
+from security.trials.passive import Evidence, PassiveAttacks
+from security.verdicts.claims import judge
+from security.verdicts.plan import QUICK_PLAN, AuditPlan, AuditResult
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODEL = EXAMPLES / "base_model"

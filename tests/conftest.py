@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from provider.serve.certificates import write_certificates
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
+from shared.launching import Program
 from shared.wire.messages import Limits
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some tests press.
@@ -146,22 +146,14 @@ def executor_processes(
         ]
         command += ["--token-file", str(token_file[0]), "--port", "0", "--ready-file", str(ready)]
         command += ["--numerics", "float32", *options]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, **(environment or {})}
-            )
-        processes.append(process)
-        deadline = time.monotonic() + 120
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"the executor did not start:\n{log.read_text()}")
-            time.sleep(0.05)
-        told = json.loads(ready.read_text())
+        program = Program(command, ready, log, environment)
+        processes.append(program.process)
+        told = json.loads(program.wait_until_ready())
         return Executor(
             told["url"],
             token_file[1],
             tls_dir / "ca.pem",
-            process=process,
+            process=program.process,
             admin_url=told["admin_url"],
             log=log,
         )

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +15,8 @@ from typing import Any
 import pytest
 from commands import BASE_MODEL, ENVIRONMENT, ROOT
 from conftest import Executor
+
+from shared.launching import Program, free_port
 
 PYTHON = Path(os.environ.get("SYMBIOSIS_GATEWAY_PYTHON", ROOT / ".venv-gateway" / "bin" / "python"))
 needed = pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: `make gateway` makes it")
@@ -43,13 +42,6 @@ class RunningGateway:
         return self.log.read_text()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def gateway(
     provider: Executor, masks: Executor, folder: Path, *options: object, **environment: str
@@ -61,24 +53,8 @@ def gateway(
     command += ["--provider", provider.url, "--ca", provider.ca, "--token-env", "TENANT_TOKEN"]
     command += ["--mask-source", masks.url, "--allow-same", "all", *options]
     variables = {**ENVIRONMENT, "TENANT_TOKEN": provider.token, "OMP_NUM_THREADS": "1", **environment}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=output, stderr=output, env=variables, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + SECONDS
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"the gateway did not start:\n{log.read_text()}")
-            time.sleep(0.1)
-        yield RunningGateway(ready.read_text(), process, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with Program(command, ready, log, variables, group=True) as program:
+        yield RunningGateway(program.wait_until_ready(SECONDS), program.process, log)
 
 
 def chat_model(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from provider.executor.base import BaseExecutor
 from provider.observe.transcript import TranscriptWriter
-from security.public_model import PublicModel
+from security.views.public_model import PublicModel
 from shared.ring.fixed_point import capacity, exponents, quantize_rows
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import BYTES, DTYPE_CODES, Direction, Header, Operation

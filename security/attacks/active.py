@@ -14,8 +14,8 @@ import torch
 
 from provider.engine.engine import Completion, Engine, OnCompletion
 from provider.executor.base import BaseExecutor
-from security.executors import AuditError
-from security.public_model import PublicModel
+from security.recordings.executors import AuditError
+from security.views.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.wire.header import DTYPE_CODES, RINGS, Direction, Header, Operation
 from tenant_sdk.session import Session

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 import torch
 
-from security.views import View
+from security.views.adversaries import View
 
 V = TypeVar("V", contravariant=True)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import silu
 
-from security.views import View
+from security.views.adversaries import View
 
 FEW_OUTPUTS = 4  # with which the steps of a ring's rows are found
 # Of steps the logarithms, but for whole numbers: eighths of an octave.

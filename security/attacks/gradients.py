@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from security.attacks.base import unit
-from security.public_model import PublicModel
-from security.views import ObservedRequest, View
+from security.views.adversaries import ObservedRequest, View
+from security.views.public_model import PublicModel
 from shared.wire.header import Direction
 
 

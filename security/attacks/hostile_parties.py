@@ -22,10 +22,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from security.attacks.base import TokenGuess
 from security.attacks.tokens import VocabularyMatching
-from security.executors import AuditError
-from security.public_model import PublicModel
-from security.transcript import RecordedRequest
-from security.views import collusion_view
+from security.recordings.executors import AuditError
+from security.recordings.transcript import RecordedRequest
+from security.views.adversaries import collusion_view
+from security.views.public_model import PublicModel
 from shared import forks
 
 CHILD_SECONDS = 60  # a child that takes longer hangs, and is killed

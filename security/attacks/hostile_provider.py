@@ -16,9 +16,9 @@ from security.attacks.base import nearest
 from security.attacks.gradients import LabelRecovery
 from security.attacks.streams import guess_from_labelled
 from security.attacks.traffic import FINGERPRINT_ROWS
-from security.executors import AuditError
-from security.public_model import PublicModel
-from security.views import View
+from security.recordings.executors import AuditError
+from security.views.adversaries import View
+from security.views.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.ring.fixed_point import capacity, exponents, steps
 from shared.wire.header import Direction, Header

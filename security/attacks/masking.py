@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from scipy import stats
 
-from security.executors import AuditError
-from security.views import View
+from security.recordings.executors import AuditError
+from security.views.adversaries import View
 
 BLOCK_BYTES = 16  # of the cipher that masks come from
 RUN = 8  # numbers whose top bytes are looked for

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from scipy import stats
 
-from security.views import MaskSourceView
+from security.views.adversaries import MaskSourceView
 from shared.wire.header import SEED_BYTES
 
 

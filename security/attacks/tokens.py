@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from security.attacks.base import TokenGuess, cosine, everything, nearest, unit
-from security.public_model import PublicModel
-from security.views import ObservedRequest, View
+from security.views.adversaries import ObservedRequest, View
+from security.views.public_model import PublicModel
 from shared.ring.fixed_point import capacity, exponents, quantize_rows
 from shared.wire.header import Direction
 

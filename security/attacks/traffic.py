@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from security.transcript import RecordedRequest
+from security.recordings.transcript import RecordedRequest
 from shared.wire.header import HEADER_BYTES, Direction, Operation
 
 FRAME_BYTES = 14  # of a masked websocket frame's header, 65,536 bytes and more; TLS adds 22 a record

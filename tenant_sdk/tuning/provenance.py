@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shared.command_line import version
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, Message, ModelMismatch
 from tenant_sdk.model.naming import Base, plain_name
@@ -48,7 +48,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         """Of an adapter that is saved now; of figures four digits are kept."""
         manifest = session.manifest
         return cls(
-            symbiosis=importlib.metadata.version("symbiosis"),
+            symbiosis=version(),
             model=plain_name(manifest.model),
             architecture=plain_name(manifest.architecture),
             weights=plain_name(manifest.weights),

@@ -14,9 +14,9 @@ from audits import MODEL, PLAN, Short
 from typer.testing import CliRunner
 
 import security
-from security.claims import CLAIMS
 from security.cli import app, console
-from security.transcript import TranscriptError
+from security.recordings.transcript import TranscriptError
+from security.verdicts.claims import CLAIMS
 
 
 @pytest.fixture(scope="module")

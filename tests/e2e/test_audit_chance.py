@@ -13,15 +13,15 @@ from audits import MODEL, Short
 from torch.nn.functional import silu
 
 from provider.executor.base import BaseExecutor
-from security.capture import ONE_TIME
-from security.claims import CLAIMS
-from security.findings import Finding
-from security.judges import IMPRINTS, LEARNING_ATTACKS, STATISTICAL, against_one_time
-from security.passive import PassiveAttacks
-from security.plan import PROVIDER, AuditResult
-from security.public_model import PublicModel
-from security.statistics import Estimate, missing, rate
-from security.views import provider_view
+from security.recordings.capture import ONE_TIME
+from security.trials.passive import PassiveAttacks
+from security.verdicts.claims import CLAIMS
+from security.verdicts.findings import Finding
+from security.verdicts.judges import IMPRINTS, LEARNING_ATTACKS, STATISTICAL, against_one_time
+from security.verdicts.plan import PROVIDER, AuditResult
+from security.verdicts.statistics import Estimate, missing, rate
+from security.views.adversaries import provider_view
+from security.views.public_model import PublicModel
 from shared.wire.header import Direction
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.products import masks, ring_products

@@ -11,11 +11,11 @@ import pytest
 from audits import MODEL, lines, silent
 
 from security.audit import Audit
-from security.claims import CLAIMS
-from security.gateway import Gateways
-from security.gateway_process import gateway_command
-from security.hostile import HostileProvider
-from security.plan import GATEWAY_LOOKUP, GATEWAY_PADDED, PROVIDER, QUICK_PLAN
+from security.recordings.gateway_process import gateway_command
+from security.trials.gateway import Gateways
+from security.trials.hostile import HostileProvider
+from security.verdicts.claims import CLAIMS
+from security.verdicts.plan import GATEWAY_LOOKUP, GATEWAY_PADDED, PROVIDER, QUICK_PLAN
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "SYMBIOSIS_GATEWAY_PYTHON"

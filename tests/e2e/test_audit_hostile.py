@@ -15,12 +15,12 @@ from audits import PLAN, Short, lines
 
 import security
 from security.attacks.streams import SpeculationWatch, Stream, TopicFromTraffic, guess_from_labelled
-from security.claims import CLAIMS
-from security.findings import Finding, HostileFinding
-from security.hostile import HostileProvider
-from security.judges import STATISTICAL
-from security.plan import FULL_PLAN, AuditResult
-from security.statistics import rate
+from security.trials.hostile import HostileProvider
+from security.verdicts.claims import CLAIMS
+from security.verdicts.findings import Finding, HostileFinding
+from security.verdicts.judges import STATISTICAL
+from security.verdicts.plan import FULL_PLAN, AuditResult
+from security.verdicts.statistics import rate
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.products import masks, verification
 

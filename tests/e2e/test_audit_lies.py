@@ -17,8 +17,8 @@ from provider.executor.base import BaseExecutor
 from security import audit
 from security.attacks import active
 from security.attacks.active import POISONED_ROWS, CanaryRows, LyingProvider, Poison
-from security.executors import AuditError
-from security.public_model import PublicModel
+from security.recordings.executors import AuditError
+from security.views.public_model import PublicModel
 from shared.wire.header import Direction
 from tenant_sdk.products import mask_sources, verification
 

@@ -12,10 +12,10 @@ import pytest
 from audits import PLAN, Short, lines
 
 from security.attacks.routing import Routing, RoutingView
-from security.claims import CLAIMS
-from security.hostile import HostileProvider
-from security.plan import AuditResult
-from security.routes import Routes
+from security.trials.hostile import HostileProvider
+from security.trials.routes import Routes
+from security.verdicts.claims import CLAIMS
+from security.verdicts.plan import AuditResult
 from tenant_sdk.model.experts import Padding
 
 RNG = np.random.default_rng(0)

@@ -18,20 +18,20 @@ from audits import MODEL, Short, structure
 
 from provider.executor.base import BaseExecutor
 from provider.observe.transcript import TranscriptWriter
-from security import capture
 from security.attacks.masking import Uniformity
 from security.attacks.seeds import SeedPrediction
 from security.attacks.tokens import KnownMaskSubtraction
-from security.capture import ONE_TIME, RING_BANK
-from security.claims import CLAIMS
-from security.executors import AuditError, ExecutorProcess
-from security.findings import Finding
-from security.judges import LEARNING_ATTACKS, STATISTICAL, TOKEN_ATTACKS
-from security.plan import BOTH, PROVIDER, SOURCE, AuditResult
-from security.statistics import Estimate, rate
-from security.transcript import TranscriptError
-from security.views import MaskSourceView, ObservedRequest, View, check_aligned, provider_view
-from security.workload import GroundTruth, SentRequest
+from security.recordings import capture
+from security.recordings.capture import ONE_TIME, RING_BANK
+from security.recordings.executors import AuditError, ExecutorProcess
+from security.recordings.transcript import TranscriptError
+from security.recordings.workload import GroundTruth, SentRequest
+from security.verdicts.claims import CLAIMS
+from security.verdicts.findings import Finding
+from security.verdicts.judges import LEARNING_ATTACKS, STATISTICAL, TOKEN_ATTACKS
+from security.verdicts.plan import BOTH, PROVIDER, SOURCE, AuditResult
+from security.verdicts.statistics import Estimate, rate
+from security.views.adversaries import MaskSourceView, ObservedRequest, View, check_aligned, provider_view
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import Direction
 from tenant_sdk.products import masks, ring_products

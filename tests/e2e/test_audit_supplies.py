@@ -21,12 +21,12 @@ from audits import PLAN, Short, lines
 from security.attacks import hostile_files
 from security.attacks.hostile_files import LoadOutcome, MemoryBomb
 from security.attacks.hostile_parties import MaskServedTwice, in_copy
-from security.claims import CLAIMS
-from security.executors import AuditError
-from security.findings import HostileFinding
-from security.hostile import HostileProvider
-from security.plan import AuditResult
-from security.supplies import Supplies
+from security.recordings.executors import AuditError
+from security.trials.hostile import HostileProvider
+from security.trials.supplies import Supplies
+from security.verdicts.claims import CLAIMS
+from security.verdicts.findings import HostileFinding
+from security.verdicts.plan import AuditResult
 from shared import forks
 from tenant_sdk import composition, config
 from tenant_sdk.model import configuration

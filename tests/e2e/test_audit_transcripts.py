@@ -14,7 +14,7 @@ from recordings import Recording, activations, masked
 from typer.testing import CliRunner, Result
 
 from security.cli import app, console
-from security.transcript import TranscriptError
+from security.recordings.transcript import TranscriptError
 from shared.errors import ConfigurationError
 from shared.wire.header import Operation
 

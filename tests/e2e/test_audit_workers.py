@@ -10,9 +10,9 @@ import pytest
 from audits import MODEL
 from typer.testing import CliRunner
 
-from security.capture import ONE_TIME, Parties
 from security.cli import app
-from security.executors import AuditError, ExecutorProcess
+from security.recordings.capture import ONE_TIME, Parties
+from security.recordings.executors import AuditError, ExecutorProcess
 
 
 def test_an_executor_of_an_audit_has_workers(tmp_path: Path) -> None:

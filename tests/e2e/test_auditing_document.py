@@ -9,7 +9,7 @@ from typing import Any
 from audits import MODEL
 from recordings import Recording, activations, masked
 
-from security.plan import AuditResult
+from security.verdicts.plan import AuditResult
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "auditing.md"
 

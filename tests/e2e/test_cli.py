@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import resource
@@ -13,10 +14,10 @@ from pathlib import Path
 import pytest
 from commands import BASE_MODEL, HELD_OUT, TRAIN, finish, here, ok, ok_here, start, tenant
 from conftest import RING, Executor
-from test_profiles import revealed
 from typer.testing import CliRunner
 
 from shared.errors import ConfigurationError, RequestRefused
+from shared.secrets import text_of
 from tenant_sdk import cli
 from tenant_sdk.cli import app
 from tenant_sdk.config import SessionConfig
@@ -221,7 +222,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     given: list[SessionConfig] = []
 
     def open_session(config: SessionConfig) -> None:
-        given.append(revealed(config))
+        given.append(config)
         raise ConfigurationError("enough")
 
     monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
@@ -233,7 +234,15 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     checks = ["--verify", "sampled", "--verify-rate", "0.5", "--fingerprints", "f"]
     client = ["--client-certificate", "c", "--client-key", "k", "--wire-dtype", "bfloat16"]
     CliRunner().invoke(app, where + sources + privacy + checks + client + ["--fingerprint-key-env", "KEY"])
-    assert given == [
+    (config,) = given
+    assert "tenant_token" not in repr(config)  # secrets are read when they are used
+    read = dataclasses.replace(
+        config,
+        token=text_of(config.token),
+        mask_source_token=[text_of(each) for each in config.mask_source_token],  # type: ignore[union-attr]
+        fingerprint_key=text_of(config.fingerprint_key),
+    )
+    assert [read] == [
         SessionConfig(
             provider="wss://localhost:1",
             token="tenant_token",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +14,12 @@ from conftest import RING, Executor
 from typer.testing import CliRunner
 
 from provider.serve.certificates import write_certificates
+from shared.launching import free_port
 from tenant_sdk.cli import app
 
 PATIENCE = ("--timeout", 20, "--wait", 0)
 PROMPT = ("--prompt", "x")
 WAIVED = ("--allow-same", "token", "--allow-same", "authority")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -61,8 +61,15 @@ def test_what_is_built_is_all_that_is_sent() -> None:
     assert all((ROOT / name).exists() for name in sent)
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {each.rstrip("*") for each in setup["tool"]["setuptools"]["packages"]["find"]["include"]}
+    modules = {f"{each}.py" for each in setup["tool"]["setuptools"]["py-modules"]}
     needed = {setup["project"]["readme"], *setup["project"]["license-files"]}
-    assert sent == packages | needed | {"constraints.txt", "pyproject.toml", "setup.py", "MANIFEST.in"}
+    assert sent == packages | needed | {
+        "constraints.txt",
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        *modules,
+    }
 
 
 def test_no_secret_is_an_argument_or_a_variable() -> None:

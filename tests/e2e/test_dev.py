@@ -25,6 +25,7 @@ from provider.config import ServeConfig
 from provider.dev import Development, _party
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.tokens import TokenFile
+from shared.launching import free_port
 
 SHORT: dict[str, list[str]] = {
     "doctor": [],
@@ -77,11 +78,6 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
         assert ends(source)
 
     assert "allow_transcript" not in (tmp_path / "symbiosis-dev" / "symbiosis.toml").read_text()
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as sock:
-        return int(sock.getsockname()[1])
 
 
 def test_a_tenant_goes_on_after_a_restart(tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ import peft
 import pytest
 import torch
 from conftest import Executor, executor_processes
-from gateways import RunningGateway, chat_model, free_port, gateway, needed, ran
+from gateways import RunningGateway, chat_model, gateway, needed, ran
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared.launching import free_port
 
 pytestmark = needed
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 from commands import BASE_MODEL
 from conftest import RING, Executor
-from test_torchrun import LOCAL, MASKED, SECONDS, free_port, logits, other_rank, ready, tree, wait_until
+from test_torchrun import LOCAL, MASKED, SECONDS, logits, other_rank, ready, tree, wait_until
+
+from shared.launching import free_port
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"

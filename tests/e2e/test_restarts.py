@@ -204,7 +204,10 @@ def test_ctrl_c_and_resume_end_with_the_same_adapter(
     status, _, err = rest(run)
     assert status != 0
     (step,) = re.findall(
-        rf"^interrupted\nstep (\d) is kept in {output}.checkpoints; to go on from it, run the same training with --resume", err, re.M
+        rf"^interrupted\nstep (\d) is kept in {output}.checkpoints; to go on from it, run the same training "
+        "with --resume",
+        err,
+        re.M,
     )
     assert (output.with_name("adapter.checkpoints") / f"checkpoint-{step}").is_dir()
     assert "training" not in err.partition("interrupted")[2]
@@ -231,7 +234,8 @@ def test_an_executor_that_comes_back_and_refuses_the_token(
     assert error.startswith("error: ")
     assert "token" in error
     assert re.match(
-        rf"step \d is kept in {output}.checkpoints; to go on from it, run the same training with --resume", note
+        rf"step \d is kept in {output}.checkpoints; to go on from it, run the same training with --resume",
+        note,
     )
 
 

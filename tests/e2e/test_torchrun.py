@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,17 +29,13 @@ from provider.workers.distributed import Rank, join
 from provider.workers.rank import LOST
 from shared.command_line import version
 from shared.errors import ConfigurationError
+from shared.launching import free_port
 
 SECONDS = 60.0
 MASKED = {"privacy": "one-time", "mask_sources": [f"local:{BASE_MODEL}"], "patience": SECONDS}
 LOCAL = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 # What a rank that only multiplies is told: it opens none of it.
 SERVE = ["-m", "provider.cli", "serve", str(BASE_MODEL), "--tls-dir", "none", "--token-file", "none"]
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
 
 
 def tree(pid: int) -> list[int]:
@@ -96,7 +93,7 @@ def test_torchrun_with_two_nodes(
 ) -> None:
     """A worker that is killed joins again, without torchrun's starting everything anew."""
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", free_port(), "--node-rank"]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
     with other_rank([*torchrun, "1", *SERVE], **LOCAL) as node:
         executor = serve_process(
             BASE_MODEL,
@@ -127,7 +124,7 @@ def test_a_machine_that_vanishes(
     serve_process: Callable[..., Executor], expected: list[torch.Tensor]
 ) -> None:
     """Without a word: noticed in seconds; another one in its place is made use of."""
-    world = {**LOCAL, "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    world = {**LOCAL, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     with other_rank(SERVE, RANK="1", **world) as machine:
         executor = serve_process(
             BASE_MODEL, "--numerics", RING, "--threads", "1", environment={"RANK": "0", **world}
@@ -172,7 +169,7 @@ def test_what_cannot_be_is_told(environment: dict[str, str], options: list[str],
 
 def test_a_worker_ends_with_what_looks_after_it() -> None:
     """Or it would multiply for nobody who could end it; here it waits for an executor."""
-    world = {**LOCAL, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": free_port()}
+    world = {**LOCAL, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     worker = subprocess.Popen(
         [sys.executable, "-m", "provider.workers.rank"],
         env={**os.environ, **world},
@@ -191,8 +188,9 @@ def store() -> TCPStore:
 
 def test_a_rank_of_another_version_is_refused_by_both_ends(store: TCPStore, tmp_path: Path) -> None:
     """Before they are linked, and with both versions."""
-    (tmp_path / "symbiosis-9.9.dist-info").mkdir()
-    (tmp_path / "symbiosis-9.9.dist-info" / "METADATA").write_text("Name: symbiosis\nVersion: 9.9\n")
+    installed = tmp_path / "symbiosis_executor-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: symbiosis-executor\nVersion: 9.9\n")
     world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(store.port)}
     world |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TORCHELASTIC_RUN_ID": "run"}
     said = f"rank 1 is of version 9.9, and the executor of version {version()}"
@@ -204,7 +202,7 @@ def test_a_rank_of_another_version_is_refused_by_both_ends(store: TCPStore, tmp_
         stderr=subprocess.PIPE,
         text=True,
     ) as worker:
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=re.escape(said)):
             rank(threading.Event())
         assert worker.stderr is not None
         assert said in worker.stderr.read()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import importlib, pkgutil, sys
 from importlib.util import find_spec
-import provider.observe.status, shared.ring.native, security.report
+import provider.observe.status, shared.ring.native, security.report.page
 APART = "arrivals", "endpoints", "grammars", "linear", "scheduler", "segmented", "structured", "worker"
 VLLM = tuple(f"gateway.{name}" for name in APART)
 for name in ("shared", "provider", "tenant_sdk", "security"):
@@ -55,7 +55,7 @@ def test_the_files_that_are_no_modules_are_there(installed: Path) -> None:
         "shared/PROTOCOL.md",
         "provider/observe/status.html",
         "security/CLAIMS.md",
-        "security/report.html.jinja",
+        "security/report/page.html.jinja",
         "tenant_sdk/gateway/page.html",
         "tenant_sdk/py.typed",
     ):

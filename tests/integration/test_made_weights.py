@@ -25,8 +25,8 @@ from test_workers import SECONDS, requests
 
 from provider.executor.base import BaseExecutor
 from provider.workers.pool import Sharding, WorkerPool
-from security.public_model import PublicModel
-from security.transcript import check_served
+from security.recordings.transcript import check_served
+from security.views.public_model import PublicModel
 from shared.errors import ModelMismatch
 from shared.wire.messages import Manifest, digest_of
 from tenant_sdk.trust.attestation import open_checkpoint

@@ -21,7 +21,7 @@ from provider.config import ServeConfig
 from provider.executor.base import BaseExecutor
 from provider.observe.transcript import MAGIC, TranscriptWriter
 from provider.serve.provider import Provider
-from security.transcript import TranscriptError, read_transcript
+from security.recordings.transcript import TranscriptError, read_transcript
 from shared.errors import ConfigurationError, RequestRefused
 from shared.wire.header import Direction, Operation
 from tenant_sdk.cli import app

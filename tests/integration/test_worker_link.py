@@ -19,9 +19,9 @@ from provider.serve.provider import Provider
 from provider.workers.batch import Batch, Layout
 from provider.workers.link import BATCH, FORGET, MEMORY, SHARE, Link, LocalLink, Rows, Share
 from provider.workers.memory import Segment
-from security.public_model import PublicModel
-from security.transcript import read_transcript
-from security.views import requests_of, worker_view
+from security.recordings.transcript import read_transcript
+from security.views.adversaries import requests_of, worker_view
+from security.views.public_model import PublicModel
 from shared.wire.protocol import GroupShape
 
 Counted = Counter[tuple[int, int, int, bytes]]  # by group, direction and members

@@ -21,8 +21,8 @@ from security.attacks.tokens import (
     SubspaceProjection,
     VocabularyMatching,
 )
-from security.public_model import PublicModel
-from security.views import ObservedRequest, View
+from security.views.adversaries import ObservedRequest, View
+from security.views.public_model import PublicModel
 from shared.ring.fixed_point import capacity, exponents, quantize_rows
 from shared.wire.header import Direction
 

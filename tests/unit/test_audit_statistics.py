@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from security import environment, statistics
 from security.attacks.extraction import StolenAdapter
 from security.attacks.logs import LogScan, Secrets
 from security.attacks.masking import DistinguishingGame
-from security.findings import Finding, advantage, of_adapters, of_spans, of_tokens
-from security.judges import STATISTICAL
-from security.plan import FULL_PLAN
-from security.statistics import POWER, Estimate, blind_hits, detectable, power_at, rate, visible
-from security.workload import GroundTruth, SentRequest
+from security.recordings.workload import GroundTruth, SentRequest
+from security.report import environment
+from security.verdicts import statistics
+from security.verdicts.findings import Finding, advantage, of_adapters, of_spans, of_tokens
+from security.verdicts.judges import STATISTICAL
+from security.verdicts.plan import FULL_PLAN
+from security.verdicts.statistics import POWER, Estimate, blind_hits, detectable, power_at, rate, visible
 from shared.errors import ConfigurationError
 from shared.wire.header import Direction
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from security import gateway_process
 from security.attacks.batches import ByteSearch, CachedPrefix, SeenSequences, SequenceBoundary, StepCounts
-from security.claims import CLAIMS
-from security.executors import AuditError
-from security.gateway import LEAST, PAIR, TOGETHER, Gateways, during
-from security.gateway_process import Work, gateway_command
-from security.hostile import HostileProvider
-from security.judges import GATEWAY_TOKENS
-from security.plan import BOTH, PROVIDER, QUICK_PLAN, AuditResult
-from security.views import ObservedRequest, View
+from security.recordings import gateway_process
+from security.recordings.executors import AuditError
+from security.recordings.gateway_process import Work, gateway_command
+from security.trials.gateway import LEAST, PAIR, TOGETHER, Gateways, during
+from security.trials.hostile import HostileProvider
+from security.verdicts.claims import CLAIMS
+from security.verdicts.judges import GATEWAY_TOKENS
+from security.verdicts.plan import BOTH, PROVIDER, QUICK_PLAN, AuditResult
+from security.views.adversaries import ObservedRequest, View
 from shared.wire.header import Direction
 
 RNG = np.random.default_rng(0)

@@ -21,6 +21,7 @@ ROOMS = {
     "shared": [
         "errors",
         "encoded",
+        "launching",
         "ownership",
         "secrets",
         "options",
@@ -80,6 +81,17 @@ ROOMS = {
         "reference",
         "cli",
     ],
+    "security": [
+        "recordings",
+        "views",
+        "attacks",
+        "verdicts",
+        "trials",
+        "report",
+        "deployment",
+        "audit",
+        "cli",
+    ],
 }
 NO_IO = [
     "shared/wire/protocol.py",
@@ -99,7 +111,7 @@ NO_IO = [
     "tenant_sdk/gateway/constraints.py",
     "tenant_sdk/gateway/doorkeeper.py",
     "tenant_sdk/gateway/requests.py",
-    "tenant_sdk/connection/replicas.py",
+    "tenant_sdk/connection/replicas/replica_set.py",
     "tenant_sdk/products/forecast.py",
     "tenant_sdk/sequences/planning.py",
     "tenant_sdk/sequences/prefill.py",

@@ -1,0 +1,1 @@
+"""The page, its pictures, and what an audit ran on."""

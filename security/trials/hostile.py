@@ -1,0 +1,447 @@
+"""What a provider can do beside watching: each attack where it should fail, and with its defence off."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from provider.executor.base import BaseExecutor
+from provider.observe.metrics import Metrics
+from provider.observe.transcript import TranscriptWriter
+from provider.serve.server import Server, server_context
+from provider.serve.tokens import TokenFile
+from provider.session.tenant import Service
+from security.attacks.active import LyingProvider
+from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead, craft
+from security.attacks.streams import LabelledStreams, SpeculationWatch, Stream, TopicFromTraffic
+from security.recordings.capture import ONE_TIME, PLAIN, Parties
+from security.recordings.executors import AuditError, ExecutorProcess
+from security.recordings.transcript import RecordedRequest, read_transcript
+from security.recordings.workload import GroundTruth, blocks_of, tune, watch
+from security.verdicts import findings
+from security.verdicts.findings import Finding, HostileFinding
+from security.verdicts.plan import BLIND_RUNS, MALICIOUS, PROVIDER, AuditPlan, AuditResult, Stage
+from security.verdicts.statistics import rate
+from security.views.adversaries import check_aligned, products_of, provider_view, requests_of, whole
+from security.views.public_model import PublicModel
+from shared.errors import VerificationError
+from shared.wire.header import Direction
+from shared.wire.messages import Limits, Manifest, digest_of
+from tenant_sdk.connection.remote import PendingProduct
+from tenant_sdk.session import Session
+
+TOLERANCE = 1.0  # of the control's tenant, far above what rounding does to the oracle's rows
+PROMPT, PHRASE, NEW = 24, 4, 5  # tokens: of a prompt, of what it repeats, generated
+LOOKED_UP = 8  # tokens that are guessed from the prompt at once
+ANSWER = 6  # tokens at most that follow a prompt on a topic
+CLAUSE = re.compile(r"[.:;,!?\n]\s*")
+
+
+@dataclass(frozen=True)
+class HostedExecutor:
+    """An executor in this process that lies when told to; what it recorded is read once it ended."""
+
+    url: str
+    liar: LyingProvider
+    manifest: Manifest
+    recording: Path
+    folder: Path  # of what it serves
+
+    def sessions(self, tenant: str) -> int:
+        """How many one tenant opened with it."""
+        return list(read_transcript(self.recording).tenants.values()).count(tenant)
+
+    def requests(self, tenant: str) -> list[RecordedRequest]:
+        """What one tenant asked for."""
+        return requests_of([read_transcript(self.recording)], tenant)
+
+
+class HostileProvider:
+    """Runs the attacks.
+
+    Args:
+        folder: for a crafted checkpoint and recordings.
+        confidence: of each interval.
+    """
+
+    def __init__(
+        self,
+        parties: Parties,
+        folder: Path,
+        plan: AuditPlan,
+        text: list[str],
+        rng: np.random.Generator,
+        confidence: float,
+    ) -> None:
+        self.parties, self.folder, self.plan, self.text = parties, folder, plan, text
+        self.rng, self.confidence = rng, confidence
+        self._hosts = self._streamed = 0
+
+    def run(self, result: AuditResult, stage: Stage) -> None:
+        """Add what was found; to add an attack, add its method here."""
+        self.perform(
+            {
+                "lies to watch who stops": self.abort_oracle,
+                "parameters made to give tokens away": self.imprints,
+                "numbers of rows with and without speculation": self.speculation,
+            },
+            result,
+            stage,
+        )
+        with stage("topics from traffic"):
+            result.findings += self.topics()
+
+    @staticmethod
+    def perform(
+        attacks: dict[str, Callable[[], list[HostileFinding]]], result: AuditResult, stage: Stage
+    ) -> None:
+        """Run attacks, each under its stage's name, and add what they found."""
+        for what, attack in attacks.items():
+            with stage(what):
+                for found in attack():
+                    result.hostile.append(found)
+                    result.findings += [found.defended, found.control]
+
+    @contextmanager
+    def hosted(
+        self,
+        like: ExecutorProcess,
+        model: Path | None = None,
+        files: Mapping[str, bytes | None] | None = None,
+        tls: Path | None = None,
+    ) -> Iterator[HostedExecutor]:
+        """Another executor with the certificates and tokens of one of the parties.
+
+        Args:
+            like: that party.
+            model: checkpoint folder; default: the parties' own.
+            files: what it serves in place of the checkpoint's files, by name; None leaves one out.
+            tls: folder of other certificates.
+        """
+        self._hosts += 1
+        folder = model or self.parties.model
+        if files is not None:
+            folder = Path(shutil.copytree(folder, self.folder / f"served-{self._hosts}"))
+        base = BaseExecutor(
+            folder,
+            numerics=like.numerics,
+            recorded=True,
+            limits=Limits(64 << 20, 65536),
+        )
+        if files is not None:
+            _serve_instead(base, files)
+        recording = TranscriptWriter(self.folder / f"hostile-{self._hosts}", base.manifest)
+        liar = LyingProvider.of(base)
+        server = Server(
+            Service(base, liar, Metrics(), transcript=recording),
+            context=server_context(tls or like.folder / "tls"),
+            tokens=TokenFile(like.folder / "tokens.json"),
+            port=0,
+        )
+        try:
+            yield HostedExecutor(server.url, liar, base.manifest, recording.path, folder)
+        finally:
+            server.drain(1.0)
+            recording.close()
+
+    # -- abort oracle -----------------------------------------------------------------------------
+
+    def abort_oracle(self) -> list[HostileFinding]:
+        """Lies about chosen rows, to a tenant that checks all, and to one that tolerates small errors."""
+        with self.hosted(self.parties.ring) as host:
+            public = PublicModel(self.parties.model, host.manifest)
+            widths = [info.inputs + sum(m.outputs for m in info.members) for info in host.manifest.groups]
+            group = widths.index(min(widths))
+            oracle = AbortOracle(host.liar, group, public, TOLERANCE)
+            always = self._oracle(host, oracle, AbortOracle.LIES, "always", lambda session: None)
+            weight = public.weight(group)
+            tolerated = self._oracle(
+                host,
+                oracle,
+                AbortOracle.LIES[:1],
+                "off",
+                lambda session: _check_with_tolerance(session, group, weight),
+            )
+        defended, followed = always
+        control, followed_control = tolerated
+        return [
+            HostileFinding(
+                AbortOracle.name,
+                "every product is checked as integers, and a wrong one always stops the session",
+                f"{len(followed)} lies about one of two rows that the provider chose, in the answer or in "
+                f"a fingerprint while it was made: {followed.count(0)} times nothing followed. "
+                f"Of a tenant that checks after rounding, with a tolerance, {followed_control.count(0)} of "
+                f"{len(followed_control)} sessions stopped, and {control.hits} of "
+                f"{control.success.trials} rows were told by it.",
+                defended,
+                control,
+                same=len(set(followed)) == 1,
+            )
+        ]
+
+    def _oracle(
+        self,
+        host: HostedExecutor,
+        oracle: AbortOracle,
+        lies: tuple[str, ...],
+        verify: str,
+        weaken: Callable[[Session], None],
+    ) -> tuple[Finding, list[int]]:
+        observed, secrets = [], []
+        for _ in ("told", "guessed"):
+            for kind in lies:
+                for secret in [0, 1] * (self.plan.oracle_lies // 4):
+                    options: dict[str, Any] = {"provider": host.url, "verify": verify, "mask_budget_mib": 0}
+                    with self.parties.connect(ONE_TIME, "oracle", **options) as session:
+                        weaken(session)
+                        observed.append((kind, oracle.lie(session, kind, secret)))
+                    secrets.append(secret)
+        half = len(secrets) // 2
+        guesses = oracle.attack((observed, secrets[:half]), self.rng)
+        mode = f"{ONE_TIME}, verify={verify}" + (", checked with a tolerance" if verify == "off" else "")
+        return self.told_apart(AbortOracle, mode, guesses, secrets), [after for _, after in observed]
+
+    def told_apart(
+        self, attack: Any, mode: str, guesses: torch.Tensor, secrets: list[int], sees: str = MALICIOUS
+    ) -> Finding:
+        """Of guesses at the last secrets, of which there are two and as many of each."""
+        right = int((guesses == torch.tensor(secrets[-len(guesses) :]).bool()).sum())
+        return Finding(
+            attack.name, mode, sees, attack.metric, rate(right, len(guesses), self.confidence), 0.5
+        )
+
+    # -- crafted parameters -----------------------------------------------------------------------
+
+    def imprints(self) -> list[HostileFinding]:
+        """Embeddings and head that carry tokens, read from rows under masks and in the clear."""
+        crafted = self.folder / "crafted"
+        with self.hosted(self.parties.ring) as host:
+            honest = PublicModel(self.parties.model, host.manifest)
+        code = craft(honest, self.parties.model, crafted, self.rng)
+        found = {mode: self._imprinted(mode, crafted, code) for mode in (ONE_TIME, PLAIN)}
+        said = {
+            ImprintedEmbeddings.name: "Embeddings that carry each token's number through all layers",
+            ImprintedHead.name: "A head in which each label has a direction of its own",
+        }
+        return [
+            HostileFinding(
+                attack,
+                "rows are uniform under one-time masks, whatever the parameters make of them",
+                f"{what}, served to a tenant that fine-tuned with them: under one-time "
+                f"{defended.hits} of {defended.success.trials:,} guesses were right, in the clear "
+                f"{control.hits:,} of {control.success.trials:,}.",
+                defended,
+                control,
+            )
+            for (attack, what), defended, control in zip(
+                said.items(), found[ONE_TIME], found[PLAIN], strict=True
+            )
+        ]
+
+    def _imprinted(self, mode: str, crafted: Path, code: torch.Tensor) -> list[Finding]:
+        truth, tenant = GroundTruth(), f"imprinted-{mode}"
+        # The mask source serves the crafted checkpoint as well: parameters that differ may be refused.
+        provider = self.parties.ring if mode == ONE_TIME else self.parties.floats
+        with self.hosted(provider, crafted) as host, self.hosted(self.parties.source, crafted) as source:
+            options: dict[str, Any] = {"provider": host.url}
+            if mode == ONE_TIME:
+                options["mask_sources"] = [source.url]
+            with self.parties.connect(mode, tenant, **options) as session:
+                watch(session, truth)
+                model = session.load_model(progress=False)
+                tune(model, blocks_of(self._stream(session), 64, 0), self.plan.imprinted_steps, truth)
+        public = PublicModel(crafted, host.manifest)
+        view = provider_view(public, whole(host.requests(tenant), truth))
+        check_aligned(view, truth, tenant)
+        middle = public.model.config.num_hidden_layers // 2
+        group = public.group_of(f"layers.{middle}.self_attn.q_proj")
+        reader = ImprintedEmbeddings(code, group, public.parameter(f"layers.{middle}.input_layernorm.weight"))
+        head = ImprintedHead()
+        last = head.group(public)
+        blind = [view.blind(self.rng, {group, last}) for _ in range(BLIND_RUNS)]
+        tokens = torch.cat(
+            [torch.full((sent.rows,), -1) if sent.tokens is None else sent.tokens for sent in truth.of(group)]
+        )
+        read = findings.of_tokens(
+            reader.attack(view, self.rng),
+            tokens,
+            torch.cat([reader.attack(each, self.rng) for each in blind]),
+            self.confidence,
+        )
+        labels = findings.of_labels(
+            head.attack(view, self.rng),
+            truth,
+            last,
+            torch.cat([part for each in blind for part in head.attack(each, self.rng)]),
+            self.confidence,
+        )
+        return [
+            Finding(
+                attack.name,
+                mode,
+                MALICIOUS,
+                attack.metric,
+                success,
+                chance,
+                "",
+                **findings.able(chance, success.trials, self.confidence, self.plan.resolution),
+            )
+            for attack, (success, chance) in ((reader, read), (head, labels))
+        ]
+
+    # -- streams ----------------------------------------------------------------------------------
+
+    def speculation(self) -> list[HostileFinding]:
+        """Prompts that repeat themselves and prompts that do not, one row a step and with prompt lookup."""
+        secrets = [0, 1] * self.plan.speculated_prompts
+        settings: dict[str, dict[str, Any]] = {
+            ONE_TIME: {},
+            f"{ONE_TIME}, prompt lookup": {"prompt_lookup_num_tokens": LOOKED_UP},
+        }
+
+        def prompts(session: Session) -> list[list[int]]:
+            return self.repeating(session, secrets)
+
+        found = []
+        for mode, how in settings.items():
+            limits = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+            streams = self._streams(prompts, limits | how)
+            view: LabelledStreams = (streams, secrets[: len(secrets) // 2])
+            guesses = SpeculationWatch().attack(view, self.rng)
+            finding = self.told_apart(SpeculationWatch, mode, guesses, secrets, PROVIDER)
+            found.append((finding, {stream.rows for stream in streams}))
+        (defended, seen), (control, seen_control) = found
+        return [
+            HostileFinding(
+                SpeculationWatch.name,
+                "one row a step, unless the tenant asks for more",
+                f"{len(secrets)} prompts of {PROMPT} tokens, half of which repeat a phrase: with the "
+                f"defaults {sequences(seen)} of numbers of rows, whatever the prompt; with prompt lookup, "
+                f"which a tenant has to ask for, {sequences(seen_control)}, by which {control.hits} of "
+                f"{control.success.trials} were told apart.",
+                defended,
+                control,
+                same=len(seen) == 1,
+            )
+        ]
+
+    def repeating(self, session: Session, secrets: list[int]) -> list[list[int]]:
+        """Prompts of PROMPT tokens of the tenant's text, which repeat a phrase where the secret is 1."""
+        stream, chosen = self._stream(session), []
+        for i, secret in enumerate(secrets):
+            own = list(dict.fromkeys(stream[i * PROMPT :]))[: PROMPT - 1]  # each once
+            chosen.append([0, *(own if not secret else (own[:PHRASE] * PROMPT)[: PROMPT - 1])])
+        return chosen
+
+    def topics(self) -> list[Finding]:
+        """Clauses of the tenant's text and of the public model's own: told apart by rows and times."""
+        secrets = [0, 1] * self.plan.topic_prompts
+
+        def prompts(session: Session) -> list[list[int]]:
+            tokenizer = session.load_tokenizer()
+            public = PublicModel(self.parties.model, session.manifest)
+            own = tokenizer.batch_decode(public.own_text(1), skip_special_tokens=True)
+            clauses = [
+                [part for line in lines for part in CLAUSE.split(line)[1:-1] if len(part.split()) > 2]
+                for lines in (self.text, own)
+            ]
+            if not all(clauses):
+                raise AuditError("the tenant's text or the model's own has no clauses to tell topics by")
+            return [
+                [
+                    0,
+                    *tokenizer(clauses[topic][i // 2 % len(clauses[topic])], add_special_tokens=False)[
+                        "input_ids"
+                    ],
+                ]
+                for i, topic in enumerate(secrets)
+            ]
+
+        found = []
+        for name, options in (("rows as they are", {}), ("rows padded", {"pad_rows": 32})):
+            mode = f"{ONE_TIME}, {name}"
+            streams = self._streams(prompts, {"max_new_tokens": ANSWER}, **options)
+            guesses = TopicFromTraffic().attack((streams, secrets[: len(secrets) // 2]), self.rng)
+            found.append(self.told_apart(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
+        return found
+
+    def _streams(
+        self,
+        prompts: Callable[[Session], list[list[int]]],
+        how: dict[str, Any],
+        **options: Any,
+    ) -> list[Stream]:
+        """What the provider sees of each prompt; it knows where one begins, as from its own pauses."""
+        self._streamed += 1
+        tenant, truth, ends = f"streams-{self._streamed}", GroundTruth(), []
+        with self.parties.connect(ONE_TIME, tenant, **options) as session:
+            model: Any = session.load_model(progress=False)
+            watch(session, truth)
+            chosen = prompts(session)
+            for ids in chosen[:1] + chosen:  # the first once more: fingerprints come with it
+                tokens = torch.tensor([ids])
+                model.generate(
+                    tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **how
+                )
+                ends.append(len(truth.of(0)))
+        passes = [
+            (request.header.rows, request.arrived)
+            for request in products_of(requests_of([self.parties.ring.so_far()], tenant))
+            if (request.header.group, request.header.direction) == (0, Direction.FORWARD)
+        ]
+        return [Stream(*zip(*passes[start:end], strict=True)) for start, end in pairwise(ends)]
+
+    def _stream(self, session: Session) -> list[int]:
+        tokenizer = session.load_tokenizer()
+        return [t for line in self.text for t in tokenizer(line, add_special_tokens=False)["input_ids"]]
+
+
+def _serve_instead(base: BaseExecutor, files: Mapping[str, bytes | None]) -> None:
+    """Have an executor serve other files than it loaded; its manifest lists them truly."""
+    checkpoint = base.catalog.checkpoint
+    for name, data in files.items():
+        path = checkpoint.folder / name  # from which an attack's control loads
+        path.unlink(missing_ok=True)
+        checkpoint.files.pop(name, None)
+        if data is not None:
+            path.write_bytes(data)
+            checkpoint.files[name] = data
+    listed = msgspec.structs.replace(base.manifest, files=base.catalog.checkpoint.tenant_files())
+    base.catalog.manifest = msgspec.structs.replace(listed, digest=digest_of(listed))
+
+
+def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) -> None:
+    """Make a session check after rounding, and accept what is nearly right."""
+    products: Any = session.products
+    submit = products.submit
+
+    def checked(*asked: Any) -> PendingProduct:
+        pending = submit(*asked)
+
+        def result() -> list[torch.Tensor]:
+            out = pending.result()
+            if (
+                asked[0] == group
+                and float((torch.cat(out, 1) - asked[3][0] @ weight.T).abs().max()) > TOLERANCE
+            ):
+                raise VerificationError("a wrong answer, as far as a tolerance tells")
+            return list(out)
+
+        return PendingProduct(result)
+
+    products.submit = checked
+
+
+def sequences(seen: set[tuple[int, ...]]) -> str:
+    """How many there are, in words."""
+    return f"{len(seen)} different sequences" if len(seen) > 1 else "one and the same sequence"

@@ -1,0 +1,59 @@
+"""A line of ``CLAIMS.md``, and what an audit says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from security.verdicts.judges import weak
+from security.verdicts.plan import AuditResult
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim holds, with the figure that says so.
+
+    ``weak``: a control that holds, but in so few trials that it could by chance. ``skipped``: nothing was
+    measured, since this audit had not what it takes, so it does not hold and is not refuted.
+    """
+
+    identity: str
+    holds: bool
+    figure: str
+    weak: bool = False
+    skipped: bool = False
+
+    @property
+    def refuted(self) -> bool:
+        """Whether it was looked for, and does not hold."""
+        return not self.holds and not self.skipped
+
+    @property
+    def word(self) -> str:
+        """For readers."""
+        if self.skipped:
+            return "skipped"
+        return "REFUTED" if not self.holds else "weak" if self.weak else "holds"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of ``CLAIMS.md``; ``judge`` gives whether it holds and the figure."""
+
+    identity: str
+    text: str
+    mode: str
+    attack: str
+    bound: str
+    judge: Callable[[AuditResult], tuple[bool, str]]
+
+    def verdict(self, result: AuditResult) -> Verdict:
+        """Of one audit. What was not measured does not hold."""
+        for mode, why in result.skipped.items():
+            if self.mode.startswith(mode):
+                return Verdict(self.identity, False, f"skipped: {why}", skipped=True)
+        holds, figure = self.judge(result)
+        control = self.identity.startswith("control")
+        return Verdict(
+            self.identity, holds, figure, holds and control and weak(result, self.attack.split(", "))
+        )

@@ -1,0 +1,254 @@
+"""What an attack achieved, measured against what really happened and against chance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from security.attacks.base import TokenGuess
+from security.attacks.extraction import AdapterExtraction, StolenAdapter
+from security.attacks.masking import DistinguishingGame
+from security.recordings.workload import GroundTruth
+from security.verdicts.statistics import Estimate, blind_hits, detectable, missing, power_at, rate, visible
+from shared.wire.header import Direction
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cell of the report.
+
+    ``success`` is in the attack's own metric; ``chance`` is what the same guesses would score if they had
+    nothing to do with the truth, None where nothing is guessed. ``detail`` is for readers. Where success
+    is to be told from chance: ``resolution`` is how far above chance an observed score must be for its
+    interval to lie above chance; ``below`` the same below chance, None where no score lies so far below;
+    ``detectable`` how large a true advantage over chance must be to be found with probability POWER;
+    ``power`` the probability that one as small as the plan asks for is found.
+    """
+
+    attack: str
+    mode: str
+    sees: str
+    metric: str
+    success: Estimate
+    chance: float | None
+    detail: str = ""
+    resolution: float | None = None
+    detectable: float | None = None
+    power: float | None = None
+    below: float | None = None
+
+    @property
+    def beats_chance(self) -> bool:
+        """Whether the whole interval lies above chance."""
+        return self.chance is not None and self.success.low > self.chance
+
+    @property
+    def off_chance(self) -> bool:
+        """Whether the interval does not hold chance.
+
+        Below it is information as well: who is always wrong between two inputs takes the other one, and
+        who has the negative of an adapter has the adapter.
+        """
+        return self.beats_chance or (self.chance is not None and self.success.high < self.chance)
+
+    @property
+    def distance(self) -> float:
+        """How far the interval is from holding chance; negative if it holds it, nan without chance."""
+        if self.chance is None:
+            return math.nan
+        return max(self.success.low - self.chance, self.chance - self.success.high)
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether success is a fraction of the trials, not a cosine or a game's advantage."""
+        return self.attack not in (AdapterExtraction.name, DistinguishingGame.name)
+
+    @property
+    def hits(self) -> int | None:
+        """How many of the trials succeeded; None of a cosine."""
+        if self.attack == AdapterExtraction.name:
+            return None
+        rate = self.success.value if self.is_rate else (self.success.value + 1) / 2
+        return round(rate * self.success.trials)
+
+    def spell(self, value: float) -> str:
+        """A number in the attack's own metric: a share of the trials, or a cosine or advantage."""
+        return percent(value) if self.is_rate else f"{round(value, 4) + 0.0:.4f}"  # and no -0
+
+    @property
+    def measured(self) -> str:
+        """Success, its interval and chance, as text."""
+        success = self.success
+        interval = f"interval {self.spell(success.low)} to {self.spell(success.high)}"
+        beside = interval if self.chance is None else f"{interval}; chance {self.spell(self.chance)}"
+        if self.hits is None:
+            return f"cosine {self.spell(success.value)} ({beside}) from {success.trials:,} rows"
+        counted = f"{self.hits:,} of {success.trials:,}"
+        if self.is_rate:
+            return f"{counted}, {self.spell(success.value)} ({beside})"
+        return f"{counted} right, advantage {self.spell(success.value)} ({beside})"
+
+
+@dataclass(frozen=True)
+class HostileFinding:
+    """An active attack by the provider: where it should fail, and where its defence is off.
+
+    ``sentence`` says what was tried and what came out, for readers. ``same`` is whether all that the provider
+    observed was the same in every trial, so that no guess can rest on it; None where that is not expected.
+    """
+
+    attack: str
+    defence: str
+    sentence: str
+    defended: Finding
+    control: Finding
+    same: bool | None = None
+
+
+def percent(value: float) -> str:
+    """A share as text, with more digits where it is small."""
+    return f"{100 * value:.2f} %" if abs(value) >= 0.01 or value == 0 else f"{100 * value:.4f} %"
+
+
+def able(
+    chance: float, trials: int, confidence: float, wanted: float, scale: int = 1
+) -> dict[str, float | None]:
+    """What an attack can show: of a Finding ``resolution``, ``below``, ``detectable`` and ``power``.
+
+    Args:
+        chance: the rate of guesses by chance.
+        trials: how many guesses.
+        confidence: of an interval.
+        wanted: the true advantage whose power is asked for.
+        scale: of the metric, by that of rates.
+    """
+    below = missing(chance, trials, confidence)
+    return {
+        "resolution": scale * visible(chance, trials, confidence),
+        "below": None if below is None else scale * below,
+        "detectable": scale * detectable(chance, trials, confidence),
+        "power": power_at(wanted / scale, chance, trials, confidence),
+    }
+
+
+class NothingToScore(ValueError):
+    """The view holds nothing that this attack works on."""
+
+
+def of_tokens(
+    guess: torch.Tensor, truth: torch.Tensor, blind: torch.Tensor, confidence: float
+) -> tuple[Estimate, float]:
+    """Rate of right guesses, and of ``blind`` ones, which the same attack made without the rows."""
+    known = truth >= 0
+    guess, truth = guess[known], truth[known]
+    if not len(guess):
+        raise NothingToScore
+    hits = int((guess == truth).sum())
+    return rate(hits, len(guess), confidence), blind_hits(blind.numpy(), truth.numpy())
+
+
+def of_guess(
+    guess: TokenGuess, truth: GroundTruth, blind: torch.Tensor, confidence: float
+) -> tuple[Estimate, float]:
+    """Of rows of the first group."""
+    return of_tokens(guess.tokens, truth.first_tokens()[guess.rows], blind, confidence)
+
+
+def of_labels(
+    guesses: list[torch.Tensor], truth: GroundTruth, group: int, blind: torch.Tensor, confidence: float
+) -> tuple[Estimate, float]:
+    """Of each row of the last layer's gradients; requests in the order in which they were sent."""
+    pairs = [
+        (guess, sent.labels)
+        for guess, sent in zip(guesses, truth.of(group, Direction.BACKWARD), strict=True)
+        if sent.labels is not None
+    ]
+    if not pairs:
+        raise NothingToScore
+    guess, labels = (torch.cat(list(side)) for side in zip(*pairs, strict=True))
+    return of_tokens(guess, labels, blind, confidence)
+
+
+def of_spans(
+    ranked: list[list[torch.Tensor]],
+    truth: GroundTruth,
+    rows: int,
+    blind: list[torch.Tensor],
+    confidence: float,
+) -> tuple[Estimate, float]:
+    """How many of a part's n tokens are among the first n guesses; chance: among the first n blind ones."""
+    parts = [
+        (guess, part.unique())
+        for guesses, sent in zip(ranked, truth.of(0, Direction.BACKWARD), strict=True)
+        if sent.tokens is not None
+        for guess, part in zip(guesses, sent.tokens.split(rows), strict=True)
+    ]
+    if not parts or not blind:
+        raise NothingToScore
+    trials = sum(len(there) for _, there in parts)
+    hits = sum(int(torch.isin(guess[: len(there)], there).sum()) for guess, there in parts)
+    places = torch.stack(blind).argsort(1)  # of each token among the guesses
+    chance = sum(float((places[:, there] < len(there)).float().mean(0).sum()) for _, there in parts) / trials
+    return rate(hits, trials, confidence), chance
+
+
+def of_adapters(pairs: list[tuple[StolenAdapter, torch.Tensor]], confidence: float) -> tuple[Estimate, float]:
+    """Mean cosine between stolen and real adapters of some layers, and what it is by chance: 0."""
+    if not all(stolen.tokens for stolen, _ in pairs):
+        raise NothingToScore
+    directions = [
+        (stolen.delta / stolen.delta.norm().clamp_min(1e-30), real / real.norm()) for stolen, real in pairs
+    ]
+    cosine = float(np.mean([float((one * other).sum()) for one, other in directions]))
+    width = _width_of_cosine(directions, confidence)
+    tokens = sum(stolen.tokens for stolen, _ in pairs)
+    return Estimate(cosine, max(-1.0, cosine - width), min(1.0, cosine + width), tokens), 0.0
+
+
+def _width_of_cosine(pairs: list[tuple[torch.Tensor, torch.Tensor]], confidence: float) -> float:
+    """What the mean cosine of matrices [O, D] with these singular values in random directions stays within.
+
+    It is a sum of products of independent numbers that are nearly normal, weighted with products of the
+    singular values. Chernoff's bound, with ``E exp(t g h) = (1 - t^2)^(-1/2)`` for normal g and h.
+    """
+    values = [[torch.linalg.svdvals(matrix).double().numpy() for matrix in pair] for pair in pairs]
+    weights = np.concatenate(
+        [np.outer(*both).ravel() / pair[0].numel() ** 0.5 for both, pair in zip(values, pairs, strict=True)]
+    )
+    weights = weights[weights > 1e-4 * weights.max()] / len(pairs)
+    steps = np.linspace(0.001, 0.999, 999) / weights.max()
+    growth = -0.5 * np.log1p(-((steps[:, None] * weights) ** 2)).sum(1)
+    return float(((np.log(2 / (1 - confidence)) + growth) / steps).min())
+
+
+def of_copy(stolen: StolenAdapter, delta: torch.Tensor) -> dict[str, float]:
+    """Relative error, rank, and the largest principal angle (degrees) between the column spaces."""
+    real = int(torch.linalg.matrix_rank(delta, rtol=1e-4))
+    spaces = [torch.linalg.svd(m)[0][:, :rank] for m, rank in ((stolen.delta, stolen.rank), (delta, real))]
+    cosines = torch.linalg.svdvals(spaces[0].T @ spaces[1]).clamp(max=1)
+    return {
+        "relative_error": float((stolen.delta - delta).norm() / delta.norm()),
+        "rank": float(stolen.rank),
+        "largest_angle": float(cosines.acos().rad2deg().max()),
+    }
+
+
+def advantage(guesses: torch.Tensor, truth: torch.Tensor, confidence: float) -> Estimate:
+    """Of a game with two outcomes: 0 by chance, 1 for an adversary that is always right."""
+    right = rate(int((guesses == truth).sum()), len(truth), confidence)
+    return Estimate(2 * right.value - 1, 2 * right.low - 1, 2 * right.high - 1, right.trials)
+
+
+def plain(value: Any) -> Any:
+    """Numbers and texts only, for JSON."""
+    if isinstance(value, (np.integer, np.floating)):
+        return value.item()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value

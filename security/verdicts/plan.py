@@ -1,0 +1,79 @@
+"""How much an audit does, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from security.attacks.masking import Randomness
+from security.attacks.seeds import SeedStatistics
+from security.recordings.capture import MODES, ONE_TIME, PLAIN
+from security.recordings.workload import FULL, QUICK, WorkloadSize
+from security.verdicts.findings import Finding, HostileFinding
+
+PROVIDER, SOURCE, BOTH = "provider", "mask source", "provider and mask source"
+NETWORK, MALICIOUS = "network observer", "malicious provider"
+GATEWAY = f"{ONE_TIME}, gateway"
+GATEWAY_PADDED, GATEWAY_LOOKUP = f"{GATEWAY}, rows padded", f"{GATEWAY}, prompt lookup"
+BLIND_RUNS = 4  # of each attack without the tenant's rows, from which its chance is known
+
+
+@dataclass(frozen=True)
+class AuditPlan:
+    """How much an audit does.
+
+    ``family_error`` is the probability that chance alone makes any of the ``one-time`` rows look broken;
+    each interval is widened accordingly (Bonferroni).
+    """
+
+    size: WorkloadSize
+    game_rows: int
+    deep_places: int
+    layers: dict[tuple[str, str], int]  # by mode and party, from how many adapters are stolen; else one
+    replies: int
+    lies: int
+    traffic_prompts: int
+    timing_moments: int
+    curve_masks: tuple[int, ...]
+    family_error: float
+    resolution: float  # what every line about one-time must be able to show
+    curve_messages: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768)
+    curve_tokens: tuple[int, ...] = (64, 128, 256, 384, 512, 1024, 2048)
+    oracle_lies: int = 24  # of each kind, half of them told about; fewer than 12 right guesses could be luck
+    imprinted_steps: int = 5
+    speculated_prompts: int = 16  # of each kind
+    topic_prompts: int = 30  # of each topic
+    filler_prompts: int = 16  # of each kind
+    served_prompts: int = 16  # of each kind
+    routed_prompts: int = 32  # of each length
+    gateway_trials: int = 8  # of each kind
+    modes: tuple[str, ...] = MODES
+
+
+STOLEN = {(PLAIN, PROVIDER): 6, (ONE_TIME, PROVIDER): 3}
+FULL_PLAN = AuditPlan(
+    FULL, 600_000, 24, STOLEN, 1_000_000, 32, 24, 40, (4, 16, 64, 256), 0.01, 0.01, gateway_trials=24
+)
+QUICK_PLAN = AuditPlan(
+    QUICK, 16_384, 16, {}, 20_000, 5, 8, 8, (), 1e-4, 0.1, (1, 16, 64), (256, 512, 1024), 8, 2, 8, 8, 8, 4, 16
+)
+
+
+@dataclass
+class AuditResult:
+    """Everything that the report shows.
+
+    ``skipped`` says of modes that this audit did not run why, and what it takes.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    hostile: list[HostileFinding] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    randomness: dict[str, Randomness] = field(default_factory=dict)
+    seeds: SeedStatistics | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+Stage = Callable[[str], Any]  # a context manager that shows what is being done

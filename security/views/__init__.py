@@ -1,0 +1,1 @@
+"""What each adversary has: recordings turned into views, and the base model."""

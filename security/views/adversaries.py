@@ -1,0 +1,280 @@
+"""What each adversary has: the types that attacks take, made from transcripts and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from security.recordings.executors import AuditError
+from security.recordings.transcript import RecordedRequest, Transcript
+from security.recordings.workload import GroundTruth
+from security.views.public_model import PublicModel
+from shared.ring.mask_stream import MaskStream
+from shared.wire.header import PRODUCTS, Direction, Operation
+from shared.wire.protocol import GroupShape
+
+
+@dataclass(frozen=True)
+class ObservedRequest:
+    """One request for a product; ``sent`` are its rows, or the request in a transcript that has them."""
+
+    group: int
+    direction: int
+    members: int
+    session: int
+    arrived: float
+    sent: torch.Tensor | RecordedRequest
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """The rows [T, C] bit by bit: int32, float32 or bfloat16."""
+        return self.sent if isinstance(self.sent, torch.Tensor) else self.sent.rows
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows as float32; on the ring up to a scale of each."""
+        return self.raw.float()
+
+    @property
+    def count(self) -> int:
+        """How many rows."""
+        return len(self.sent) if isinstance(self.sent, torch.Tensor) else self.sent.header.rows
+
+    @property
+    def forward(self) -> bool:
+        """Activations; else gradients."""
+        return self.direction == Direction.FORWARD
+
+
+@dataclass
+class View:
+    """What an adversary saw of one tenant.
+
+    ``masks`` is what it knows to be masks, by group, direction and members. ``sees`` says who that is.
+    """
+
+    public: PublicModel
+    requests: list[ObservedRequest]
+    masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    sees = "anything"
+
+    def of(self, group: int, direction: int = Direction.FORWARD) -> list[ObservedRequest]:
+        """Requests of one group and direction."""
+        return [seen for seen in self.requests if (seen.group, seen.direction) == (group, direction)]
+
+    def blind(self, rng: np.random.Generator, groups: set[int]) -> View:
+        """Requests for some groups as they were, of rows drawn uniformly from the ring: nobody's.
+
+        Where rows were floats, so are these, each with the norm of the row in whose place it is.
+        """
+
+        def drawn(seen: ObservedRequest) -> ObservedRequest:
+            raw = seen.raw
+            numbers = np.frombuffer(rng.bytes(4 * raw.numel()), np.int32).reshape(raw.shape)
+            rows = torch.from_numpy(numbers.copy())
+            if raw.dtype != torch.int32:
+                rows = rows.float()
+                rows *= (raw.float().norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30))[:, None]
+            return replace(seen, sent=rows)
+
+        return View(self.public, [drawn(seen) for seen in self.requests if seen.group in groups])
+
+    @cached_property
+    def first_raw(self) -> torch.Tensor:
+        """All rows that the first group got, which stand for one token each: [N, D], as sent."""
+        found = [seen.raw for seen in self.of(0)]
+        return torch.cat(found) if found else torch.empty(0, self.public.manifest.groups[0].inputs)
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """The same as float32."""
+        return self.first_raw.float()
+
+
+class ProviderView(View):
+    """An honest-but-curious provider: every row that it multiplied, and masks, if it multiplied those."""
+
+    sees = "provider"
+
+
+class WorkerView(ProviderView):
+    """A worker of a provider (``serve --workers``): of what that sees, the rows for its own groups.
+
+    It also knows which rows were multiplied together, and neither tenants nor sessions: to attack it as if
+    it knew them gives it more than it has.
+    """
+
+    sees = "worker"
+
+
+@dataclass(frozen=True)
+class MaskSourceView:
+    """A mask source: the seeds it was sent, in the order in which they came, also of several sessions.
+
+    It knows no row, so nothing lines up with its masks. ``others`` is how many requests were no seed.
+    """
+
+    seeds: list[bytes]
+    others: int = 0
+    sees = "mask source"
+
+
+class CollusionView(View):
+    """The provider and every mask source together: the masks subtracted from the rows."""
+
+    sees = "provider and mask source"
+
+
+def _seen(request: RecordedRequest, rows: torch.Tensor | None = None) -> ObservedRequest:
+    """A request, or other rows in its place."""
+    header = request.header
+    sent = request if rows is None else rows
+    return ObservedRequest(
+        header.group, header.direction, header.members, request.session, request.arrived, sent
+    )
+
+
+def requests_of(transcripts: list[Transcript], tenant: str) -> list[RecordedRequest]:
+    """What one tenant sent, also after reconnecting, in order."""
+    return [
+        request
+        for transcript in transcripts
+        for request in transcript.requests
+        if transcript.tenants.get(request.session) == tenant and request.header.operation in PRODUCTS
+    ]
+
+
+def provider_view(public: PublicModel, requests: list[RecordedRequest]) -> ProviderView:
+    """Rows, and the masks that the same tenant had multiplied, whether it sent them or their seeds."""
+    masks: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+    for request in requests:
+        if request.header.operation != Operation.PRODUCT:
+            masks.setdefault(request.kind, []).append(_expanded(public, request))
+    return ProviderView(
+        public,
+        [_seen(request) for request in products_of(requests)],
+        {kind: torch.cat(found) for kind, found in masks.items()},
+    )
+
+
+def worker_view(public: PublicModel, requests: list[RecordedRequest], groups: Collection[int]) -> WorkerView:
+    """Of what the provider received, the share of a worker that holds some groups, or stripes of them."""
+    whole = provider_view(public, [request for request in requests if request.header.group in groups])
+    return WorkerView(public, whole.requests, whole.masks)
+
+
+def products_of(requests: list[RecordedRequest]) -> list[RecordedRequest]:
+    """Those that carry rows of the model, not masks."""
+    return [request for request in requests if request.header.operation == Operation.PRODUCT]
+
+
+def mask_source_view(requests: list[RecordedRequest]) -> MaskSourceView:
+    """Seeds as they came."""
+    seeds = [r.payload for r in requests if r.header.operation == Operation.SEED_EFFECT]
+    return MaskSourceView(seeds, len(requests) - len(seeds))
+
+
+def operations_of(transcripts: list[Transcript]) -> dict[str, int]:
+    """How often each operation was asked for, by its name, by all tenants together."""
+    return dict(Counter(Operation(r.header.operation).name for t in transcripts for r in t.requests))
+
+
+def whole(requests: list[RecordedRequest], truth: GroundTruth) -> list[RecordedRequest]:
+    """The pieces that a large request was sent in put together again, as anybody could who saw them."""
+    made: list[RecordedRequest] = []
+    products, missing, last = iter(truth.sent), 0, 0
+    for request in requests:
+        if request.header.operation != Operation.PRODUCT:
+            made.append(request)
+            continue
+        if missing > 0:
+            begun = made[last]
+            header = begun.header._replace(rows=begun.header.rows + request.header.rows)
+            made[last] = replace(
+                begun, header=header, parts=begun.parts + request.parts, seconds=request.seconds
+            )
+        else:
+            missing, last = getattr(next(products, None), "rows", 0), len(made)
+            made.append(request)
+        missing -= request.header.rows
+    return made
+
+
+def check_aligned(view: View, truth: GroundTruth, what: str) -> None:
+    """That view and truth tell of the same requests, group by group and row by row.
+
+    Raises:
+        AuditError: they do not, and nothing that was guessed could be scored.
+    """
+    seen, sent = (
+        _rows_by_kind((each.group, each.direction, each.count) for each in side)
+        for side in (view.requests, truth.sent)
+    )
+    for kind in sorted(seen.keys() | sent.keys()):
+        there, real = seen.get(kind, []), sent.get(kind, [])
+        if there != real:
+            raise AuditError(
+                f"what was recorded of {what} and what the tenant sent differ: {len(there)} requests of "
+                f"{sum(there)} rows for group {kind[0]}, direction {kind[1]}, instead of {len(real)} of "
+                f"{sum(real)}; attacks could not be scored"
+            )
+
+
+def _rows_by_kind(requests: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = {}
+    for group, direction, rows in requests:
+        found.setdefault((group, int(direction)), []).append(rows)
+    return found
+
+
+def collusion_view(
+    public: PublicModel, provider: list[RecordedRequest], source: list[RecordedRequest]
+) -> CollusionView:
+    """Line the streams of masks up with the rows, kind by kind, and subtract them modulo 2^32.
+
+    Masks that the tenant fetched and did not use are passed over: under the right mask a row's
+    numbers are small.
+    """
+    products = products_of(provider)
+    kinds: dict[tuple[int, int, int], list[int]] = {}
+    for number, request in enumerate(products):
+        kinds.setdefault(request.kind, []).append(number)
+    seen: dict[int, ObservedRequest] = {}
+    for kind, numbers in kinds.items():  # the masks of all at once would fill the memory
+        found = [_expanded(public, request) for request in source if request.kind == kind]
+        masks = torch.cat(found or [products[numbers[0]].rows[:0]])
+        at = 0
+        for number in numbers:
+            request = products[number]
+            rows = request.rows
+            start = _aligned(rows, masks, at)
+            if start is not None:  # else they are under none of these masks
+                at = start + len(rows)
+                rows = rows - masks[start:at]
+            seen[number] = _seen(request, rows)
+    return CollusionView(public, [seen[number] for number in range(len(products))])
+
+
+def _aligned(rows: torch.Tensor, masks: torch.Tensor, start: int) -> int | None:
+    """Where in a stream of masks these rows' begin: the first place at which the difference is small."""
+    for first in range(start, len(masks), 1024):
+        left = rows[0] - masks[first : first + 1024]
+        small = (left.float().abs().mean(1) < 2.0**28).nonzero()
+        if len(small):
+            found = first + int(small[0])
+            return found if found + len(rows) <= len(masks) else None
+    return None
+
+
+def _expanded(public: PublicModel, request: RecordedRequest) -> torch.Tensor:
+    header = request.header
+    if header.operation != Operation.SEED_EFFECT:
+        return request.rows
+    shape = GroupShape.of(public.manifest.groups[header.group], public.manifest.numerics)
+    plan = shape.plan(Direction(header.direction), header.members)
+    return MaskStream(request.payload).draw(header.rows, plan.request_columns)

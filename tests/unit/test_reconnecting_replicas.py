@@ -1,0 +1,206 @@
+"""A connection that is opened again, with several replicas: which is used, what is said; nothing sleeps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shared.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectError,
+    ConnectionLost,
+    ModelMismatch,
+    NobodyListens,
+    SymbiosisError,
+)
+from shared.wire.messages import Limits, Manifest
+from tenant_sdk.connection.replicas import reconnecting
+from tenant_sdk.connection.replicas.reconnecting import Lost, ReconnectingConnection
+from tenant_sdk.connection.stats import Stats
+
+A, B, C = "wss://a:1", "wss://b:1", "wss://c:1"
+REFUSED = NobodyListens("cannot connect: Connection refused; is the executor running?")
+LEAVING = ConnectionLost("it closed the connection: it is shutting down", retry_after=5.0)
+MANIFEST = Manifest("s", "m", "a", "p", "w", "digest", "ring", (), Limits(1, 1), (), (), (), ())
+OTHER = Manifest("s", "m", "a", "p", "x", "another", "ring", (), Limits(1, 1), (), (), (), ())
+
+
+class World:
+    """Replicas that are there or not, and time that passes when somebody waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        self.now, self.tries = 1000.0, list[str]()
+        self.down: dict[str, SymbiosisError] = {}
+        self.until: dict[str, float] = {}  # when who is down is back
+        self.manifests = dict.fromkeys(names, MANIFEST)
+        self.stats = Stats()
+        monkeypatch.setattr(reconnecting, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(reconnecting, "_hello", lambda channel: self.manifests[channel.peer])
+        self._patch = monkeypatch
+
+    def connect(self, patience: float = 600.0) -> Any:
+        made: Any = ReconnectingConnection(self.find, self.stats, patience, "them")
+        made._chance = lambda: 0.0
+        self._patch.setattr(made._closing, "wait", self.wait)
+        return made
+
+    def find(self) -> dict[str, Callable[[], Any]]:
+        return {name: lambda name=name: self.open(name) for name in self.manifests}  # type: ignore[misc]
+
+    def open(self, name: str) -> Any:
+        self.tries.append(name)
+        self.now += 0.01
+        if name in self.down and self.now < self.until.get(name, 1e9):
+            raise self.down[name]
+        channel = SimpleNamespace(peer=name, key_exchange="", broken=False)
+        channel.close = lambda: setattr(channel, "broken", True)
+        return channel
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
+    return lambda *names: World(monkeypatch, *names)
+
+
+def lose(connection: Any, error: SymbiosisError = LEAVING, lost: Lost | None = None) -> Any:
+    connection.latest.broken = True
+    return connection.after(error, lost or Lost())
+
+
+def test_it_moves_at_once_and_says_nothing(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(A, B)
+    connection = here.connect()
+    first = connection.url
+    assert here.stats.replicas == {"them": first}
+    with caplog.at_level(logging.INFO, "tenant_sdk"):
+        channel = lose(connection)
+        connection.answered(channel)
+    second = ({A, B} - {first}).pop()
+    assert channel.peer == second
+    assert here.tries == [first, second]
+    assert (here.stats.moves, here.stats.reconnections, here.stats.replicas) == (1, 1, {"them": second})
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert caplog.records[0].message.startswith(f"moved from {first} to {second}: ")
+    for _ in range(5):
+        here.now += 6.0
+        connection.answered(lose(connection))
+    assert here.stats.moves == 6
+    assert here.now < 1100  # nobody waited
+
+
+def test_the_first_connection_goes_to_whoever_is_there(world: Callable[..., World]) -> None:
+    here = world(A, B, C)
+    here.down = {A: REFUSED, C: REFUSED}
+    assert here.connect(0.0).url == B
+    here.down[B] = ConnectError("full", retry_after=2.0)
+    with pytest.raises(ConnectError, match="none of 3 replicas can be used: ") as e:
+        here.connect()
+    for name in (A, B, C):
+        assert name in e.value.message
+    assert "full" in e.value.message
+    assert len(here.tries) <= 6  # each once
+
+
+def test_all_are_away_and_one_is_back(world: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
+    here = world(A, B)
+    connection = here.connect()
+    here.down = {A: REFUSED, B: REFUSED}
+    here.until = {B: here.now + 30.0}
+    with caplog.at_level(logging.WARNING, "tenant_sdk"):
+        connection.answered(lose(connection))
+    assert connection.url == B
+    assert caplog.records[0].message.startswith("all 2 replicas are away (wss://a:1: cannot connect: ")
+    assert caplog.records[-1].message.startswith(f"{B} is back after 3")
+    assert here.tries.count(A) > 3
+    here.until = {}
+    with pytest.raises(ConnectionLost, match="all 2 replicas were tried again and again for 10 minutes"):
+        lose(connection)
+
+
+def test_another_manifest_is_refused_and_named(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(A)
+    connection = here.connect()
+    here.manifests |= {B: OTHER, C: MANIFEST}
+    with caplog.at_level(logging.WARNING, "tenant_sdk"):
+        here.down = {A: REFUSED, C: REFUSED}
+        here.until = {C: here.now + 20.0}
+        lose(connection)
+    assert connection.url == C
+    (told,) = [record.message for record in caplog.records if "is not used" in record.message]
+    assert told == (
+        f"{B} is not used: {B} serves something else than {A} (other weights, digest); replicas of one party "
+        "serve the same checkpoint with the same options: ask its operator"
+    )
+    assert here.tries.count(B) <= 2  # not again and again
+    here.manifests = dict.fromkeys(here.manifests, OTHER)
+    here.down.clear()
+    with pytest.raises(ModelMismatch, match=r"none of 3 replicas can be used: .*wss://b:1: serves something"):
+        lose(connection)
+
+
+def test_one_that_refuses_the_token_is_not_the_end(world: Callable[..., World]) -> None:
+    here = world(A, B)
+    here.down = {A: AuthenticationError("it refused the token")}
+    connection = here.connect()
+    assert connection.url == B
+    here.down[B] = AuthenticationError("it refused the token")
+    with pytest.raises(AuthenticationError, match="none of 2 replicas"):
+        lose(connection)
+    assert here.now < 1001  # without waiting
+
+
+def test_one_operator_in_two_places_ends_it_at_once(world: Callable[..., World]) -> None:
+    """Whichever other replica there is."""
+    here = world(A, B)
+    connection = here.connect()
+    here.down = dict.fromkeys((A, B), ConfigurationError("have the same certificate key"))
+    with pytest.raises(ConfigurationError, match="have the same certificate key"):
+        lose(connection)
+    assert len(here.tries) == 2
+
+
+def test_without_patience_each_is_tried_once(world: Callable[..., World]) -> None:
+    here = world(A, B)
+    connection = here.connect(0.0)
+    here.down = {A: REFUSED, B: REFUSED}
+    for _ in range(3):
+        here.tries.clear()
+        connection.latest.broken = True
+        with pytest.raises(NobodyListens, match="none of 2 replicas can be used"):
+            connection.channel  # noqa: B018
+        assert sorted(here.tries) == [A, B]
+    assert here.now < 1001
+
+
+def test_a_request_that_breaks_every_replica_is_not_sent_for_ever(world: Callable[..., World]) -> None:
+    here, lost = world(A, B), Lost()
+    connection = here.connect(1e6)
+    broke = ConnectionLost("the connection broke")
+    for _ in range(reconnecting.MOST_REPEATS):
+        lose(connection, broke, lost)
+    with pytest.raises(ConnectionLost, match="broke 21 connections with the same request"):
+        lose(connection, broke, lost)
+    assert here.now - 1000 > 10.0  # and the pauses grow
+
+
+def test_new_replicas_are_found(world: Callable[..., World]) -> None:
+    here = world(A)
+    connection = here.connect()
+    here.manifests = {B: MANIFEST}
+    assert lose(connection).peer == B
+    here.manifests = {}
+    with pytest.raises(ConnectionLost, match="no replicas"):
+        lose(connection)
