@@ -50,6 +50,10 @@ from tenant_sdk.tuning.resuming import ExactResume, state_bytes
 from tenant_sdk.tuning.sampling import ends_of
 
 _FEW = 32  # tokens that show how a model attends
+_NO_BASE = Message(
+    "the adapter's card does not say where its base is found; {base} would have it said",
+    base=Word("FOLDER|hub:NAME[@REVISION]"),
+)
 _LOSSES = 50  # that a training shows, each the mean over as many steps
 
 
@@ -217,12 +221,8 @@ def finetune(
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
-    settings = _settings(training, examples) | {
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "sequence_length": length,
-        "base_model": session.manifest.digest[:16],
-    }
+    settings = _settings(training, examples) | {"steps": steps, "learning_rate": learning_rate}
+    settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
     if training.resume and resume_from is None:
@@ -251,27 +251,22 @@ def finetune(
             say(f"held-out perplexity after: {after:.2f}")
         tokens = sum(len(example["input_ids"]) for example in examples)
         report = TrainingReport(steps, seconds, done, trained, first, last, before, after)
-        resume = Message(
-            "Then run the same training with {resume}: the trained adapter is in the last checkpoint.",
-            resume=True,
-        )
-        with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
-            save_adapter(
-                model,
-                folder,
-                session,
-                training=_figures(training, settings, tokens, report),
-                tokenizer=tokenizer if keep_tokenizer else None,
-            )
+        figures = _figures(training, settings, tokens, report)
+        _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
     checkpoints.remove()
     if not base_of(model).name:
-        say(
-            Message(
-                "the adapter's card does not say where its base is found; {base} would have it said",
-                base=Word("FOLDER|hub:NAME[@REVISION]"),
-            )
-        )
+        say(_NO_BASE)
     return report
+
+
+def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], tokenizer: Any) -> None:
+    """Make the adapter's folder; a tokenizer goes there unless it is None."""
+    resume = Message(
+        "Then run the same training with {resume}: the trained adapter is in the last checkpoint.",
+        resume=True,
+    )
+    with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
+        save_adapter(model, folder, session, training=figures, tokenizer=tokenizer)
 
 
 def _read(

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from commands import BASE_MODEL, HELD_OUT, TRAIN, finish, here, ok, ok_here, start, tenant
 from conftest import RING, Executor
-from tenant_sdk.trust.secrets import text_of
-from test_profiles import revealed
 from typer.testing import CliRunner
 
 from shared.errors import ConfigurationError, RequestRefused
+from shared.secrets import text_of
 from tenant_sdk import cli
 from tenant_sdk.cli import app
 from tenant_sdk.config import SessionConfig
@@ -223,7 +222,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     given: list[SessionConfig] = []
 
     def open_session(config: SessionConfig) -> None:
-        given.append(revealed(config))
+        given.append(config)
         raise ConfigurationError("enough")
 
     monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)

@@ -127,5 +127,5 @@ def test_networks_and_devices_as_people_write_them() -> None:
         with pytest.raises(ConfigurationError, match="must be bits a second"):
             parse_network(wrong)
     for wrong in ("cuda", "cuda=1,2", "=1,2,3", "cuda=1,2,inf", "cuda=1,2,x"):
-        with pytest.raises(ConfigurationError, match="must be"):
+        with pytest.raises(ConfigurationError, match="must be bytes of memory"):
             parse_assumed([wrong])
