@@ -20,7 +20,7 @@ CARD_LETTERS = 400
 def program() -> dict[str, str]:
     """Version, and the commit where this is a checkout; "" for what is not known."""
     try:
-        version = importlib.metadata.version("symbiosis")
+        version = importlib.metadata.version("symbiosis-executor")
     except importlib.metadata.PackageNotFoundError:
         version = ""
     return {"version": version, "commit": _commit(_ROOT)}
