@@ -168,13 +168,22 @@ class SymbiosisError(Exception):
     code: str = "error"
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        self.told = message if isinstance(message, Message) else Message("{}", message)
-        super().__init__(self.message)
+        super().__init__(message)
         self.retry_after = retry_after
         self._names: Names = {}
 
     def __str__(self) -> str:
         return self.told.shown(self._names)
+
+    @property
+    def told(self) -> Message:
+        """What it says; not made before it is asked for, since torch.compile follows what makes an error."""
+        (message,) = self.args
+        return message if isinstance(message, Message) else Message("{}", message)
+
+    @told.setter
+    def told(self, message: str) -> None:
+        self.args = (message,)
 
     @property
     def message(self) -> str:

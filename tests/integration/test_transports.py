@@ -213,9 +213,9 @@ def held(everywhere: Start, folder: Path) -> tuple[Everywhere, HeldLane]:
 
 def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
-        session.executor._submit(
+        session.executor.submit_piece(
             channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)], RequestClass.UNDECLARED
-        )()
+        ).result()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
