@@ -6,7 +6,6 @@ import datetime
 import gc
 import json
 import logging
-import math
 import os
 import queue
 import signal
@@ -45,7 +44,7 @@ from provider.workers.world import World
 from shared import imports
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import escape_output, in_options, option_names, prints_version, takes
+from shared.options import CommandLine, escape_output, fields_of, in_options, prints_version
 
 if TYPE_CHECKING:
     from provider.serve.provider import Provider
@@ -61,7 +60,8 @@ token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants
 app.add_typer(token_app, name="token")
 
 
-_NAMES = option_names(ServeConfig) | {name: f"--{name}" for name in ("network", "assume")}
+_NAMES = {name: field.flags[0] for name, field in fields_of(ServeConfig).items()}
+_NAMES |= {name: f"--{name}" for name in ("network", "assume")}
 
 
 @app.callback()
@@ -176,22 +176,8 @@ def token_remove(
     TokenFile(token_file).remove(tenant)
 
 
-def _declared(hint: Any) -> Any:
-    """A field of ``ServeConfig`` as typer wants it."""
-    kind, option = hint.__origin__, hint.__metadata__[0]
-    if option.argument:
-        return Annotated[kind, typer.Argument(help=option.text)]
-    most = None if option.most == math.inf else option.most
-    bounds: dict[str, Any] = {}
-    if option.least is not None:  # whose usual "<float range>" would leave names too little room
-        bounds = {"min": option.least, "max": most, "metavar": kind.__name__.upper()}
-    return Annotated[
-        kind, typer.Option(*option.names, help=option.text, rich_help_panel=option.group, **bounds)
-    ]
-
-
 @app.command()
-@takes(ServeConfig, typer.Option, _declared)
+@CommandLine(typer.Option, typer.Argument).takes
 def serve(config: ServeConfig) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
     log_to_console(config.log_format)

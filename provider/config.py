@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated
 
 from shared.errors import ConfigurationError
-
-
-@dataclass(frozen=True)
-class Option:
-    """What a field of ``ServeConfig`` is: ``text`` stands in the help, under the heading ``group``.
-
-    ``least``, ``most``: bounds of a number, which is never infinite. ``choices``: all that a word may be.
-    ``argument``: it is given without a name. ``names``: those that the field's own does not make.
-    """
-
-    group: str
-    text: str
-    least: float | None = None
-    most: float = math.inf
-    choices: tuple[str, ...] = ()
-    argument: bool = False
-    names: tuple[str, ...] = ()
-
-    def check(self, name: str, value: object) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            ConfigurationError: which option, and what it may be.
-        """
-        if self.choices and value not in self.choices:
-            raise ConfigurationError(f"{name}={value!r} cannot be; choose from {', '.join(self.choices)}")
-        if self.least is None or not isinstance(value, (int, float)):
-            return
-        if not self.least <= value <= self.most or value == math.inf:
-            most = "" if self.most == math.inf else f" and at most {self.most:g}"
-            raise ConfigurationError(f"{name}={value!r} cannot be: it is at least {self.least:g}{most}")
-
+from shared.options import Option, check_fields
 
 FLOATS = ("float32", "bfloat16")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -75,7 +43,7 @@ class ServeConfig:
             choices=(*FLOATS, "ring", "ring-fine"),
         ),
     ] = "ring"
-    serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.")] = False
+    serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.", negative=True)] = False
     device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
     threads: Annotated[
         int, Option(_SERVED, "Threads of one product; 0: one a core, of all workers together.", least=0)
@@ -111,6 +79,7 @@ class ServeConfig:
             _SERVED,
             "The workers hold a shard of each layer and gather it for each product, as PyTorch's FSDP does: "
             "a slow baseline to compare with, for float32 and bfloat16.",
+            negative=True,
         ),
     ] = False
     launcher: Annotated[
@@ -127,7 +96,7 @@ class ServeConfig:
         Option(
             _SERVED,
             "Where workers' products run, one worker for each: cuda:0,cuda:1. Layers go where there is room, "
-            "and to the faster in proportion. cpu,cpu is --workers 2.",
+            "and to the faster in proportion. cpu,cpu is {workers} 2.",
         ),
     ] = ""
     plan: Annotated[
@@ -135,14 +104,13 @@ class ServeConfig:
         Option(
             _SERVED,
             "Print which worker would have what, and why, and end: nothing is loaded, no port is opened.",
-            names=("--plan",),
         ),
     ] = False
-    json: Annotated[bool, Option(_SERVED, "Print --plan for programs.", names=("--json",))] = False
+    json: Annotated[bool, Option(_SERVED, "Print {plan} for programs.")] = False
     tls_dir: Annotated[
-        Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without --dev.")
+        Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without {dev}.")
     ] = None
-    token_file: Annotated[Path | None, Option(_ADMITTED, "Made by `token add`. Needed without --dev.")] = None
+    token_file: Annotated[Path | None, Option(_ADMITTED, "Made by `token add`. Needed without {dev}.")] = None
     host: Annotated[str, Option(_ADMITTED, "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(_ADMITTED, "0 picks a free port.", least=0, most=65535)] = 8765
     client_ca: Annotated[
@@ -212,7 +180,7 @@ class ServeConfig:
         str,
         Option(
             _OBSERVED,
-            "Address of --admin-port. Its pages have no password: with any other than the loopback's, keep "
+            "Address of {admin_port}. Its pages have no password: with any other than the loopback's, keep "
             "it within your cluster.",
         ),
     ] = "127.0.0.1"
@@ -227,7 +195,7 @@ class ServeConfig:
     ] = 0
     ready_file: Annotated[
         Path | None,
-        Option(_OBSERVED, "Gets {url, pid, admin_url}, and local_url if there is one, once all is open."),
+        Option(_OBSERVED, "Gets {{url, pid, admin_url}}, and local_url if there is one, once all is open."),
     ] = None
     log_format: Annotated[
         str, Option(_OBSERVED, "text, or json: one object a line.", choices=("text", "json"))
@@ -240,14 +208,14 @@ class ServeConfig:
         ),
     ] = None
     usage_seconds: Annotated[
-        int, Option(_OBSERVED, "Between two entries in --usage-file, by the clock.", least=1)
+        int, Option(_OBSERVED, "Between two entries in {usage_file}, by the clock.", least=1)
     ] = 3600
     transcript: Annotated[
         Path | None,
         Option(
             _OBSERVED,
             "Record what tenants send into this folder, for an audit; tenants are told. Not what the mask "
-            "source of --dev is sent.",
+            "source of {dev} is sent.",
         ),
     ] = None
     dev: Annotated[
@@ -255,17 +223,15 @@ class ServeConfig:
         Option(
             _TRIED,
             "Make certificates and tokens, run a mask source as well, and print a tenant's commands.",
-            names=("--dev",),
         ),
     ] = False
-    dev_dir: Annotated[Path, Option(_TRIED, "Folder for what --dev makes; used again.")] = Path(
+    dev_dir: Annotated[Path, Option(_TRIED, "Folder for what {dev} makes; used again.")] = Path(
         "symbiosis-dev"
     )
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
-        for name, hint in get_type_hints(ServeConfig, include_extras=True).items():
-            hint.__metadata__[0].check(name, getattr(self, name))
+        check_fields(self)
         for name in ("tls_dir", "token_file", "client_ca"):
             given = getattr(self, name)
             if self.dev and given is not None:

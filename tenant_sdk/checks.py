@@ -12,9 +12,9 @@ from shared.wire.header import DTYPE_NAMES
 from shared.wire.messages import Manifest
 from tenant_sdk.cli_options import Target, Terms
 from tenant_sdk.connection.handshake import client_context
-from tenant_sdk.connection.lasting import alone
-from tenant_sdk.connection.places import Place, Places
 from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.replicas.addresses import Address, Resolver
+from tenant_sdk.connection.replicas.reconnecting import single_replica
 from tenant_sdk.connection.transports import look_at, open_channel
 from tenant_sdk.connection.urls import url_of
 from tenant_sdk.trust.operators import Operators
@@ -74,8 +74,8 @@ class ReplicaChecks:
     def __iter__(self) -> Iterator[CheckResult]:
         """One result for each."""
         target = self._target
-        places = Places(target.replicas or (target.url,)).find()
-        if len(places) < 2:
+        addresses = Resolver(target.replicas or (target.url,)).resolve()
+        if len(addresses) < 2:
             return
         try:
             option = "mask_source_ca" if target.source else "ca"
@@ -84,38 +84,42 @@ class ReplicaChecks:
         except ConfigurationError:
             return  # all of them have the same; the steps to come say what is wrong
         served: Manifest | None = None
-        for place in places:
+        for address in addresses:
             try:
                 started = time.perf_counter()
-                manifest = self._look(place)
+                manifest = self._look(address)
                 milliseconds = (time.perf_counter() - started) * 1e3
             except SymbiosisError as error:
-                what = f"{place} cannot be used: {error.message}"
+                what = f"{address} cannot be used: {error.message}"
                 yield CheckResult("replica", None, what, "sessions use the others; ask its operator")
                 continue
             if manifest is not None and served is not None and manifest != served:
-                what = f"{place} serves something else than {self.usable.place}, so sessions refuse it"
+                what = f"{address} serves something else than {self.usable.replica}, so sessions refuse it"
                 remedy = "replicas serve the same checkpoint with the same options: ask its operator"
                 yield CheckResult("replica", False, what, remedy)
                 continue
             if served is None:
                 served = manifest
-                self.usable = replace(target, url=url_of(place.where), address=place.address)
+                self.usable = replace(target, url=url_of(address.target), address=address.ip)
             how = "can be used" if self._token else "answers; without a token no more can be said"
-            yield CheckResult("replica", True, f"{place} {how} ({milliseconds:.1f} ms to connect and greet)")
+            yield CheckResult(
+                "replica", True, f"{address} {how} ({milliseconds:.1f} ms to connect and greet)"
+            )
 
-    def _look(self, place: Place) -> Manifest | None:
+    def _look(self, address: Address) -> Manifest | None:
         """What it serves; None: that takes a token."""
-        target, url = self._target, url_of(place.where)
+        target, url = self._target, url_of(address.target)
 
         def meet(sock: ssl.SSLSocket | None) -> None:
             self._comparison.meet(url, sock, self._party)
 
         if not self._token:
-            look_at(place, self._context, target.timeout, meet)
+            look_at(address, self._context, target.timeout, meet)
             return None
-        channel = open_channel(place, self._token, self._context, target.timeout, meet)
+        channel = open_channel(address, self._token, self._context, target.timeout, meet)
         try:
-            return RemoteExecutor(alone(lambda: channel, str(place)), DTYPE_NAMES[target.wire_dtype]).manifest
+            return RemoteExecutor(
+                single_replica(lambda: channel, str(address)), DTYPE_NAMES[target.wire_dtype]
+            ).manifest
         finally:
             channel.close()

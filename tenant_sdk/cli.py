@@ -108,7 +108,7 @@ def _print_stats(session: Session, config: SessionConfig, to: Console) -> None:
 
 
 @app.command()
-@options.takes(options.SessionOptions)
+@options.command_line.takes
 def finetune(
     connection: options.SessionOptions,
     data: Annotated[
@@ -259,7 +259,7 @@ def finetune(
 
 
 @app.command()
-@options.takes(options.SessionOptions)
+@options.command_line.takes
 def generate(
     connection: options.SessionOptions,
     prompt: contexts.Prompt = None,
@@ -396,9 +396,9 @@ def fingerprint(
 
 
 @app.command()
-@options.takes(options.ExecutorOptions)
+@options.command_line.takes
 def doctor(
-    executors: options.ExecutorOptions,
+    executors: options.SessionOptions,
     wait: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for an executor to listen.")
     ] = 30.0,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,113 +18,31 @@ from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
-from tenant_sdk.parties import Replicated
+from tenant_sdk.parties import ReplicatedExecutor
 from tenant_sdk.products.bank_masks import BankMasks
+from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.fingerprints import StoredFingerprints
 from tenant_sdk.products.mask_sources import ExecutorSource, LocalRing, LocalSource, MaskSource
 from tenant_sdk.products.masks import Masks, NoMasks, OneTimeMasks
-from tenant_sdk.products.noise_bank import NoiseBank, NoiseBankOptions
+from tenant_sdk.products.noise_bank import NoiseBank
 from tenant_sdk.products.products import PlainProducts, Products, padded
 from tenant_sdk.products.ring_products import RingProducts
 from tenant_sdk.products.verification import Fingerprints, LiveFingerprints, Verifier
-from tenant_sdk.profiles import completed
+from tenant_sdk.profiles import takes_options
 from tenant_sdk.session import Session
 from tenant_sdk.trust.attestation import check_agreement
 from tenant_sdk.trust.operators import SIGNS, Operators
-
-if TYPE_CHECKING:
-    from tenant_sdk.connection.urls import Party
+from tenant_sdk.trust.secrets import text_of
 
 log = logging.getLogger(__name__)
 
 
-@completed
-def connect(
-    provider: Party = "",
-    *,
-    profile: str | Path | None = None,
-    token: str = "",
-    ca: str | Path | None = None,
-    client_certificate: tuple[str | Path, str | Path] | None = None,
-    privacy: str = "one-time",
-    mask_sources: Sequence[Party] = (),
-    mask_source_token: str | Sequence[str] | None = None,
-    mask_source_ca: str | Path | Sequence[str | Path] | None = None,
-    allow_same: Collection[str] = (),
-    allow_same_operator: bool = False,
-    allow_transcript: bool = False,
-    mask_budget_mib: float = 256.0,
-    fill_masks: bool = False,
-    pad_rows: int = 0,
-    experts: str | None = None,
-    verify: str | None = None,
-    verify_rate: float = 0.05,
-    fingerprints: str | Path | None = None,
-    fingerprint_key: str | None = None,
-    wire_dtype: str = "float32",
-    noise_bank: NoiseBankOptions | None = None,
-    digest: str | None = None,
-    timeout: float = 60.0,
-    patience: float = 600.0,
-) -> Session:
+@takes_options(SessionConfig)
+def connect(config: SessionConfig) -> Session:
     """Open a session with an executor.
 
     Args:
-        provider: its URL, ``wss://host:port``, or ``ipc://`` and the absolute path of the directory in which
-            an executor on this machine listens (``serve --local-dir``); or what ``provider.inprocess.serve``
-            returns. A list, or URLs with commas in between, are replicas: executors of one operator that
-            serve the same, of which one at a time is used; so are several addresses of a host name.
-            Or they are parts (``serve --part k/n``), all of which are used. Not needed with a profile.
-        profile: a TOML file with these arguments (docs/profiles.md): its path, or the NAME of
-            ``~/.config/symbiosis/NAME.toml``. Arguments that are given here win.
-        token: as the provider printed it; an executor in this process needs none.
-        ca: PEM file of the provider's certificate authority; default: the operating system's. Only for
-            ``wss://``, as all about certificates.
-        client_certificate: PEM files of certificate and key, if an executor asks for one.
-        privacy: ``one-time``: what the provider sees is uniform, unless it colludes with every mask
-            source; needs a provider with ring numerics. ``noise-bank`` and ``plain`` are worth little or
-            nothing (SECURITY.md).
-        mask_sources: who computes the effects of masks: ``wss://`` or ``ipc://`` URLs of executors of the
-            same weights, each one or replicas as above, or ``local:FOLDER`` with the checkpoint, or
-            ``local:hub:NAME[@REVISION]``.
-            ``one-time`` needs at least one and its masks are hidden while any of them does not collude with
-            the provider; ``noise-bank`` takes one, by default the provider itself, as in the paper, which
-            therefore sees every mask.
-        mask_source_token: of the mask sources, for each its own.
-        mask_source_ca: PEM files of their authorities, for each its own; ``"system"`` for the operating
-            system's, which is the default if ``ca`` is not given.
-        allow_same: what provider and mask sources may have in common after all: a set of ``host``,
-            ``address``, ``key`` (of the certificate), ``machine``, ``authority`` (which signed both
-            certificates) and ``token``.
-        allow_same_operator: all of these, although ``one-time`` is then worth nothing: for trying it out.
-        allow_transcript: use executors that announce that they record what tenants send.
-        mask_budget_mib: memory for effects that are fetched ahead, in MiB; 0 fetches none ahead.
-        fill_masks: fetch as many effects as the budget takes whenever half a second passes without a
-            request, so that a burst finds them there. Default: those of the next requests, 64 rows of each.
-        pad_rows: hide how many rows a request has: round it up to a power of two that is at least this;
-            0 rounds nothing. The rows added are zeros under masks of their own, and cost what others cost.
-        experts: where experts of a mixture are multiplied. ``local``: here, so their weights are
-            downloaded, or stay in an attached model. ``routed``: by the provider, who sees how many tokens
-            each expert gets, and so learns of the text. ``padded``: by the provider, who is sent as many
-            rows for each expert, some of them zeros under masks; what it costs is told once. Default:
-            ``local`` with ``one-time``, else ``routed``.
-        verify: ``always``, ``sampled`` or ``off``: check that answers are the right products (ring
-            numerics). Default: ``always`` with ``one-time`` or ``fingerprints``, else ``off``.
-        verify_rate: with ``sampled``, the fraction of requests that is checked, drawn secretly.
-        fingerprints: file made by ``symbiosis-tenant fingerprint`` from a checkpoint that you trust.
-            Default: made from a ``local:`` mask source, or else through the executors, under masks,
-            which shows any deviation but not that the weights were the right ones from the start.
-        fingerprint_key: as that command printed it.
-        wire_dtype: ``float32`` or ``bfloat16`` (half the bytes, three digits); ring numerics have their
-            own.
-        noise_bank: size and life of a bank.
-        digest: refuse executors with another ``manifest.digest``. It covers every file and parameter that
-            is downloaded; that products are those of the right weights, only ``verify`` shows.
-        timeout: seconds without progress after which connecting or a request fails.
-        patience: seconds to wait for an executor that went away once the session is open, as one that
-            restarts, before ConnectionLost ends what is under way. It is told with warnings; requests that
-            were lost are sent again, the same bytes, and results are the same. 0: do not wait. An executor
-            in this process is not waited for.
+        OPTIONS
 
     Raises:
         ConfigurationError: an option is wrong, or does not fit what the provider serves.
@@ -133,9 +50,7 @@ def connect(
         ModelMismatch: other weights, parameters or files than ``digest``, the fingerprints or a mask
             source's.
     """
-    arguments = locals()  # whose names are those of the fields, but for the profile, which is in them already
-    del arguments["profile"]
-    return open_session(SessionConfig(**arguments))
+    return open_session(config)
 
 
 def open_session(config: SessionConfig) -> Session:
@@ -148,7 +63,7 @@ def open_session(config: SessionConfig) -> Session:
     credentials = config.credentials
     stored = None
     if config.fingerprints is not None:
-        stored = StoredFingerprints(config.fingerprints, config.fingerprint_key)
+        stored = StoredFingerprints(config.fingerprints, text_of(config.fingerprint_key) or None)
     with ExitStack() as opened:
         remotes = _open_executors(config, credentials, operators, opened)
         provider, manifest = remotes[0], remotes[0].manifest
@@ -178,14 +93,14 @@ def _open_executors(
 ) -> list[RemoteExecutor]:
     """The provider, and the mask sources that are executors, which serve the same."""
     stats = Stats()
-    parties = [Replicated(config, config.provider, config.token, config.ca, operators)]
+    parties = [ReplicatedExecutor(config, config.provider, text_of(config.token), config.ca, operators)]
     provider = parties[0].open(stats)
     opened.callback(provider.close)
     _check_fit(party_name(config.provider), provider.manifest, config)
     remotes = [provider]
     for source, (token, ca) in zip(config.mask_sources, credentials, strict=True):
         if not is_local(source):
-            parties.append(Replicated(config, source, token, ca, operators, "mask_source_"))
+            parties.append(ReplicatedExecutor(config, source, token, ca, operators, "mask_source_"))
             remotes.append(parties[-1].open(stats))
             opened.callback(remotes[-1].close)
             check_agreement(remotes[-1].url, remotes[-1].manifest, provider.manifest)

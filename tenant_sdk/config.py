@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 from shared.errors import ConfigurationError
+from shared.options import Option, check_fields
 from tenant_sdk.connection.urls import (
+    Party,
     is_local,
     over_tls,
     party_name,
@@ -18,16 +20,21 @@ from tenant_sdk.connection.urls import (
     split_url,
     url_of,
 )
-from tenant_sdk.trust.operators import allowed_signs, own_authorities, own_tokens
-
-if TYPE_CHECKING:
-    from tenant_sdk.connection.urls import Party
-    from tenant_sdk.products.noise_bank import NoiseBankOptions
+from tenant_sdk.products.bank_options import NoiseBankOptions
+from tenant_sdk.trust.operators import SIGNS, allowed_signs, own_authorities, own_tokens
+from tenant_sdk.trust.secrets import Secret, text_of
 
 PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
 WIRE_DTYPES = ("float32", "bfloat16")
 EXPERTS = ("local", "padded", "routed")
+EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION = (
+    "Executors",
+    "Trust",
+    "Masks",
+    "Verification",
+    "Connection",
+)
 _CHOICES = (
     "Name one that another operator runs, mask_sources=['wss://...'], or the checkpoint itself, "
     "mask_sources=['local:FOLDER'], which computes the masks' effects here. Weaker modes must be "
@@ -35,50 +42,262 @@ _CHOICES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SessionConfig:
-    """The options of ``tenant_sdk.connect``, which says what each of them is.
+    """The options of a session. Command lines, profiles, ``connect`` and the reference derive from it.
 
     Raises:
         ConfigurationError: one is wrong, or does not fit the others.
     """
 
-    provider: Party = ""
-    token: str = field(default="", repr=False)
-    ca: str | Path | None = None
-    client_certificate: tuple[str | Path, str | Path] | None = None
-    privacy: str = "one-time"
-    mask_sources: Sequence[Party] = ()
-    mask_source_token: str | Sequence[str] | None = field(default=None, repr=False)
-    mask_source_ca: str | Path | Sequence[str | Path] | None = None
-    allow_same: Collection[str] = ()
-    allow_same_operator: bool = False
-    allow_transcript: bool = False
-    mask_budget_mib: float = 256.0
-    fill_masks: bool = False
-    pad_rows: int = 0
-    experts: str | None = None
-    verify: str | None = None
-    verify_rate: float = 0.05
-    fingerprints: str | Path | None = None
-    fingerprint_key: str | None = field(default=None, repr=False)
-    wire_dtype: str = "float32"
-    noise_bank: NoiseBankOptions | None = None
-    digest: str | None = None
-    timeout: float = 60.0
-    patience: float = 600.0
+    provider: Annotated[
+        Party,
+        Option(
+            EXECUTORS,
+            "URL of the executor: wss://host:port, or ipc:// and the absolute path of the directory in which "
+            "an executor on this machine listens (serve --local-dir). Several, in a list or with commas in "
+            "between, are replicas: executors of one operator and model, of which one is used at a time. "
+            "Several addresses of a host name are replicas too. Or they are parts (serve --part k/n), which "
+            "are all used. In Python, also what provider.inprocess.serve returns.",
+            unit="URL",
+        ),
+    ] = ""
+    _: KW_ONLY
+    profile: Annotated[
+        str | PathLike[str] | None,
+        Option(
+            EXECUTORS,
+            "TOML file with these options (docs/profiles.md): a path, or NAME for "
+            "~/.config/symbiosis/NAME.toml. Options that are given besides win. Commands that are given no "
+            "{provider} use ./symbiosis.toml, if you have approved it (symbiosis-tenant trust).",
+            unit="FILE",
+        ),
+    ] = None
+    token: Annotated[
+        str | Secret,
+        Option(
+            EXECUTORS,
+            "The token that the provider gave you. An executor in this process needs none.",
+            confidential="the provider's token",
+        ),
+    ] = field(default="", repr=False)
+    ca: Annotated[
+        str | Path | None,
+        Option(
+            EXECUTORS,
+            "PEM file of the provider's certificate authority. Default: the authorities of the operating "
+            "system. For wss:// only, as all about certificates.",
+            unit="FILE",
+        ),
+    ] = None
+    client_certificate: Annotated[
+        tuple[str | Path, str | Path] | None,
+        Option(
+            EXECUTORS,
+            "PEM files of a certificate and its key, for executors that ask for a certificate.",
+            unit="FILE",
+            parts=(
+                ("client_certificate", "PEM file, for executors that ask for a certificate."),
+                ("client_key", "PEM file with the key of the certificate."),
+            ),
+        ),
+    ] = None
+    mask_sources: Annotated[
+        Sequence[Party],
+        Option(
+            EXECUTORS,
+            "Parties that compute the effects of masks: an executor of another operator that serves the same "
+            "weights (its URL, or replicas as above), or local:FOLDER or local:hub:NAME[@REVISION] with the "
+            "checkpoint. With one-time masks the rows stay hidden while one of them does not collude with "
+            "the provider. A noise-bank takes one, by default the provider itself, which then sees every "
+            "mask.",
+            unit="URL",
+            single="mask_source",
+        ),
+    ] = ()
+    mask_source_token: Annotated[
+        str | Secret | Sequence[str | Secret | None] | None,
+        Option(
+            EXECUTORS,
+            "The token of the mask source; of several, the token of each.",
+            confidential="the mask source's token",
+            single="mask_source_token",
+        ),
+    ] = field(default=None, repr=False)
+    mask_source_ca: Annotated[
+        str | Path | Sequence[str | Path | None] | None,
+        Option(
+            EXECUTORS,
+            "PEM file of the mask source's certificate authority, or the word system; of several, that of "
+            "each. Default without {ca}: system.",
+            unit="FILE",
+            single="mask_source_ca",
+        ),
+    ] = None
+    digest: Annotated[
+        str | None,
+        Option(
+            TRUST,
+            "Refuse executors with another digest than this of weights, parameters and files. It covers all "
+            "that is downloaded; only {verify} shows that products are those of these weights.",
+            unit="DIGEST",
+        ),
+    ] = None
+    allow_same: Annotated[
+        Collection[str],
+        Option(
+            TRUST,
+            f"A sign that provider and mask sources are one operator, which is accepted: {', '.join(SIGNS)}.",
+            choices=tuple(SIGNS),
+            unit="SIGN",
+            single="allow_same",
+        ),
+    ] = ()
+    allow_same_operator: Annotated[
+        bool,
+        Option(
+            TRUST,
+            "Accept all of these signs, to try it out. An operator of both sees all rows: one-time masks "
+            "hide nothing.",
+        ),
+    ] = False
+    allow_transcript: Annotated[
+        bool,
+        Option(TRUST, "Use executors that announce that they record what tenants send, as for an audit."),
+    ] = False
+    privacy: Annotated[
+        str,
+        Option(
+            MASKS,
+            "one-time, noise-bank or plain. With one-time masks the provider sees uniform numbers, unless it "
+            "colludes with all mask sources; they need ring numerics. The others protect little or nothing "
+            "(SECURITY.md).",
+            choices=PRIVACY_MODES,
+            unit="MODE",
+        ),
+    ] = "one-time"
+    mask_budget_mib: Annotated[
+        float,
+        Option(
+            MASKS,
+            "Memory for effects of masks that are fetched ahead, in MiB; 0: none are.",
+            least=0,
+            unit="MIB",
+        ),
+    ] = 256.0
+    fill_masks: Annotated[
+        bool,
+        Option(
+            MASKS,
+            "When half a second passes without a request, fetch as many effects as {mask_budget_mib} takes, "
+            "for the next burst. Default: those of the next requests, 64 rows of each.",
+        ),
+    ] = False
+    pad_rows: Annotated[
+        int,
+        Option(
+            MASKS,
+            "Hide how many rows a request has: round the number up to a power of two, at least this. The "
+            "added rows are zeros under masks of their own, and cost as much as others. 0: do not round.",
+            least=0,
+            most=1 << 16,
+            unit="ROWS",
+        ),
+    ] = 0
+    experts: Annotated[
+        str | None,
+        Option(
+            MASKS,
+            "Where experts of a mixture are multiplied. local: here; their weights are downloaded, or stay "
+            "in an attached model. routed: by the provider, which sees how many tokens each expert gets, and "
+            "so learns of the text. padded: by the provider, which is sent as many rows for each expert, "
+            "some of them zeros under masks. Default: local with one-time masks, else routed.",
+            choices=EXPERTS,
+            unit="WHERE",
+        ),
+    ] = None
+    noise_bank: Annotated[
+        NoiseBankOptions | None, Option(MASKS, "Size and life of a noise-bank.", python=True)
+    ] = None
+    verify: Annotated[
+        str | None,
+        Option(
+            VERIFICATION,
+            "Check that answers are the right products: always, sampled or off; needs ring numerics. "
+            "Default: always with one-time masks or {fingerprints}, else off.",
+            choices=VERIFY_MODES,
+            unit="WHEN",
+        ),
+    ] = None
+    verify_rate: Annotated[
+        float,
+        Option(
+            VERIFICATION,
+            "The fraction of requests that is checked, drawn secretly, if {verify} is sampled.",
+            least=0,
+            above=True,
+            most=1,
+            unit="RATE",
+        ),
+    ] = 0.05
+    fingerprints: Annotated[
+        str | Path | None,
+        Option(
+            VERIFICATION,
+            "File of the command symbiosis-tenant fingerprint: check against weights that you trust. "
+            "Default: made from a local: mask source, or else through the executors, under masks, which "
+            "shows any deviation but not that the weights were the right ones from the start.",
+            unit="FILE",
+        ),
+    ] = None
+    fingerprint_key: Annotated[
+        str | Secret | None,
+        Option(
+            VERIFICATION,
+            "The key of {fingerprints}, as that command printed it.",
+            confidential="the fingerprints' key",
+        ),
+    ] = field(default=None, repr=False)
+    wire_dtype: Annotated[
+        str,
+        Option(
+            CONNECTION,
+            "float32, or bfloat16 for half the bytes and three digits; ring numerics have their own.",
+            choices=WIRE_DTYPES,
+            unit="NAME",
+        ),
+    ] = "float32"
+    timeout: Annotated[
+        float,
+        Option(
+            CONNECTION,
+            "Seconds without progress after which connecting or a request fails.",
+            least=0,
+            above=True,
+            unit="SECONDS",
+        ),
+    ] = 60.0
+    patience: Annotated[
+        float,
+        Option(
+            CONNECTION,
+            "Seconds to wait for an executor that went away once the session is open, as one that restarts. "
+            "Lost requests are then sent again, the same bytes, and results are the same. 0: do not wait. "
+            "The first connection is not waited for, nor is an executor in this process.",
+            least=0,
+            unit="SECONDS",
+        ),
+    ] = 600.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         if not self.provider:
             raise ConfigurationError("which executor? Give provider=URL, or profile=FILE, which names one")
+        check_fields(self)
         self._check_urls()
         self._check_privacy()
-        self._check_numbers()
         if self.fingerprint_key and self.fingerprints is None:
             raise ConfigurationError("fingerprint_key=KEY is of no use without fingerprints=FILE")
-        if self.when_verified not in VERIFY_MODES:
-            raise ConfigurationError(f"verify={self.verify!r} is none of {', '.join(VERIFY_MODES)}")
         self._check_certificates()
         allowed_signs(self.allow_same, self.allow_same_operator)
 
@@ -106,23 +325,25 @@ class SessionConfig:
             ConfigurationError: one is missing or unreadable, or shared without being ``allowed``.
         """
         sources, allowed = self.mask_sources, self.allowed
+        own_token = text_of(self.token)
         tokens: list[Any] = for_each(self.mask_source_token, sources, "mask_source_token")
+        tokens = [text_of(each) for each in tokens]
         authorities = for_each(self.mask_source_ca, sources, "mask_source_ca")
         known = [
             at
             for at, each in enumerate(sources)
             if not is_local(each) and any(isinstance(one, str) for one in replicas_of(each))
         ]
-        own = own_tokens(self.token, [tokens[at] for at in known], allowed)
+        own = own_tokens(own_token, [tokens[at] for at in known], allowed)
         for at, token in zip(known, own, strict=True):
             tokens[at] = token
         if "token" in allowed:
-            tokens = [each or self.token for each in tokens]  # also in this process, where none is needed
+            tokens = [each or own_token for each in tokens]  # also in this process, where none is needed
         tls = [at for at in known if any(map(over_tls, replicas_of(sources[at])))]
         files = own_authorities(self.ca, [authorities[at] for at in tls], allowed)
         for at, file in zip(tls, files, strict=True):
             authorities[at] = file
-        return [(each or "", ca) for each, ca in zip(tokens, authorities, strict=True)]
+        return list(zip(tokens, authorities, strict=True))
 
     def _check_urls(self) -> None:
         if isinstance(self.mask_sources, str):
@@ -141,12 +362,6 @@ class SessionConfig:
 
     def _check_privacy(self) -> None:
         sources = self.mask_sources
-        if self.privacy not in PRIVACY_MODES:
-            raise ConfigurationError(f"privacy={self.privacy!r} is none of {', '.join(PRIVACY_MODES)}")
-        if self.wire_dtype not in WIRE_DTYPES:
-            raise ConfigurationError(f"wire_dtype={self.wire_dtype!r} is none of {', '.join(WIRE_DTYPES)}")
-        if self.where_experts not in EXPERTS:
-            raise ConfigurationError(f"experts={self.experts!r} is none of {', '.join(EXPERTS)}")
         if self.experts == "padded" and self.privacy != "one-time":
             raise ConfigurationError(
                 f"experts='padded' adds rows of zeros, which privacy={self.privacy!r} would show: use it "
@@ -162,28 +377,10 @@ class SessionConfig:
             raise ConfigurationError(f"privacy='one-time' needs a mask source. {_CHOICES}")
         if len(set(map(replicas_of, sources))) < len(sources):
             raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
-
-    def _check_numbers(self) -> None:
-        if not 0 < self.timeout < math.inf:
-            raise ConfigurationError(f"timeout={self.timeout} cannot be: it is in seconds and more than 0")
-        if not 0 <= self.patience < math.inf:
-            raise ConfigurationError(f"patience={self.patience} cannot be: it is in seconds and not negative")
-        if not 0 <= self.mask_budget_mib < math.inf:
-            raise ConfigurationError(
-                f"mask_budget_mib={self.mask_budget_mib} cannot be: it is in MiB and not negative"
-            )
-        if not 0 <= self.pad_rows <= 1 << 16:
-            raise ConfigurationError(
-                f"pad_rows={self.pad_rows} cannot be: it is a number of rows from 0 to 65536"
-            )
         if self.pad_rows and self.privacy != "one-time":
             raise ConfigurationError(
                 f"pad_rows={self.pad_rows} adds rows of zeros, which privacy={self.privacy!r} would show: "
                 "they would give away its masks, or that they are zeros. Use it with one-time masks"
-            )
-        if not 0 < self.verify_rate <= 1:
-            raise ConfigurationError(
-                f"verify_rate={self.verify_rate} cannot be: it is more than 0 and at most 1"
             )
 
     def _check_certificates(self) -> None:

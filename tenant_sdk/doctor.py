@@ -38,8 +38,8 @@ from tenant_sdk.connection.handshake import (
     why_untrusted,
 )
 from tenant_sdk.connection.key_exchange import agreed, hybrid
-from tenant_sdk.connection.lasting import alone
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.connection.replicas.reconnecting import single_replica
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.remedies import remedy_of
@@ -220,7 +220,7 @@ def examine(
 
         step = "manifest"
         opened = channel
-        remote = RemoteExecutor(alone(lambda: opened, target.url), DTYPE_NAMES[target.wire_dtype])
+        remote = RemoteExecutor(single_replica(lambda: opened, target.url), DTYPE_NAMES[target.wire_dtype])
         comparison.manifests[target.party] = remote.manifest
         yield from _check_manifest(remote.manifest)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shared.errors import (
     AuthenticationError,
@@ -18,23 +17,20 @@ from shared.wire.header import DTYPE_NAMES
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.handshake import client_context, why_untrusted
-from tenant_sdk.connection.lasting import Open
-from tenant_sdk.connection.places import Place, Places
 from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.replicas.addresses import Address, Resolver
+from tenant_sdk.connection.replicas.reconnecting import OpenChannel
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.transports import OnConnect, look_at, open_channel
-from tenant_sdk.connection.urls import replicas_of, url_of
+from tenant_sdk.connection.urls import Party, replicas_of, url_of
 from tenant_sdk.trust.operators import Operators
-
-if TYPE_CHECKING:
-    from tenant_sdk.connection.urls import Party
 
 # For a step of opening a connection, where another replica can be asked instead.
 OPENING_SECONDS = 10.0
 AT_ONCE = 8  # replicas that are looked at
 
 
-class Replicated:
+class ReplicatedExecutor:
     """An executor, or its replicas, as a session reaches them.
 
     Args:
@@ -58,8 +54,8 @@ class Replicated:
         of: str = "",
     ) -> None:
         self._config, self._token, self._ca, self._operators, self._of = config, token, ca, operators, of
-        self._wheres = replicas_of(party)
-        self._places = Places(self._wheres)
+        self._targets = replicas_of(party)
+        self._resolver = Resolver(self._targets)
         self._context = client_context(ca, config.client_certificate, f"{of}ca")
         self._party = object()  # so that a mask source with the provider's own URL is noticed
 
@@ -71,11 +67,11 @@ class Replicated:
         """
         config = self._config
         # In this process it would not come back.
-        patience = config.patience if any(isinstance(where, str) for where in self._wheres) else 0.0
+        patience = config.patience if any(isinstance(target, str) for target in self._targets) else 0.0
         dtype = DTYPE_NAMES[config.wire_dtype]
         # Of mask sources, all of the manifest is compared with the provider's.
         digest = "" if self._of else config.digest or ""
-        return RemoteExecutor(self._find, dtype, stats, patience, url_of(self._wheres[0]), digest)
+        return RemoteExecutor(self._find, dtype, stats, patience, url_of(self._targets[0]), digest)
 
     def meet_replicas(self) -> None:
         """Look at every replica, and send it nothing: one that shows another party's operator ends it here.
@@ -85,41 +81,41 @@ class Replicated:
         Raises:
             ConfigurationError: a replica and another party have something in common.
         """
-        places = self._places.find()
-        if len(places) > 1:
-            with ThreadPoolExecutor(min(len(places), AT_ONCE)) as pool:
-                list(pool.map(self._meet, places))
+        addresses = self._resolver.resolve()
+        if len(addresses) > 1:
+            with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
+                list(pool.map(self._meet, addresses))
 
-    def _meet(self, place: Place) -> None:
+    def _meet(self, address: Address) -> None:
         seconds = min(self._config.timeout, OPENING_SECONDS)
         try:
-            look_at(place, self._context, seconds, self._told(place))
+            look_at(address, self._context, seconds, self._told(address))
         except ConnectError:
-            self._operators.check_named(url_of(place.where), self._party)
+            self._operators.check_named(url_of(address.target), self._party)
 
-    def _told(self, place: Place) -> OnConnect:
+    def _told(self, address: Address) -> OnConnect:
         """Whom ``open_channel`` tells who is there."""
-        return lambda sock: self._operators.check_distinct(url_of(place.where), sock, self._party)
+        return lambda sock: self._operators.check_distinct(url_of(address.target), sock, self._party)
 
-    def _find(self) -> Mapping[str, Open]:
-        """See ``LastingConnection``."""
-        places = self._places.find()
-        most = OPENING_SECONDS if len(places) > 1 else self._config.timeout
-        found: dict[str, Open] = {}
-        for place in places:  # executors in this process may all have one name
-            name = str(place) if str(place) not in found else f"{place} ({len(found) + 1})"
-            found[name] = partial(self._open, place, min(most, self._config.timeout))
+    def _find(self) -> Mapping[str, OpenChannel]:
+        """See ``ReconnectingConnection``."""
+        addresses = self._resolver.resolve()
+        most = OPENING_SECONDS if len(addresses) > 1 else self._config.timeout
+        found: dict[str, OpenChannel] = {}
+        for address in addresses:  # executors in this process may all have one name
+            name = str(address) if str(address) not in found else f"{address} ({len(found) + 1})"
+            found[name] = partial(self._open, address, min(most, self._config.timeout))
         return found
 
-    def _open(self, place: Place, opening: float) -> Channel:
+    def _open(self, address: Address, opening: float) -> Channel:
         try:
             timeout = self._config.timeout
-            return open_channel(place, self._token, self._context, timeout, self._told(place), opening)
+            return open_channel(address, self._token, self._context, timeout, self._told(address), opening)
         except ConnectError as error:
-            self._explain(error, place)
+            self._explain(error, address)
             raise
 
-    def _explain(self, error: ConnectError, place: Place) -> None:
+    def _explain(self, error: ConnectError, address: Address) -> None:
         """Add to an error what the session's user can do about it."""
         if isinstance(error, TlsError) and error.untrusted:
             error.message += why_untrusted(self._ca, f"{self._of}ca")
@@ -128,6 +124,6 @@ class Replicated:
         elif isinstance(error, NobodyListens):
             error.message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
         if self._of:
-            named = error.message.startswith(url_of(place.where))
-            error.message = f"mask source {error.message if named else f'{place}: {error.message}'}"
+            named = error.message.startswith(url_of(address.target))
+            error.message = f"mask source {error.message if named else f'{address}: {error.message}'}"
         error.args = (error.message,)

@@ -1,13 +1,12 @@
-"""Profiles: TOML files with what a session needs. Secrets are not in them, but where to find them."""
+"""Profiles: TOML files with the options of a session. Secrets are not in them, but where to find them."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import os
-import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,146 +15,44 @@ import msgspec
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.hub import HUB
-from shared.options import check_options, read_options, rename
-from shared.ownership import check_own, check_secret
+from shared.options import check_options, described, fields_of, read_options, rename, secret_ways
+from shared.ownership import check_own
+from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.operators import SYSTEM
+from tenant_sdk.trust.secrets import Secret
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else, once it is approved
-COMMAND_SECONDS = 60.0  # a person may have to unlock a key ring
+FIELDS = fields_of(SessionConfig)
+# What belongs to a party goes with it.
+PROVIDER = ("provider", "ca", "token", "client_certificate")
+# A profile has a table for each mask source, with these keys.
+SOURCE_NAMES = {"mask_sources": "url", "mask_source_token": "token", "mask_source_ca": "ca"}
+SOURCE_KINDS: dict[str, Any] = {"url": str | list[str], "ca": str, **secret_ways("token")}
+SOURCES = tuple(SOURCE_NAMES)
 
 
-@dataclass(frozen=True)
-class Secret:
-    """Where a secret is. ``what`` it is stands in messages; the secret itself never does.
-
-    One of ``variable`` (of the environment), ``file`` and ``command`` (run without a shell, in ``folder``).
-    ``given``: the option or the key that says which.
-    """
-
-    what: str
-    variable: str = ""
-    file: Path | None = None
-    command: tuple[str, ...] = ()
-    folder: Path | None = None
-    given: str = "this"
-
-    def __str__(self) -> str:
-        if self.file or self.command:
-            return str(self.file) if self.file else f"the command {self.command[0]}"
-        return self.variable if self.names_variable else "VAR"
-
-    @property
-    def names_variable(self) -> bool:
-        """Whether ``variable`` can be one's name; else it may be the secret itself, which is not shown."""
-        return bool(os.environ.get(self.variable)) or (
-            len(self.variable) <= 40 and self.variable.isidentifier()
-        )
-
-    def read(self) -> str:
-        """The secret.
-
-        Raises:
-            ConfigurationError: it is not there, or others could read or change it.
-        """
-        if self.command:
-            return self._of_command()
-        return self._of_variable() if self.file is None else self._of_file(self.file)
-
-    def _of_variable(self) -> str:
-        variable, what = self.variable, self.what
-        value = os.environ.get(variable, "")
-        if not self.names_variable:
-            raise ConfigurationError(
-                f"{self.given} takes the name of an environment variable, such as TOKEN, which holds {what}; "
-                f"what it was given is no such name. If that is {what} itself, ask for a new one: it can be "
-                "seen in the shell's history, or in the file"
-            )
-        if not value:
-            raise ConfigurationError(
-                f"the environment variable {variable} is not set: put {what} there (`export {variable}=...`)"
-            )
-        return value
-
-    def _of_file(self, file: Path) -> str:
-        try:
-            check_secret(file, self.what)
-            value = file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {self.what} from {file}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(f"{file} does not hold {self.what}: it is no text") from error
-        if not value:
-            raise ConfigurationError(f"{file} is empty: put {self.what} there")
-        return value
-
-    def _of_command(self) -> str:
-        try:
-            # What it says to standard error is for the person at the terminal.
-            done = subprocess.run(  # noqa: S603 - the argument list is the user's own, and no shell sees it
-                self.command,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                timeout=COMMAND_SECONDS,
-                check=False,
-            )
-            value = done.stdout.decode().strip()
-        except subprocess.TimeoutExpired:
-            raise ConfigurationError(
-                f"{self} did not give {self.what} within {COMMAND_SECONDS:.0f} s"
-            ) from None
-        except (OSError, ValueError) as error:
-            # Without the words of a decoder, which would quote the secret.
-            reason = error.strerror if isinstance(error, OSError) else "what it prints is no text"
-            raise ConfigurationError(f"{self} cannot give {self.what}: {reason}") from None
-        if done.returncode or not value:
-            raise ConfigurationError(
-                f"{self} did not give {self.what}: exit status {done.returncode}"
-                + ("" if value else ", and nothing on standard output")
-            )
-        return value
+def _kinds() -> dict[str, Any]:
+    """Of each key of a profile the type of its value."""
+    kinds: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        if field.option.python or name == "profile" or name in SOURCES:
+            continue
+        kinds |= secret_ways(name) if field.option.confidential else {name: field.toml}
+    return kinds | {"mask_sources": list[dict[str, Any]]}
 
 
-def _secret_kinds(name: str) -> dict[str, Any]:
-    return {f"{name}_env": str, f"{name}_file": str, f"{name}_command": list[str]}
+KINDS = _kinds()
 
 
-SOURCE_KINDS: dict[str, Any] = {"url": str | list[str], "ca": str, **_secret_kinds("token")}
-# The arguments of ``connect`` that TOML has values for.
-KINDS: dict[str, Any] = {
-    "provider": str | list[str],
-    "ca": str,
-    **_secret_kinds("token"),
-    "client_certificate": tuple[str, str],
-    "mask_sources": list[dict[str, Any]],
-    "privacy": str,
-    "allow_same": list[str],
-    "allow_same_operator": bool,
-    "allow_transcript": bool,
-    "mask_budget_mib": float,
-    "fill_masks": bool,
-    "pad_rows": int,
-    "experts": str,
-    "verify": str,
-    "verify_rate": float,
-    "fingerprints": str,
-    **_secret_kinds("fingerprint_key"),
-    "wire_dtype": str,
-    "digest": str,
-    "timeout": float,
-    "patience": float,
-}
-
-
-def profile_path(name: str | Path) -> Path:
+def profile_path(name: str | os.PathLike[str]) -> Path:
     """Where a profile is: a path has a slash or ends in ``.toml``, else it is a name in the user's folder."""
     text = os.path.expanduser(name)
-    if isinstance(name, Path) or "/" in text or text.endswith(".toml"):
+    if not isinstance(name, str) or "/" in text or text.endswith(".toml"):
         return Path(text)
     return _user_folder() / f"{text}.toml"
 
@@ -230,7 +127,7 @@ def _digest(path: Path) -> str:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_profile(name: str | Path) -> dict[str, Any]:
+def read_profile(name: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments of ``connect`` that a profile has, each ``token`` and key as a ``Secret`` yet to be read.
 
     Raises:
@@ -243,15 +140,18 @@ def read_profile(name: str | Path) -> dict[str, Any]:
         )
     given = read_options(path, KINDS)
     folder = path.absolute().parent
-    file = path.name
-    found = {key: value for key, value in given.items() if not key.startswith(("token_", "fingerprint_key_"))}
-    found |= _secret(given, "token", "the provider's token", file, folder)
-    found |= _secret(given, "fingerprint_key", "the fingerprints' key", file, folder)
-    for key in ("ca", "fingerprints"):
-        if key in found:
-            found[key] = _beside(folder, found[key])
-    if "client_certificate" in found:
-        found["client_certificate"] = tuple(_beside(folder, each) for each in found["client_certificate"])
+    found: dict[str, Any] = {}
+    for key, field in FIELDS.items():
+        if secret := field.option.confidential:
+            found |= _secret(given, key, secret, path.name, folder)
+        elif key not in given:
+            continue
+        elif field.plain is not Path:
+            found[key] = given[key]
+        elif field.option.parts:
+            found[key] = tuple(_beside(folder, each) for each in given[key])
+        else:
+            found[key] = _beside(folder, given[key])
     if "mask_sources" in found:
         found |= _sources(found["mask_sources"], path, folder)
     return found
@@ -268,7 +168,9 @@ def _checkpoint(folder: Path, name: str) -> Path | str:
     return name if name.startswith(HUB) else _beside(folder, name)
 
 
-def names_in(profile: str | Path, found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+def names_in(
+    profile: str | os.PathLike[str], found: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, str]:
     """How errors name what a session has from a profile, as ``in_options`` wants it: by its key there.
 
     Args:
@@ -280,18 +182,19 @@ def names_in(profile: str | Path, found: Mapping[str, Any], given: Mapping[str, 
     names = dict.fromkeys(merged(found, given).keys() - given.keys(), "")
     # Also what is missing there.
     if "provider" in names:
-        names |= dict.fromkeys({"ca", "token", "client_certificate"} - given.keys(), "")
+        names |= dict.fromkeys(set(PROVIDER) - given.keys(), "")
     if "mask_sources" in names:
-        names |= dict.fromkeys({"mask_source_ca", "mask_source_token"} - given.keys(), "")
+        names |= dict.fromkeys(set(SOURCES) - given.keys(), "")
     for name in names:
-        if name in ("token", "fingerprint_key"):
-            names[name] = found[name].given if name in found else f"`{name}_env` in {file}"
-        elif name == "mask_source_token":
+        field = FIELDS[name]
+        if name == "mask_source_token":
             one = [secret.given for secret in found.get(name, ()) if secret]
             names[name] = one[0] if len(one) == 1 else f"`token_env` of the mask source in {file}"
         elif name == "mask_source_ca":
             names[name] = f"`ca` of the mask source in {file}"
-        elif name in ("provider", "ca", "client_certificate", "mask_sources", "fingerprints"):
+        elif field.option.confidential:
+            names[name] = found[name].given if name in found else f"`{name}_env` in {file}"
+        elif name in ("provider", "mask_sources") or field.plain is Path:
             names[name] = f"`{name}` in {file}"
         else:
             names[name] = f"`{name} = {{}}` in {file}"
@@ -322,7 +225,7 @@ def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str
 
 def _secret(table: Mapping[str, Any], name: str, what: str, where: str, folder: Path) -> dict[str, Secret]:
     """Under its ``name`` the one secret that a table leads to, if there is any."""
-    ways = [key for key in _secret_kinds(name) if key in table]
+    ways = [key for key in secret_ways(name) if key in table]
     if len(ways) > 1:
         raise ConfigurationError(f"{where}: give {what} in one way, not by {' and '.join(ways)}")
     if not ways:
@@ -345,43 +248,41 @@ def merged(profile: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     """
     kept = dict(profile)
     if "provider" in given:
-        for name in ("provider", "ca", "token", "client_certificate"):
+        for name in PROVIDER:
             kept.pop(name, None)
     if "mask_sources" in given or given.get("privacy") == "plain":  # which has no use for any
-        for name in ("mask_sources", "mask_source_token", "mask_source_ca"):
+        for name in SOURCES:
             kept.pop(name, None)
     return {**kept, **given}
 
 
-def revealed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """With every ``Secret`` read.
+def takes_options(
+    configuration: Callable[P, SessionConfig],
+) -> Callable[[Callable[[SessionConfig], R]], Callable[P, R]]:
+    """Make of a function of a ``SessionConfig`` one that takes its fields as arguments.
 
-    Raises:
-        ConfigurationError: one is not there.
+    Fields that are not given are taken from the ``profile``, if that is given.
     """
 
-    def reveal(value: Any) -> Any:
-        if isinstance(value, list):
-            return [reveal(each) for each in value]
-        return value.read() if isinstance(value, Secret) else value
+    def decorate(opens: Callable[[SessionConfig], R]) -> Callable[P, R]:
+        @functools.wraps(opens)
+        def with_options(*provider: P.args, **given: P.kwargs) -> R:
+            arguments: dict[str, Any] = {**given, **({"provider": provider[0]} if provider else {})}
+            profile = arguments.get("profile")
+            if profile is None:
+                return opens(configuration(*provider, **given))
+            found = read_profile(profile)
+            try:
+                return opens(SessionConfig(**merged(found, arguments)))
+            except SymbiosisError as error:
+                rename(error, names_in(profile, found, arguments))
+                raise
 
-    return {name: reveal(value) for name, value in arguments.items()}
+        signature = inspect.signature(SessionConfig)
+        with_options.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            return_annotation=inspect.signature(opens).return_annotation
+        )
+        with_options.__doc__ = (opens.__doc__ or "").replace("OPTIONS", described(SessionConfig, indent=8))
+        return with_options
 
-
-def completed(connect: Callable[P, R]) -> Callable[P, R]:
-    """``connect`` with the arguments that it is not given taken from the ``profile``, if that is given."""
-
-    @functools.wraps(connect)
-    def with_profile(*provider: P.args, **given: P.kwargs) -> R:
-        profile: Any = given.pop("profile", None)
-        if profile is None:
-            return connect(*provider, **given)
-        arguments = {**given, **({"provider": provider[0]} if provider else {})}
-        found = read_profile(profile)
-        try:
-            return connect(**revealed(merged(found, arguments)))  # type: ignore[call-arg]
-        except SymbiosisError as error:
-            rename(error, names_in(profile, found, arguments))
-            raise
-
-    return with_profile
+    return decorate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.errors import AuthenticationError, ProtocolVersionError, SymbiosisError
 from tenant_sdk.cli_options import Target
-from tenant_sdk.profiles import Secret
+from tenant_sdk.trust.secrets import Secret
 
 
 def remedy_of(error: SymbiosisError, step: str, target: Target, advice: str) -> str:

@@ -7,11 +7,14 @@ them: a request is a call, and its answer another one, before the first returns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-OnAnswer = Callable[[bytes, torch.Tensor], None]  # a header's 32 bytes, and the payload, which is the taker's
+OnAnswer = Callable[
+    [bytes, "torch.Tensor"], None
+]  # a header's 32 bytes, and the payload, which is the taker's
 
 
 class EndpointSession(Protocol):

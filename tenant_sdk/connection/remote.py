@@ -35,8 +35,14 @@ from shared.wire.protocol import GroupShape, Plan, TenantProtocol
 from shared.wire.websocket import Incoming, tensor_bytes
 from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, Pending, again
-from tenant_sdk.connection.lasting import TELL_SECONDS, Find, LastingConnection, Lost, went_away
-from tenant_sdk.connection.parts import Parts
+from tenant_sdk.connection.replicas.parts import PartConnections
+from tenant_sdk.connection.replicas.reconnecting import (
+    TELL_SECONDS,
+    FindReplicas,
+    Lost,
+    ReconnectingConnection,
+    went_away,
+)
 from tenant_sdk.connection.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -106,7 +112,7 @@ class RemoteExecutor:
         stats: the session's, to count in; a session with two executors has one.
         patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
             fails, and the next one tries once to connect again.
-        party, digest: see ``Parts``.
+        party, digest: see ``PartConnections``.
 
     Raises:
         ConfigurationError: the executor does not take this dtype.
@@ -115,7 +121,7 @@ class RemoteExecutor:
 
     def __init__(
         self,
-        find: Find,
+        find: FindReplicas,
         wire_dtype: torch.dtype = torch.float32,
         stats: Stats | None = None,
         patience: float = 0.0,
@@ -125,7 +131,7 @@ class RemoteExecutor:
         self.stats = stats or Stats()
         self._told = -TELL_SECONDS
         self._chance = random.SystemRandom().random
-        self._parts = Parts(find, self.stats, patience, party, digest)
+        self._parts = PartConnections(find, self.stats, patience, party, digest)
         self.connection, self.manifest = self._parts.all[0], self._parts.manifest
         self.ring = self.manifest.numerics in RINGS
         if self.ring and wire_dtype == torch.float32:
@@ -147,11 +153,11 @@ class RemoteExecutor:
 
     @property
     def channel(self) -> Channel:
-        """The open channel, of several the first; see ``LastingConnection.channel``."""
+        """The open channel, of several the first; see ``ReconnectingConnection.channel``."""
         return self.connection.channel
 
     def channel_of(self, group: int) -> Channel:
-        """The one to who serves a group; see ``LastingConnection.channel``."""
+        """The channel to the executor that serves a group; see ``ReconnectingConnection.channel``."""
         return self._parts.of(group).channel
 
     def submit(
@@ -318,7 +324,7 @@ class RemoteExecutor:
 
         return self._ask(self._parts.of(group), channel, lambda channel: channel.submit(header, wire))
 
-    def _ask(self, connection: LastingConnection, channel: Channel, ask: Ask) -> Callable[[], Incoming]:
+    def _ask(self, connection: ReconnectingConnection, channel: Channel, ask: Ask) -> Callable[[], Incoming]:
         """Send a request; the call that waits for its answer."""
         first: Pending | None = None
         try:
@@ -329,14 +335,14 @@ class RemoteExecutor:
         return lambda: self._answer(connection, channel, ask, first)
 
     def _answer(
-        self, connection: LastingConnection, channel: Channel, ask: Ask, first: Pending | None = None
+        self, connection: ReconnectingConnection, channel: Channel, ask: Ask, first: Pending | None = None
     ) -> Incoming:
         """An answer; asked for again when the executor says that it is overloaded, or went away.
 
         Raises:
             RequestRefused: for anything else, or overloaded for longer than the timeout.
             ConnectionLost: the part of it that was asked was away for longer than is waited for.
-            SymbiosisError: see ``LastingConnection.after``.
+            SymbiosisError: see ``ReconnectingConnection.after``.
         """
         pending, began, attempt, lost, ended = first, time.monotonic(), 0, Lost(), 0
         asked = began  # for the first time
@@ -369,7 +375,7 @@ class RemoteExecutor:
                 began, attempt = time.monotonic(), 0
             pending = None
 
-    def _put_off(self, connection: LastingConnection, seconds: float, code: str) -> None:
+    def _put_off(self, connection: ReconnectingConnection, seconds: float, code: str) -> None:
         """Wait, and say so now and then."""
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
@@ -412,7 +418,7 @@ class RemoteExecutor:
 
     def _fetch(
         self,
-        connection: LastingConnection,
+        connection: ReconnectingConnection,
         kind: str,
         name: str,
         length: int,

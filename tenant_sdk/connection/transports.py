@@ -10,7 +10,7 @@ from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.colocated import open_colocated
 from tenant_sdk.connection.handshake import check_token, open_connection, open_tcp, start_tls
 from tenant_sdk.connection.inprocess import InprocessChannel
-from tenant_sdk.connection.places import Place
+from tenant_sdk.connection.replicas.addresses import Address
 from tenant_sdk.connection.urls import over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 
@@ -18,7 +18,7 @@ OnConnect = Callable[[ssl.SSLSocket | None], None]
 
 
 def open_channel(
-    place: Place,
+    address: Address,
     token: str,
     context: ssl.SSLContext,
     timeout: float,
@@ -28,7 +28,7 @@ def open_channel(
     """Connect to an executor.
 
     Args:
-        place: ``wss://host:port``, ``ipc://`` and a directory, or an executor in this process.
+        address: ``wss://host:port``, ``ipc://`` and a directory, or an executor in this process.
         token: as the provider printed it.
         context: for TLS.
         timeout: seconds without progress.
@@ -38,31 +38,31 @@ def open_channel(
     Raises:
         ConfigurationError, ConnectError: no session, with the reason.
     """
-    where = place.where
-    if not isinstance(where, str):
+    target = address.target
+    if not isinstance(target, str):
         on_connect(None)
-        return InprocessChannel(where, token)
-    if not over_tls(where):
+        return InprocessChannel(target, token)
+    if not over_tls(target):
         check_token(token)
         on_connect(None)
-        return open_colocated(where, token, timeout)
-    sock = open_connection(where, token, context, opening or timeout, place.address)
+        return open_colocated(target, token, timeout)
+    sock = open_connection(target, token, context, opening or timeout, address.ip)
     try:
         on_connect(sock)
-        return WebsocketChannel(sock, str(place), timeout=timeout, entropy=os.urandom)
+        return WebsocketChannel(sock, str(address), timeout=timeout, entropy=os.urandom)
     except BaseException:
         sock.close()
         raise
 
 
-def look_at(place: Place, context: ssl.SSLContext, timeout: float, on_connect: OnConnect) -> None:
+def look_at(address: Address, context: ssl.SSLContext, timeout: float, on_connect: OnConnect) -> None:
     """See who is there, and say nothing: neither a token nor a request.
 
     Args and Raises: see ``open_channel``.
     """
-    if not isinstance(place.where, str) or not over_tls(place.where):
+    if not isinstance(address.target, str) or not over_tls(address.target):
         on_connect(None)
         return
-    host, port = split_url(place.where)
-    with open_tcp(host, port, timeout, place.address) as raw, start_tls(raw, host, context) as sock:
+    host, port = split_url(address.target)
+    with open_tcp(host, port, timeout, address.ip) as raw, start_tls(raw, host, context) as sock:
         on_connect(sock)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from shared.errors import ConfigurationError
 from shared.transport import SCHEME
+from shared.transport.endpoint import Endpoint
 
-if TYPE_CHECKING:
-    from shared.transport.endpoint import Endpoint
-
-    Party = str | Endpoint | Sequence[str | Endpoint]  # one executor, or replicas that one operator runs
-
+Party = str | Endpoint | Sequence[str | Endpoint]  # one executor, or replicas that one operator runs
 DEFAULT_PORT = 8765
 LOCAL = "local:"  # in front of a checkpoint folder, in place of a mask source's URL
 

@@ -12,7 +12,6 @@ import typer
 from shared import imports
 from shared.errors import ConfigurationError
 from tenant_sdk import cli_options as options
-from tenant_sdk.profiles import profile_here, profile_path
 
 _SERVER, _MODEL = "Server", "Model and adapters"
 
@@ -21,7 +20,7 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
-@options.takes(options.SessionOptions)
+@options.command_line.takes
 def serve(
     connection: options.SessionOptions,
     adapters: Annotated[
@@ -117,9 +116,9 @@ def serve(
     from tenant_sdk.gateway.serving import serve as run
 
     check_installed()
-    if connection.patience is None and "patience" not in connection.arguments():
-        connection = dataclasses.replace(connection, patience=PATIENCE)
     config = connection.session()
+    if "patience" not in connection.arguments:
+        config = dataclasses.replace(config, patience=PATIENCE)
     chosen = GatewayOptions(
         host=host,
         port=port,
@@ -145,7 +144,7 @@ def serve(
     with imports.at_once():
         import torch  # noqa: F401
         import transformers  # noqa: F401
-    run(chosen, config, _plain(connection), _say)
+    run(chosen, config, _say)
 
 
 def _say(line: str) -> None:
@@ -159,20 +158,3 @@ def _keys(variable: str | None) -> tuple[str, ...]:
     if not keys:
         raise ConfigurationError(f"the environment variable {variable} is not set: put an API key there")
     return keys
-
-
-def _plain(connection: options.SessionOptions) -> dict[str, Any]:
-    """Its fields as JSON has them, paths from this folder on; secrets are not among them."""
-    plain: dict[str, Any] = {}
-    for field in dataclasses.fields(connection):
-        value = getattr(connection, field.name)
-        if field.name == "profile" and value is None and connection.provider is None:
-            value = profile_here()
-        if value in (None, False, []):
-            continue
-        if field.name == "profile":
-            value = str(profile_path(value).absolute())
-        elif field.name in ("ca", "client_certificate", "client_key", "fingerprints"):
-            value = str(Path(value).absolute())
-        plain[field.name] = [str(each) for each in value] if isinstance(value, list) else value
-    return plain

@@ -2,19 +2,73 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigurationError
+from tenant_sdk.config import SessionConfig
+from tenant_sdk.profiles import FIELDS
+from tenant_sdk.trust.operators import SYSTEM
+from tenant_sdk.trust.secrets import Secret
 
 if TYPE_CHECKING:
     from tenant_sdk.session import Session
 
 _session: Session | None = None
+_SECRET = "secret"  # noqa: S105 - the key of a reference to one
+
+
+def written(config: SessionConfig) -> dict[str, Any]:
+    """The options of a session as JSON has them: paths from the root on, and where secrets are.
+
+    Raises:
+        ConfigurationError: a secret itself is given, or an executor in this process.
+    """
+    plain = {}
+    for name, each in FIELDS.items():
+        value = getattr(config, name)
+        if value == each.default or name == "profile":
+            continue
+        plain[name] = _plain(value, secret=bool(each.option.confidential))
+    return plain
+
+
+def _plain(value: Any, *, secret: bool) -> Any:
+    if isinstance(value, Secret):
+        names = [each.name for each in dataclasses.fields(value)]  # never what was read already
+        return {_SECRET: {name: _plain(getattr(value, name), secret=False) for name in names}}
+    if isinstance(value, Path):
+        return str(value if str(value) == SYSTEM else value.absolute())
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each, secret=secret) for each in value]
+    if (secret and value) or not isinstance(value, str | int | float | None):
+        raise ConfigurationError("a gateway's session is given URLs, and where its secrets are")
+    return value
+
+
+def read(options: Mapping[str, Any]) -> SessionConfig:
+    """The options of a session as they were written.
+
+    Raises:
+        ConfigurationError: see ``SessionConfig``.
+    """
+    return SessionConfig(**{name: _read(value) for name, value in options.items()})
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_read(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    secret = value[_SECRET]
+    paths = {name: Path(secret[name]) for name in ("file", "folder") if secret[name]}
+    return Secret(**{**secret, **paths, "command": tuple(secret["command"])})
 
 
 def open_here(options: Mapping[str, Any]) -> Session:
-    """This process's session, opened with the fields of ``tenant_sdk.cli_options.SessionOptions``.
+    """This process's session, opened with the options that ``written`` returned.
 
     Secrets are read now, from the variables, files or commands that the options name.
 
@@ -23,13 +77,9 @@ def open_here(options: Mapping[str, Any]) -> Session:
     """
     global _session
     if _session is None:
-        import dataclasses
-
-        from tenant_sdk.cli_options import SessionOptions
         from tenant_sdk.composition import open_session
 
-        config = SessionOptions(**options).session()
-        _session = open_session(dataclasses.replace(config, fill_masks=True))
+        _session = open_session(dataclasses.replace(read(options), fill_masks=True))
     return _session
 
 

@@ -18,8 +18,7 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
 
     Args:
         session: with the executor.
-        options: of ``tenant_sdk.cli_options.SessionOptions``, with which the gateway will open its own; no
-            secrets, but the names of what holds them.
+        options: with which the worker opens its own, see ``tenant_sdk.gateway.connection.written``.
         folder: to write to; it exists.
         dtype: of the parameters and activations, such as ``float32``.
 

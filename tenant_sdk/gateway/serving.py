@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import RANKS, largest_rank
+from tenant_sdk.gateway.connection import written
 from tenant_sdk.gateway.doorkeeper import LOOPBACK, Door, Queue
 from tenant_sdk.gateway.folder import METHOD, write_folder
 from tenant_sdk.gateway.status import Status
@@ -134,14 +135,11 @@ def check_installed() -> str:
     )
 
 
-def serve(
-    options: GatewayOptions, config: SessionConfig, given: Mapping[str, Any], say: Callable[[str], None]
-) -> None:
+def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        config: of the session.
-        given: the fields of ``SessionOptions`` that give it, without secrets: the worker opens its own.
+        config: of the session, with references to its secrets: the worker opens its own.
         say: shows a line.
 
     Raises:
@@ -169,7 +167,7 @@ def serve(
         # Sockets between vLLM's processes; their names cannot be long.
         os.environ["VLLM_RPC_BASE_PATH"] = name if len(name) <= SOCKET_FOLDER else "/tmp"  # noqa: S108
         (folder / "adapters").mkdir()
-        _prepare(options, config, given, folder, say)
+        _prepare(options, config, folder, say)
         say(f"starting {installed}")
         _run(_arguments(options, folder), options)
 
@@ -214,7 +212,6 @@ def _set_environment(options: GatewayOptions) -> None:
 def _prepare(
     options: GatewayOptions,
     config: SessionConfig,
-    given: Mapping[str, Any],
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
@@ -224,7 +221,7 @@ def _prepare(
 
     with open_session(dataclasses.replace(config, experts="local")) as session:
         say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
-        write_folder(session, given, folder, options.dtype)
+        write_folder(session, written(config), folder, options.dtype)
         longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
         if options.context is not None and longest is not None and options.context > longest:
             raise ConfigurationError(

@@ -15,10 +15,10 @@ from shared.ring.mask_stream import MaskStream
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
 from tenant_sdk.connection.channel import Entropy
+from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.forecast import Kind
 from tenant_sdk.products.mask_sources import MaskSource
 from tenant_sdk.products.masks import Mask
-from tenant_sdk.products.noise_bank import NoiseBankOptions
 
 
 @dataclass

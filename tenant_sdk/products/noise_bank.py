@@ -17,35 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.errors import ConfigurationError
 from shared.forks import Home, own
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
 from tenant_sdk.connection.channel import Entropy
 from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
+from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.mask_sources import MaskSource
-
-
-@dataclass(frozen=True)
-class NoiseBankOptions:
-    """Size and life of a bank.
-
-    ``masks`` K, a power of two up to 256, for each group and direction. ``scale`` is the noise's
-    standard deviation in units of the activations' root mean square; it is rounded up to a power
-    of two. A bank is replaced after ``rotate_rows`` rows or ``rotate_seconds``; the next one is
-    fetched in the background.
-    """
-
-    masks: int = 16
-    scale: float = 1.0
-    rotate_rows: int = 1 << 16
-    rotate_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values."""
-        if not 1 <= self.masks <= 256 or self.masks & (self.masks - 1):
-            raise ConfigurationError(f"masks must be a power of two from 1 to 256, not {self.masks}")
-        if self.scale <= 0 or self.rotate_rows < 1 or self.rotate_seconds <= 0:
-            raise ConfigurationError("scale, rotate_rows and rotate_seconds must be positive")
 
 
 @dataclass

@@ -148,14 +148,14 @@ def own_authorities(
         ConfigurationError: a private authority is missing, or vouches for two parties; an unreadable file.
     """
     if "authority" in allowed:
-        return [ca if each is None else None if each == SYSTEM else each for each in given]
+        return [ca if each is None else None if str(each) == SYSTEM else each for each in given]
     if ca is not None and None in given:
         raise ConfigurationError(
             "give the mask source's own authority: mask_source_ca=FILE, or the word system there for those "
             f"of the operating system. The provider's, ca={ca}, could sign a certificate for the "
             f"mask source's address, and read what is sent there; {_waiver(['authority'], allowed)}"
         )
-    chosen = [None if each == SYSTEM else each for each in given]
+    chosen = [None if str(each) == SYSTEM else each for each in given]
     seen: dict[bytes, str | Path] = {}
     files = [ca, *chosen]
     for at, file in enumerate(files):

@@ -25,7 +25,7 @@ _HEAD = 5  # records that people are shown
 _NAMED = 20  # records of which something is said one by one
 
 
-@options.takes(options.SessionOptions)
+@options.command_line.takes
 def data(
     connection: options.SessionOptions,
     files: Annotated[list[Path], typer.Argument(help="As for finetune --data.")],

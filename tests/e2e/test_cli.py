@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import resource
@@ -21,6 +22,7 @@ from tenant_sdk import cli
 from tenant_sdk.cli import app
 from tenant_sdk.cli_options import NAMES
 from tenant_sdk.config import SessionConfig
+from tenant_sdk.trust.secrets import text_of
 
 
 def test_from_certificates_to_a_generated_text(
@@ -173,7 +175,7 @@ WAIVED = ("--allow-same", "token", "--allow-same", "authority")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--privacy", "rot13"), "--privacy rot13 is none of one-time"),
+        (("--privacy", "rot13"), "--privacy rot13 must be one of one-time"),
         ((), "--mask-source wss://..., or the checkpoint itself"),
         (SOURCE * 2, "named twice"),
         (("--wire-dtype", "float8"), "float8"),
@@ -187,9 +189,9 @@ WAIVED = ("--allow-same", "token", "--allow-same", "authority")
         (("--ca", "missing.pem", *SOURCE, "--allow-same-operator"), "missing.pem"),
         ((*SOURCE, "--mask-source-ca", "a", "--mask-source-ca", "b"), "one for all mask sources, or one for"),
         ((*SOURCE, "--mask-source-token-env", "NOT_SET"), "put the mask source's token there"),
-        ((*SOURCE, "--verify", "often"), "--verify often is none of always, sampled, off"),
-        ((*SOURCE, "--verify", "sampled", "--verify-rate", "2"), "--verify-rate 2.0 cannot be"),
-        ((*SOURCE, "--mask-budget-mib", "-1"), "not negative"),
+        ((*SOURCE, "--verify", "often"), "--verify often must be one of always, sampled, off"),
+        ((*SOURCE, "--verify", "sampled", "--verify-rate", "2"), "--verify-rate 2.0 must be more than 0"),
+        ((*SOURCE, "--mask-budget-mib", "-1"), "at least 0"),
         ((*SOURCE, "--fingerprints", "f"), "needs --fingerprint-key-env VAR"),
         ((*SOURCE, "--fingerprints", "f", "--fingerprint-key-env", "NOT_SET"), "put the fingerprints' key"),
         (
@@ -234,7 +236,15 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     checks = ["--verify", "sampled", "--verify-rate", "0.5", "--fingerprints", "f"]
     client = ["--client-certificate", "c", "--client-key", "k", "--wire-dtype", "bfloat16"]
     CliRunner().invoke(app, where + sources + privacy + checks + client + ["--fingerprint-key-env", "KEY"])
-    assert given == [
+    (config,) = given
+    assert "tenant_token" not in repr(config)  # secrets are read when they are used
+    read = dataclasses.replace(
+        config,
+        token=text_of(config.token),
+        mask_source_token=[text_of(each) for each in config.mask_source_token],  # type: ignore[union-attr]
+        fingerprint_key=text_of(config.fingerprint_key),
+    )
+    assert [read] == [
         SessionConfig(
             provider="wss://localhost:1",
             token="tenant_token",

@@ -23,8 +23,8 @@ from torch import nn
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestTimeout
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection.channel import Channel
-from tenant_sdk.connection.lasting import alone
 from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.replicas.reconnecting import single_replica
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -242,7 +242,7 @@ def test_closing_while_a_connection_is_opened_again(
             threads.submit(remote.close).result(SECONDS)
             return opened[0]
 
-        monkeypatch.setattr(remote.connection, "_find", alone(open_slowly, name))
+        monkeypatch.setattr(remote.connection, "_find", single_replica(open_slowly, name))
         remote.channel.close()
         with ThreadPoolExecutor(1) as threads, pytest.raises(ConnectionLost):
             remote.submit(Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones((1, 64))]).result()

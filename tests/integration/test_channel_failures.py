@@ -30,8 +30,8 @@ from raw_peers import (
 
 from shared.errors import ConnectError, ConnectionLost, RequestRefused, RequestTimeout, WireError
 from shared.wire.header import Direction, Operation
-from tenant_sdk.connection.lasting import alone
 from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.replicas.reconnecting import single_replica
 
 pytest_plugins = ("wire_fixtures",)
 
@@ -207,4 +207,4 @@ def test_a_welcome_that_is_no_manifest(tls_dir: Path, manifest: bytes) -> None:
         peer.at_end()
 
     with channel_to(tls_dir, script) as channel, pytest.raises(WireError, match="control_message"):
-        RemoteExecutor(alone(lambda: channel))
+        RemoteExecutor(single_replica(lambda: channel))

@@ -293,7 +293,7 @@ def test_nothing_said_keeps_experts_here_and_says_what_they_take(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"experts": "mine"}, "experts='mine' is none of local, padded, routed"),
+        ({"experts": "mine"}, "experts='mine' must be one of local, padded, routed"),
         ({"experts": "padded"}, r"rows of zeros, which privacy='plain' would show.*experts='routed'"),
     ],
 )

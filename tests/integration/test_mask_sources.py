@@ -196,5 +196,5 @@ def test_sources_that_make_no_sense(llama: Executor, other: Executor) -> None:
         llama.connect(privacy="plain", mask_sources=[other.url])
     with pytest.raises(ConfigurationError, match="one mask source"):
         llama.connect(privacy="noise-bank", mask_sources=[other.url, other.url])
-    with pytest.raises(ConfigurationError, match="privacy='none' is none of"):
+    with pytest.raises(ConfigurationError, match="privacy='none' must be one of"):
         llama.connect(privacy="none")

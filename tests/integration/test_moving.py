@@ -39,7 +39,7 @@ from shared.errors import (
 )
 from shared.wire.header import Direction, Operation
 from tenant_sdk.cli_options import Target, Terms
-from tenant_sdk.connection import places
+from tenant_sdk.connection.replicas import addresses
 from tenant_sdk.doctor import diagnose
 from tenant_sdk.profiles import Secret
 
@@ -368,7 +368,7 @@ def test_a_name_with_two_addresses(
         # One that is new in DNS is found.
         third = start(host="127.0.0.3", port=one.port)
         there[:] = ["127.0.0.3", "127.0.0.4"]
-        monkeypatch.setattr(places, "LOOK_UP_SECONDS", 0.0)
+        monkeypatch.setattr(addresses, "LOOK_UP_SECONDS", 0.0)
         for each in (one, other):
             each.drain(1.0)
         assert all(map(torch.equal, product(session), expected))
@@ -384,14 +384,14 @@ def test_which_addresses_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds = {".": socket.AF_INET, ":": socket.AF_INET6}
         entries = [(kinds[":" if ":" in each else "."], 1, 6, "", (each, 1)) for each in found]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
-        return places.addresses("wss://name:1")
+        return addresses.addresses_of("wss://name:1")
 
     assert looked_up("10.0.0.1") == []
     assert looked_up("::1", "127.0.0.1") == []  # one machine, by either way
     assert looked_up("10.0.0.1", "10.0.0.2", "10.0.0.1") == ["10.0.0.1", "10.0.0.2"]
     assert looked_up("fd00::1", "10.0.0.1", "10.0.0.2") == ["fd00::1", "10.0.0.1", "10.0.0.2"]
     monkeypatch.undo()
-    assert places.addresses("wss://127.0.0.1:1") == places.addresses("wss://[::1]:1") == []
+    assert addresses.addresses_of("wss://127.0.0.1:1") == addresses.addresses_of("wss://[::1]:1") == []
 
 
 # -- one operator -----------------------------------------------------------------------------------

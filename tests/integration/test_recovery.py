@@ -29,8 +29,9 @@ from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConnectionLost, ModelMismatch, VerificationError
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection import channel as channel_module
-from tenant_sdk.connection import lasting, websocket_channel
-from tenant_sdk.connection.lasting import MOST_REPEATS
+from tenant_sdk.connection import websocket_channel
+from tenant_sdk.connection.replicas import reconnecting
+from tenant_sdk.connection.replicas.reconnecting import MOST_REPEATS
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 from tenant_sdk.model.remote_weight import RemoteWeight
 
@@ -58,7 +59,7 @@ class Breaking:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses take no time."""
-    monkeypatch.setattr(lasting, "pause", lambda *_: 0.0)
+    monkeypatch.setattr(reconnecting, "pause", lambda *_: 0.0)
 
 
 def rows_of(count: int = 3) -> list[torch.Tensor]:

@@ -38,8 +38,8 @@ from shared.wire.header import RINGS, Direction, Operation
 from shared.wire.messages import encode
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.handshake import client_context, open_connection
-from tenant_sdk.connection.lasting import alone
 from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection.replicas.reconnecting import single_replica
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 
 SEED_EFFECT = 8
@@ -278,7 +278,7 @@ def test_their_server_gets_what_it_can_read(tls_dir: Path, count: int) -> None:
 
     with their_server(tls_dir, handler) as url:
         channel = open_channel(url, tls_dir)
-        remote = RemoteExecutor(alone(lambda: channel))
+        remote = RemoteExecutor(single_replica(lambda: channel))
         rows = rows_of(count, 16)
         assert torch.equal(ask(remote, rows), rows[:, :1].expand(-1, 6))
         channel.ping()
@@ -305,7 +305,7 @@ def test_their_fragments_and_pings_reach_the_tenant(tls_dir: Path, piece: int) -
         receive(websocket)  # until the tenant leaves
 
     with their_server(tls_dir, handler) as url:
-        remote = RemoteExecutor(alone(lambda: open_channel(url, tls_dir)))
+        remote = RemoteExecutor(single_replica(lambda: open_channel(url, tls_dir)))
         rows = rows_of(1 if piece == 1 else 99, 16)
         assert torch.equal(ask(remote, rows), rows[:, :1].expand(-1, 6))
         remote.close()
@@ -319,7 +319,7 @@ def test_their_close_code_is_in_the_error(tls_dir: Path, code: int, words: str) 
         websocket.close(code)
 
     with their_server(tls_dir, handler) as url:
-        remote = RemoteExecutor(alone(lambda: open_channel(url, tls_dir)))
+        remote = RemoteExecutor(single_replica(lambda: open_channel(url, tls_dir)))
         with pytest.raises(ConnectionLost, match=words) as caught:
             ask(remote, rows_of(1, 16))
         assert caught.value.retry_after is not None
@@ -338,5 +338,5 @@ def test_our_close_is_a_normal_one(tls_dir: Path) -> None:
         codes.append(caught.value.rcvd.code if caught.value.rcvd else None)
 
     with their_server(tls_dir, handler) as url:
-        RemoteExecutor(alone(lambda: open_channel(url, tls_dir))).close()
+        RemoteExecutor(single_replica(lambda: open_channel(url, tls_dir))).close()
     assert codes == [1000]

@@ -76,6 +76,7 @@ ROOMS = {
         "doctor",
         "tuning",
         "gateway",
+        "reference",
         "cli",
     ],
     "security": [
@@ -108,7 +109,7 @@ NO_IO = [
     "tenant_sdk/gateway/constraints.py",
     "tenant_sdk/gateway/doorkeeper.py",
     "tenant_sdk/gateway/requests.py",
-    "tenant_sdk/connection/replicas.py",
+    "tenant_sdk/connection/replicas/replica_set.py",
     "tenant_sdk/products/forecast.py",
     "tenant_sdk/sequences/planning.py",
     "tenant_sdk/sequences/prefill.py",

@@ -18,6 +18,7 @@ from provider.executor.loading import NUMERICS
 from shared.errors import ConfigurationError
 from tenant_sdk.cli import app as tenant_app
 from tenant_sdk.config import SessionConfig
+from tenant_sdk.trust.secrets import text_of
 
 REQUIRED: dict[str, Any] = {"model_dir": Path("m"), "tls_dir": Path("t"), "token_file": Path("f")}
 
@@ -56,18 +57,18 @@ def test_the_choices_are_those_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("numerics", "float8", "numerics='float8' cannot be; choose from float32, bfloat16, ring"),
-        ("batching", "some", "batching='some' cannot be; choose from opportunistic, none, lockstep"),
-        ("log_format", "xml", "log_format='xml' cannot be; choose from text, json"),
-        ("port", 65536, "port=65536 cannot be: it is at least 0 and at most 65535"),
+        ("numerics", "float8", "numerics='float8' must be one of float32, bfloat16, ring"),
+        ("batching", "some", "batching='some' must be one of opportunistic, none, lockstep"),
+        ("log_format", "xml", "log_format='xml' must be one of text, json"),
+        ("port", 65536, "port=65536 must be at least 0 and at most 65535"),
         ("admin_port", -1, "admin_port=-1"),
-        ("max_connections", 0, "max_connections=0 cannot be: it is at least 1"),
+        ("max_connections", 0, "max_connections=0 must be at least 1"),
         ("drain_seconds", math.nan, "drain_seconds=nan"),
         ("tenant_requests", math.inf, "tenant_requests=inf"),
         ("tls_dir", None, "tls_dir=PATH is missing"),
         ("token_file", None, "or try it all out on one machine with dev=True"),
         ("dev", True, "dev=True makes what it needs in dev_dir=symbiosis-dev: leave out tls_dir=t"),
-        ("decode_objective_ms", 0.5, "decode_objective_ms=0.5 cannot be: it is at least 1"),
+        ("decode_objective_ms", 0.5, "decode_objective_ms=0.5 must be at least 1"),
     ],
 )
 def test_a_provider_that_cannot_be(option: str, value: object, message: str) -> None:
@@ -199,7 +200,7 @@ def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     opened: list[SessionConfig] = []
 
     def open_session(config: SessionConfig) -> None:
-        opened.append(config)
+        opened.append(dataclasses.replace(config, token=text_of(config.token)))
         raise ConfigurationError("enough")
 
     monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)

@@ -16,7 +16,8 @@ from shared.errors import ConfigurationError
 from tenant_sdk.cli import app
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import replicas_of
-from tenant_sdk.profiles import KINDS, Secret, merged, profile_path, read_profile, revealed
+from tenant_sdk.profiles import KINDS, merged, profile_path, read_profile
+from tenant_sdk.trust.secrets import Secret, text_of
 
 PROFILE = """
 provider = "wss://a.example"
@@ -51,7 +52,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SessionConfi
     found: list[SessionConfig] = []
 
     def open_session(config: SessionConfig) -> None:
-        found.append(config)
+        found.append(revealed(config))
         raise ConfigurationError("enough")
 
     monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
@@ -63,6 +64,19 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SessionConfi
     (tmp_path / "b.token").chmod(0o600)
     (tmp_path / "symbiosis.toml").write_text(PROFILE)
     return found
+
+
+def revealed(config: SessionConfig) -> SessionConfig:
+    """With its secrets read, and without the name of the profile that it came from."""
+    several = config.mask_source_token
+    tokens = [text_of(each) for each in several] if isinstance(several, list) else text_of(several)  # type: ignore[arg-type]
+    return dataclasses.replace(
+        config,
+        profile=None,
+        token=text_of(config.token),
+        mask_source_token=tokens,
+        fingerprint_key=text_of(config.fingerprint_key),
+    )
 
 
 def connect(**arguments: Any) -> str:
@@ -95,7 +109,7 @@ def of_the_profile(folder: Path) -> dict[str, Any]:
         "fingerprints": folder / "prints",
         "fingerprint_key": "k3y",
         "mask_sources": ["wss://b.example", f"local:{folder / 'weights'}", "wss://c.example"],
-        "mask_source_token": ["b", None, "c t0k3n"],
+        "mask_source_token": ["b", "", "c t0k3n"],
         "mask_source_ca": [folder / "b.pem", None, "system"],
     }
 
@@ -103,7 +117,7 @@ def of_the_profile(folder: Path) -> dict[str, Any]:
 def test_every_argument_of_connect_can_be_in_it() -> None:
     secrets = {f"{name}_{way}" for name in ("token", "fingerprint_key") for way in ("env", "file", "command")}
     fields = {field.name for field in dataclasses.fields(SessionConfig)}
-    python_only = {"token", "fingerprint_key", "mask_source_token", "mask_source_ca", "noise_bank"}
+    python_only = {"profile", "token", "fingerprint_key", "mask_source_token", "mask_source_ca", "noise_bank"}
     assert KINDS.keys() == fields - python_only | secrets
 
 
@@ -133,11 +147,12 @@ def test_replicas_are_a_list_or_have_commas_in_between(opened: list[SessionConfi
 def test_what_is_given_wins(opened: list[SessionConfig], tmp_path: Path) -> None:
     """Also if it is the default; and a party's token and authority go with it."""
     file, said = str(tmp_path / "symbiosis.toml"), of_the_profile(tmp_path)
-    masks = {"mask_sources": ["local:w"], "mask_source_token": None, "mask_source_ca": None}
+    masks = {"mask_sources": ["local:w"], "mask_source_token": "", "mask_source_ca": None}
     party = {"provider": "wss://x", "token": "other", "ca": None, "client_certificate": None}
     pairs: list[tuple[dict[str, Any], list[object], dict[str, Any]]] = [
         ({"pad_rows": 0}, ["--pad-rows", 0], {"pad_rows": 0}),
         ({"experts": "routed"}, ["--experts", "routed"], {"experts": "routed"}),
+        ({"fill_masks": True}, ["--fill-masks"], {"fill_masks": True}),
         ({"timeout": 60.0}, ["--timeout", 60], {"timeout": 60.0}),
         ({"token": "other"}, ["--token-env", "OTHER"], {"token": "other"}),
         ({"mask_sources": ["local:w"]}, ["--mask-source", "local:w"], masks),
@@ -162,9 +177,9 @@ def test_what_is_given_wins(opened: list[SessionConfig], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "words", "message"),
     [
-        ({"verify_rate": 2}, [], "`verify_rate = 2` in p.toml cannot be"),
-        ({"verify_rate": 2}, ["--verify-rate", 3], "--verify-rate 3.0 cannot be"),
-        ({"privacy": "rot13"}, [], "`privacy = 'rot13'` in p.toml is none of one-time"),
+        ({"verify_rate": 2}, [], "`verify_rate = 2` in p.toml must be more than 0"),
+        ({"verify_rate": 2}, ["--verify-rate", 3], "--verify-rate 3.0 must be more than 0 and at most 1"),
+        ({"privacy": "rot13"}, [], "`privacy = 'rot13'` in p.toml must be one of one-time"),
         ({}, [], "there for those of the operating system. The provider's, `ca` in p.toml, could"),
         ({"allow_same": ["key"]}, [], "if that is meant, `allow_same = ['authority', 'key']` in p.toml; to"),
         ({}, [], "own authority: `ca` of the mask source in p.toml, or the word"),
@@ -351,7 +366,7 @@ def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_fails(program: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenant_sdk.profiles.COMMAND_SECONDS", 0.3 if "wait" in program else 60.0)
+    monkeypatch.setattr("tenant_sdk.trust.secrets.COMMAND_SECONDS", 0.3 if "wait" in program else 60.0)
     with pytest.raises(ConfigurationError) as caught:
         Secret("the token", command=(sys.executable, "-c", program)).read()
     assert message in str(caught.value)
@@ -369,8 +384,9 @@ def test_no_shell_sees_a_command(tmp_path: Path) -> None:
 def test_secrets_are_not_read_before_they_are_needed(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text('provider = "wss://a"\ntoken_env = "NOT_SET_ANYWHERE"')
     given = merged(read_profile(tmp_path / "p.toml"), {"token": "t"})
-    assert revealed(given) == {"provider": "wss://a", "token": "t"}
+    assert given == {"provider": "wss://a", "token": "t"}
+    secret = read_profile(tmp_path / "p.toml")["token"]
     with pytest.raises(
         ConfigurationError, match="NOT_SET_ANYWHERE is not set: put the provider's token there"
     ):
-        revealed(read_profile(tmp_path / "p.toml"))
+        secret.read()

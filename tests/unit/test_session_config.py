@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,19 +15,20 @@ import tenant_sdk
 from shared.errors import ConfigurationError
 from tenant_sdk.config import WIRE_DTYPES, SessionConfig
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of
-from tenant_sdk.products.noise_bank import NoiseBankOptions
+from tenant_sdk.gateway.connection import read, written
+from tenant_sdk.products.bank_options import NoiseBankOptions
+from tenant_sdk.reference import reference
+from tenant_sdk.trust.secrets import Secret
 
 HERE = {"provider": "wss://a.example:1", "token": "t0k3n", "mask_sources": ["local:folder"]}
 
 
 def test_they_are_the_parameters_of_connect() -> None:
-    """With the same defaults, and the profile that others come from."""
-    fields = {
-        field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(SessionConfig)
-    }
-    parameters = inspect.signature(tenant_sdk.connect).parameters.values()
-    assert {each.name: each.default for each in parameters} == fields | {"profile": None}
+    """With the same types and defaults, and what each is stands in its documentation."""
+    fields = inspect.signature(SessionConfig).parameters
+    assert inspect.signature(tenant_sdk.connect).parameters == fields
+    assert tenant_sdk.connect.__doc__ is not None
+    assert all(f"\n        {name}: " in tenant_sdk.connect.__doc__ for name in fields)
 
 
 def test_all_parameters_of_connect_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +131,81 @@ def test_parties_may_have_replicas() -> None:
 def test_replicas_that_cannot_be(options: dict[str, object], what: str) -> None:
     with pytest.raises(ConfigurationError, match=what):
         SessionConfig(**(HERE | options))  # type: ignore[arg-type]
+
+
+NEW_OPTION = """
+import dataclasses, sys
+from typing import Annotated
+from shared.options import Option
+import tenant_sdk.config as config
+
+@dataclasses.dataclass(frozen=True)
+class Extended(config.SessionConfig):
+    chatter: Annotated[int, Option(config.MASKS, "Requests that say nothing.", least=0, unit="COUNT")] = 0
+
+config.SessionConfig = Extended
+from typer.testing import CliRunner
+import tenant_sdk
+from tenant_sdk import cli, composition, reference
+from shared.errors import ConfigurationError
+
+opened = []
+def open_session(config):
+    opened.append(config.chatter)
+    raise ConfigurationError("enough")
+composition.open_session = open_session
+
+profile = sys.argv[1]
+common = ["--profile", profile, "--prompt", "x"]
+print([str(CliRunner().invoke(cli.app, ["generate", *common, *more]).exception) for more in (
+    [], ["--chatter", "3"], ["--chatter", "-1"])])
+for given in ({}, {"chatter": 4}):
+    try:
+        tenant_sdk.connect(profile=profile, **given)
+    except ConfigurationError as error:
+        print(error)
+print(opened, "`--chatter COUNT`" in reference.reference())
+"""
+
+
+def test_a_new_option_is_one_field(tmp_path: Path) -> None:
+    """It is on the command line, in profiles, in ``connect`` and in the reference."""
+    profile = tmp_path / "p.toml"
+    profile.write_text(
+        'provider = "wss://a"\ntoken_command = ["echo", "t"]\nprivacy = "plain"\nchatter = 2\n'
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", NEW_OPTION, str(profile)], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.splitlines() == [
+        "['enough', 'enough', '--chatter -1 must be at least 0']",
+        "enough",
+        "enough",
+        "[2, 3, 2, 4] True",
+    ]
+
+
+def test_the_reference_is_that_of_the_fields() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
+    assert page.read_text() == reference(), f"python -m tenant_sdk.reference > {page}"
+
+
+def test_a_gateways_worker_is_given_all_but_secrets(tmp_path: Path) -> None:
+    token = Secret("the provider's token", command=("printf", "%s%s", "t0k", "3n"), folder=tmp_path)
+    assert token.read() == "t0k3n"
+    config = SessionConfig(
+        ["wss://a.example", "wss://b.example"],
+        token=token,
+        mask_sources=["wss://c.example", "local:folder"],
+        mask_source_token=[Secret("the mask source's token", "C_TOKEN"), None],
+        mask_source_ca=[Path("system"), None],
+        ca=Path("a.pem"),
+        pad_rows=8,
+        allow_same={"host"},
+    )
+    table = json.dumps(written(config))
+    assert "t0k3n" not in table
+    expected = dataclasses.replace(config, ca=str(Path("a.pem").absolute()), mask_source_ca=["system", None])
+    assert read(json.loads(table)) == dataclasses.replace(expected, allow_same=["host"])
+    with pytest.raises(ConfigurationError, match="where its secrets are"):
+        written(dataclasses.replace(config, token="t0k3n"))

@@ -8,23 +8,23 @@ from collections import Counter
 import pytest
 
 from shared.errors import AuthenticationError, ConnectError, ConnectionLost, NobodyListens, TlsError
-from tenant_sdk.connection.replicas import (
+from tenant_sdk.connection.replicas.replica_set import (
     FIRST_EJECTION,
     MOST_EJECTION,
     STALE_SECONDS,
-    Replicas,
+    ReplicaSet,
 )
 
 GONE = ConnectionLost("the connection broke; open a new session")
 
 
-def replicas(*names: str, seed: int = 0) -> Replicas:
-    made = Replicas(random.Random(seed).random)
+def replicas(*names: str, seed: int = 0) -> ReplicaSet:
+    made = ReplicaSet(random.Random(seed).random)
     made.update(names)
     return made
 
 
-def drawn(policy: Replicas, now: float, times: int = 3000) -> Counter[str | None]:
+def drawn(policy: ReplicaSet, now: float, times: int = 3000) -> Counter[str | None]:
     return Counter(policy.choose(now) for _ in range(times))
 
 

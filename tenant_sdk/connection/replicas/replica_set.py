@@ -31,7 +31,7 @@ class _Replica:
         self.refused = False  # for good, as far as it can be seen
 
 
-class Replicas:
+class ReplicaSet:
     """The replicas of one party by their names. No I/O; the caller brings the time and opens connections.
 
     Args:

@@ -1,4 +1,4 @@
-"""A connection that lasts over several replicas: which is used, and what is said; nothing sleeps."""
+"""A connection that is opened again, with several replicas: which is used, what is said; nothing sleeps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shared.errors import (
     SymbiosisError,
 )
 from shared.wire.messages import Limits, Manifest
-from tenant_sdk.connection import lasting
-from tenant_sdk.connection.lasting import LastingConnection, Lost
+from tenant_sdk.connection.replicas import reconnecting
+from tenant_sdk.connection.replicas.reconnecting import Lost, ReconnectingConnection
 from tenant_sdk.connection.stats import Stats
 
 A, B, C = "wss://a:1", "wss://b:1", "wss://c:1"
@@ -39,12 +39,12 @@ class World:
         self.until: dict[str, float] = {}  # when who is down is back
         self.manifests = dict.fromkeys(names, MANIFEST)
         self.stats = Stats()
-        monkeypatch.setattr(lasting, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(lasting, "_hello", lambda channel: self.manifests[channel.peer])
+        monkeypatch.setattr(reconnecting, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(reconnecting, "_hello", lambda channel: self.manifests[channel.peer])
         self._patch = monkeypatch
 
     def connect(self, patience: float = 600.0) -> Any:
-        made: Any = LastingConnection(self.find, self.stats, patience, "them")
+        made: Any = ReconnectingConnection(self.find, self.stats, patience, "them")
         made._chance = lambda: 0.0
         self._patch.setattr(made._closing, "wait", self.wait)
         return made
@@ -189,7 +189,7 @@ def test_a_request_that_breaks_every_replica_is_not_sent_for_ever(world: Callabl
     here, lost = world(A, B), Lost()
     connection = here.connect(1e6)
     broke = ConnectionLost("the connection broke")
-    for _ in range(lasting.MOST_REPEATS):
+    for _ in range(reconnecting.MOST_REPEATS):
         lose(connection, broke, lost)
     with pytest.raises(ConnectionLost, match="broke 21 connections with the same request"):
         lose(connection, broke, lost)

@@ -12,26 +12,28 @@ import msgspec
 from shared.errors import ModelMismatch
 from shared.wire.messages import Limits, Manifest
 from shared.wire.protocol import validate_manifest
-from tenant_sdk.connection.lasting import Find, LastingConnection
+from tenant_sdk.connection.replicas.reconnecting import FindReplicas, ReconnectingConnection
 from tenant_sdk.connection.stats import Stats
 
 
-class Parts:
-    """One connection for each part.
+class PartConnections:
+    """One connection for each part of the groups.
 
     Args:
-        find, stats, patience, party, digest: see ``LastingConnection``; of each part there may be replicas.
+        find, stats, patience, party, digest: see ``ReconnectingConnection``. A part may have replicas.
 
     Attributes:
         all: the connections.
         manifest: what they serve together.
 
     Raises:
-        SymbiosisError: nobody can be used who serves some group; see ``LastingConnection``.
+        SymbiosisError: no executor that can be used serves some group; see ``ReconnectingConnection``.
     """
 
-    def __init__(self, find: Find, stats: Stats, patience: float, party: str = "", digest: str = "") -> None:
-        self.all = [LastingConnection(find, stats, patience, party, digest)]
+    def __init__(
+        self, find: FindReplicas, stats: Stats, patience: float, party: str = "", digest: str = ""
+    ) -> None:
+        self.all = [ReconnectingConnection(find, stats, patience, party, digest)]
         first = self.all[0].manifest
         if first.part is not None:
             self.all[0].keep_to(first.part[0])
@@ -43,7 +45,7 @@ class Parts:
                         "name all executors of the provider, each of which serves a part of the layers"
                     )
                 name = f"{party}, groups from {group}"
-                self.all.append(LastingConnection(find, stats, patience, name, first.digest, group))
+                self.all.append(ReconnectingConnection(find, stats, patience, name, first.digest, group))
             self.manifest = together([connection.manifest for connection in self.all])
         except BaseException:
             self.close()
@@ -53,8 +55,8 @@ class Parts:
             for group in range(len(first.groups))
         ]
 
-    def of(self, group: int) -> LastingConnection:
-        """The one to who serves a group."""
+    def of(self, group: int) -> ReconnectingConnection:
+        """The connection to the executor that serves a group."""
         return self._of[group] if self._of else self.all[0]
 
     def _missing(self, groups: int) -> int | None:

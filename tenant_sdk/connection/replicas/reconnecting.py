@@ -1,4 +1,4 @@
-"""A connection that lasts: opened again when it breaks, to whichever replica of the executor can be used.
+"""A connection that is opened again when it breaks, to a replica of the executor that can be used.
 
 A party's replicas serve the same and are one operator's. Their connections are used one after the other,
 never two at once. While none can be used, they are waited for.
@@ -31,7 +31,7 @@ from shared.wire.messages import Hello, Manifest, decode, encode
 from shared.wire.protocol import validate_manifest
 from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, control_payload
-from tenant_sdk.connection.replicas import Replicas
+from tenant_sdk.connection.replicas.replica_set import ReplicaSet
 from tenant_sdk.connection.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -40,12 +40,12 @@ TELL_SECONDS = 10.0  # between two warnings
 # Of one request: it may be what the executor dies of, or that may break connections on purpose.
 MOST_REPEATS = 20
 
-Open = Callable[[], Channel]
-Find = Callable[[], Mapping[str, Open]]
+OpenChannel = Callable[[], Channel]
+FindReplicas = Callable[[], Mapping[str, OpenChannel]]
 """Of each replica that there is now its name, and what opens a channel to it."""
 
 
-def alone(open_channel: Open, name: str = "") -> Find:
+def single_replica(open_channel: OpenChannel, name: str = "") -> FindReplicas:
     """The replicas of a party that has one."""
     return lambda: {name: open_channel}
 
@@ -70,7 +70,7 @@ class Lost:
         self.since, self.times = 0.0, 0
 
 
-class LastingConnection:
+class ReconnectingConnection:
     """One open channel after the other to the same executor, or to replicas of it.
 
     Args:
@@ -90,7 +90,7 @@ class LastingConnection:
 
     def __init__(
         self,
-        find: Find,
+        find: FindReplicas,
         stats: Stats,
         patience: float,
         party: str = "",
@@ -101,7 +101,7 @@ class LastingConnection:
         self._group = group
         self._home = Home()
         self._chance = random.SystemRandom().random
-        self._find, self._replicas = find, Replicas(lambda: self._chance())
+        self._find, self._replicas = find, ReplicaSet(lambda: self._chance())
         self._closing = threading.Event()
         _connections.add(self)
         self._reconnecting = threading.Lock()  # whoever opens a channel holds it, and guards these:
@@ -294,7 +294,9 @@ class LastingConnection:
             log.warning("%s is not used: %s", name, error.message)
         self._replicas.failed(name, time.monotonic(), error, refused=not away)
 
-    def _open(self, name: str, open_channel: Open, served: Manifest | None) -> tuple[Channel, Manifest]:
+    def _open(
+        self, name: str, open_channel: OpenChannel, served: Manifest | None
+    ) -> tuple[Channel, Manifest]:
         channel = open_channel()
         try:
             manifest = _hello(channel)
@@ -339,7 +341,7 @@ class LastingConnection:
                 self._stats.key_exchange[self.url] = self._channel.key_exchange
 
 
-_connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
+_connections: weakref.WeakSet[ReconnectingConnection] = weakref.WeakSet()
 
 
 def _stop_waiting() -> None:

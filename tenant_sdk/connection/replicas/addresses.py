@@ -19,46 +19,46 @@ MOST_ADDRESSES = 32  # of one name: whose operator answers with thousands shall 
 LOOK_UP_SECONDS = 5.0  # between two times that a name is looked up
 
 
-class Place(NamedTuple):
-    """One replica. ``address``: of several that the host name has; empty: whatever the URL leads to."""
+class Address(NamedTuple):
+    """Of one replica. ``ip``: one of several that the host name has; empty: any to which the URL leads."""
 
-    where: str | Endpoint
-    address: str = ""
+    target: str | Endpoint
+    ip: str = ""
 
     def __str__(self) -> str:
-        return f"{url_of(self.where)} ({self.address})" if self.address else url_of(self.where)
+        return f"{url_of(self.target)} ({self.ip})" if self.ip else url_of(self.target)
 
 
-class Places:
-    """The replicas of one party.
+class Resolver:
+    """Finds the addresses of one party's replicas.
 
     Args:
-        wheres: its URLs, or executors in this process.
+        targets: its URLs, or executors in this process.
     """
 
-    def __init__(self, wheres: Sequence[str | Endpoint]) -> None:
-        self._wheres = wheres
+    def __init__(self, targets: Sequence[str | Endpoint]) -> None:
+        self._targets = targets
         self._found: dict[str, list[str]] = {}  # addresses of a URL's name
         self._looked_up = float("-inf")
 
-    def find(self) -> list[Place]:
+    def resolve(self) -> list[Address]:
         """All that there are now; a name is looked up again, but not all the time."""
         now = time.monotonic()
         if now - self._looked_up > LOOK_UP_SECONDS:
-            for where in self._wheres:
-                if isinstance(where, str) and over_tls(where):
+            for target in self._targets:
+                if isinstance(target, str) and over_tls(target):
                     # Without an answer the last one holds; if there was none, connecting says what is wrong.
                     with suppress(OSError, UnicodeError):
-                        self._found[where] = addresses(where)
+                        self._found[target] = addresses_of(target)
             self._looked_up = now
         return [
-            Place(where, address)
-            for where in self._wheres
-            for address in (self._found.get(where, []) if isinstance(where, str) else []) or [""]
+            Address(target, ip)
+            for target in self._targets
+            for ip in (self._found.get(target, []) if isinstance(target, str) else []) or [""]
         ]
 
 
-def addresses(url: str) -> list[str]:
+def addresses_of(url: str) -> list[str]:
     """The addresses of a URL's host name that are replicas; none: it has one address, or is one.
 
     One address of each family is usually one machine, which is connected to by whichever way works.

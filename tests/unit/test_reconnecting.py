@@ -24,8 +24,14 @@ from shared.errors import (
     VerificationError,
     WireError,
 )
-from tenant_sdk.connection import lasting
-from tenant_sdk.connection.lasting import MOST_REPEATS, LastingConnection, Lost, alone, went_away
+from tenant_sdk.connection.replicas import reconnecting
+from tenant_sdk.connection.replicas.reconnecting import (
+    MOST_REPEATS,
+    Lost,
+    ReconnectingConnection,
+    single_replica,
+    went_away,
+)
 from tenant_sdk.connection.stats import Stats
 
 URL = "wss://executor"
@@ -34,7 +40,7 @@ BROKE = ConnectionLost("the connection broke; open a new session")
 
 
 class Channel:
-    """Of a channel what a lasting connection sees."""
+    """Of a channel what a reconnecting connection sees."""
 
     peer, key_exchange = URL, ""
 
@@ -52,9 +58,9 @@ class World:
         self.now, self.waited, self.tries = 1000.0, list[float](), 0
         self.away_until, self.error, self.manifest = 0.0, REFUSED, "model"
         self.stats = Stats()
-        monkeypatch.setattr(lasting, "time", self)
-        monkeypatch.setattr(lasting, "_hello", lambda channel: channel.manifest)
-        self.connection: Any = LastingConnection(alone(self.open, URL), self.stats, patience)  # type: ignore[arg-type]
+        monkeypatch.setattr(reconnecting, "time", self)
+        monkeypatch.setattr(reconnecting, "_hello", lambda channel: channel.manifest)
+        self.connection: Any = ReconnectingConnection(single_replica(self.open, URL), self.stats, patience)  # type: ignore[arg-type]
         self.connection._chance = lambda: 0.0
         monkeypatch.setattr(self.connection._closing, "wait", self.wait)
 
@@ -257,10 +263,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from shared.errors import NobodyListens
-from tenant_sdk.connection import lasting
+from tenant_sdk.connection.replicas import reconnecting
 from tenant_sdk.connection.stats import Stats
 
-lasting._hello = lambda channel: "model"
+reconnecting._hello = lambda channel: "model"
 channels = [SimpleNamespace(peer="wss://executor", key_exchange="", broken=False)]
 tried = threading.Event()
 
@@ -270,7 +276,7 @@ def open_channel():
     tried.set()
     raise NobodyListens("it is gone")
 
-connection = lasting.LastingConnection(lasting.alone(open_channel), Stats(), 1e6)
+connection = reconnecting.ReconnectingConnection(reconnecting.single_replica(open_channel), Stats(), 1e6)
 connection.latest.broken = True
 ThreadPoolExecutor(1).submit(lambda: connection.channel)
 tried.wait()
