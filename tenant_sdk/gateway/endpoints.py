@@ -343,7 +343,7 @@ class Endpoints:
             asked = msgspec.json.decode(await request.body(), type=_Asked)
             folder = self._gateway.adapters
             if folder is None:
-                raise ConfigurationError("this gateway was started without --adapters, so it takes none")
+                raise ConfigurationError("this gateway was started without adapters, so it takes none")
             path = (folder / asked.path).resolve()
             adapter = await self.add(path, asked.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:

@@ -19,12 +19,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample import rejection_sampler
 
 from shared.errors import SymbiosisError
-from shared.options import in_options
+from shared.options import flags_of
 from shared.wire.header import RequestClass
 from tenant_sdk.cli_options import NAMES
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.doorkeeper import Failure
 from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, lost_rows, probe
+from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.quiet import leave_words_out, wordless
 from tenant_sdk.gateway.status import Status
 
@@ -80,8 +81,7 @@ class Worker(Base):  # type: ignore[misc]
             if self.vllm_config.lora_config is not None:
                 check_adaptable(self.model_runner.model)
         except (SymbiosisError, ValueError) as error:
-            ours = isinstance(error, SymbiosisError)
-            why = in_options(str(error), NAMES) if ours else f"vLLM does not take this: {error}"
+            why = _shown(error) if isinstance(error, SymbiosisError) else f"vLLM does not take this: {error}"
             Status(error=why).write(Path(self.vllm_config.model_config.model))
             raise SystemExit(1) from error  # without pages on how it came there
         if current_platform.is_cpu():
@@ -150,7 +150,7 @@ class Worker(Base):  # type: ignore[misc]
         log.warning("a step failed: %s", error if ours else wordless(error))
         status.failed_steps += 1
         status.failure = Failure.of(error)
-        status.error = in_options(str(error), NAMES) if ours else ""
+        status.error = _shown(error) if ours else ""
         status.failed_at = time.monotonic()
         self._write(failing=True)  # before the clients are told
         return FailedStep(
@@ -219,7 +219,7 @@ class Worker(Base):  # type: ignore[misc]
                 try:
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
-                    status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)
+                    status.failure, status.error = Failure.of(error), _shown(error)
                     continue
                 except Exception:  # or nobody would look again, and all would be refused
                     log.exception("cannot look whether the executor is back")
@@ -241,6 +241,13 @@ class Worker(Base):  # type: ignore[misc]
                 status.write(self._folder)
             except OSError as error:
                 log.warning("cannot write to %s: %s", self._folder, error.strerror)
+
+
+def _shown(error: Exception) -> str:
+    """What it says to the user of the command line."""
+    if isinstance(error, SymbiosisError):
+        error.show_options({**NAMES, **flags_of(GatewayOptions)})
+    return str(error)
 
 
 @contextmanager
