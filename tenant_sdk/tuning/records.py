@@ -33,6 +33,8 @@ _LEARNED = (
     *("train", "train_detail", "training", "training_detail", "trainable"),
     *("loss", "loss_mask", "loss_weight", "mask", "masked"),
 )
+# Keys of a record that say the same, unless they are 1 or true; a grade must be above 0.
+_JUDGED, _GRADES, _PAIRED = ("weight", "label", *_LEARNED), ("score", "reward"), ("chosen", "rejected")
 _SAID = {
     "function_call": "write it as `tool_calls`",
     "refusal": "write it as `content`",
@@ -179,6 +181,7 @@ def _decode(line: str, place: str) -> Record:
         raise ConfigurationError(
             f"{place}: a record has `text`, or `prompt` and `completion`, or `messages`; {_has(fields)}"
         )
+    _check_judged(fields, place)
     read = {*given, "tools"} if given & {"messages", "conversations"} else given
     messages = record.messages
     if record.conversations is not None:
@@ -194,6 +197,25 @@ def _decode(line: str, place: str) -> Record:
         messages = [_message(each, place) for each in messages]
     others = {key for each in messages or () for key, value in each.items() if value is not None} - _READ
     return replace(record, messages=messages, unread=_names(fields.keys() - read), passed=_names(others))
+
+
+def _check_judged(fields: dict[str, Any], place: str) -> None:
+    """Refuse a record that says of itself that it is not to be learned, or not as it is.
+
+    Raises:
+        ConfigurationError: it does; the message names the key.
+    """
+    bad = [name for name in _PAIRED if fields.get(name) is not None]
+    bad += [name for name in _JUDGED if fields.get(name) not in (None, 1)]
+    for name in _GRADES:
+        grade = fields.get(name)
+        if grade is not None and not (isinstance(grade, int | float) and grade > 0):
+            bad.append(name)
+    if bad:
+        raise ConfigurationError(
+            f"{place}: `{bad[0]}` of a record is not obeyed: all records are learned alike. Remove the "
+            f"record if it is not to be learned, or else remove `{bad[0]}`"
+        )
 
 
 def _names(keys: Iterable[str]) -> tuple[str, ...]:
@@ -236,7 +258,11 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     content = given.get("content")
     if content is None and given["role"] == "assistant":
         content = ""  # beside a call of a tool
-    message = {**given, "content": _content(content, place)}
+    # Templates ask whether a key is there: None and no calls are nothing.
+    there = {
+        key: value for key, value in given.items() if value is not None and (key != "tool_calls" or value)
+    }
+    message = {**there, "content": _content(content, place)}
     if message.get("weight", 1) not in (0, 1):
         raise ConfigurationError(f"{place}: `weight` of a message is 0, not to learn it, or 1")
     calls = message.get("tool_calls") or []
