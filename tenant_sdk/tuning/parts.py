@@ -120,11 +120,12 @@ class Words:
         return f"{named} of message {parts[0].at + 1} (role `{self._roles[parts[0].at]}`)"
 
     def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(tool.get("function"), dict):
-            return {**tool, "function": self._tool(tool["function"])}
-        if not isinstance(name := tool.get("name"), str):
+        inner = tool.get("function")
+        named = inner if isinstance(inner, dict) else tool
+        if not isinstance(name := named.get("name"), str):
             return tool
-        return {**tool, "name": self._word(-1, f"the tool `{peer_text(name, _LONGEST_KEY)}`", name)}
+        worded = {**named, "name": self._word(-1, f"the tool `{peer_text(name, _LONGEST_KEY)}`", name)}
+        return {**tool, "function": worded} if named is inner else worded
 
     def _message(self, at: int, message: dict[str, Any]) -> dict[str, Any]:
         worded, content = dict(message), message["content"]

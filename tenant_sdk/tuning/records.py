@@ -26,6 +26,7 @@ from tenant_sdk.tuning.parts import REASONING
 _NAMES = (".jsonl", ".ndjson", ".json")
 _KEYS = ("text", "prompt", "completion", "messages", "conversations")  # a record needs one of these
 _MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
+_DEEPEST = 64  # lists and objects within each other, in a call's arguments
 # Keys of a message that are read. The chat template is given others too.
 _READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *REASONING}
 # Other tools' keys for what is learned, and keys that hold what was said.
@@ -172,7 +173,7 @@ def _decode(line: str, place: str) -> Record:
         fields = msgspec.json.decode(line.encode(), type=dict[str, Any])
         record = msgspec.convert(fields, Record)
         if isinstance(record.tools, str):
-            tools = msgspec.json.decode(record.tools.encode(), type=list[dict[str, Any]])
+            tools = msgspec.json.decode(record.tools.encode() or b"[]", type=list[dict[str, Any]])
             record = replace(record, tools=tools)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:  # which quote no value
         raise ConfigurationError(f"{place}: {error}; a line holds one record, a JSON object") from None
@@ -276,6 +277,8 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place}: `tool_calls` is a list of objects whose `function` has a `name` and `arguments`, a "
             "JSON object"
         ) from None
+    if any(_deeper(each, _DEEPEST) for each in arguments):
+        raise ConfigurationError(f"{place}: `arguments` of a call are nested more than {_DEEPEST} deep")
     if calls:
         message["tool_calls"] = [
             {**call, "function": {**function, "arguments": each}}
@@ -335,3 +338,9 @@ def _arguments(given: Any) -> dict[str, Any]:
     """The arguments of a call, which may be written as JSON."""
     decoded = msgspec.json.decode(given.encode()) if isinstance(given, str) and given else given or {}
     return msgspec.convert(decoded, dict[str, Any])
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether a value has more than so many lists and objects within each other."""
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return within is not None and (most == 0 or any(_deeper(each, most - 1) for each in within))

@@ -462,9 +462,30 @@ def test_keys_of_messages_that_hold_nothing_are_not_there(chat: Callable[[str], 
     """Templates ask whether a message has a key."""
     template = TURNS.replace("{{ m.content }}", "{{ m.keys() | sort | join('+') }}: {{ m.content }}")
     nothing = {"tool_calls": [], "name": None, "function_call": None}
-    path = write({"messages": [CHAT[0], {**CHAT[1], **nothing}], "tools": []})
-    (example,) = Reader(tokenizer_ := chat(template), 128).read([path])
-    assert learned(example, tokenizer_) == " content+role: Ruth came.</s>"
+    tokenizer = chat(template.replace("{{ bos", "{{ 'tools' if tools is not none else '' }}{{ bos"))
+    for tools in ([], "[]", "", None):
+        path = write({"messages": [CHAT[0], {**CHAT[1], **nothing}], "tools": tools})
+        (example,) = Reader(tokenizer, 128).read([path])
+        assert learned(example, tokenizer) == " content+role: Ruth came.</s>"
+        assert "tools" not in tokenizer.decode(example["input_ids"])
+
+
+def test_values_may_be_deep_but_not_without_end(chat: Callable[[str], Any], write: Write) -> None:
+    tokenizer = chat("{{ tools | tojson if tools else '' }}" + ALL)
+
+    def path(depth: int) -> Path:
+        value: Any = "zinc"
+        tool: Any = {"name": "look_up"}
+        for _ in range(depth):
+            value, tool = [value], {"function": tool}
+        function = {"name": "look_up", "arguments": {"word": value}}
+        called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        return write({"messages": [CHAT[0], called], "tools": [tool]})
+
+    (example,) = Reader(tokenizer, 4096).read([path(60)])
+    assert "zinc" in learned(example, tokenizer)
+    with pytest.raises(ConfigurationError, match=r"line 1: `arguments` .* more than 64 deep"):
+        Reader(tokenizer, 4096).read([path(300)])
 
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
