@@ -274,7 +274,8 @@ class Reader:
             unread |= {*record.unread}
             passed |= {*record.passed}
             examples = self._encode(record, where(path, line))
-            if not examples or not all(map(trained_tokens, examples)):
+            fitting = [each for each in examples if len(each["input_ids"]) <= self.length]
+            if not examples or not all(map(trained_tokens, fitting)):
                 raise ConfigurationError(
                     f"{where(path, line)}: there is nothing to learn: no answer that follows something"
                 )
@@ -285,7 +286,7 @@ class Reader:
 
     def _fitted(self, example: Example, line: int) -> list[Entry]:
         learned = [label for label in example["labels"] if label != IGNORED]
-        ended = learned[-1] in self._ends
+        ended = not learned or learned[-1] in self._ends
         if len(example["input_ids"]) <= self.length:
             return [Entry(line, example, ended=ended)]
         if example["labels"] == example["input_ids"]:
@@ -296,7 +297,7 @@ class Reader:
     def _encode(self, record: Record, place: str) -> list[Example]:
         """Usually one example; what is too long is the caller's matter."""
         if record.messages is not None:
-            chats = Conversations(self.tokenizer, self._ends)
+            chats = Conversations(self.tokenizer, self._ends, self.length)
             tools = record.tools if isinstance(record.tools, list) else None
             if self.train_on_prompt:
                 return [chats.everything(record.messages, tools, place)]
@@ -305,6 +306,11 @@ class Reader:
             return [whole(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
         prompt, completion = record.prompt or "", record.completion or ""
         start = prompt_tokens(self.tokenizer, prompt)
+        if not start:
+            raise ConfigurationError(
+                f"{place}: the prompt is empty and the tokenizer begins no text with a token, so that "
+                "nothing predicts the completion's first token: write a prompt, or the whole as `text`"
+            )
         answer = self._ended(continued(self.tokenizer, prompt, start, completion, special=True))
         if self.train_on_prompt:
             return [whole(start + answer)]

@@ -86,7 +86,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
         under_way = remote.submit_piece(
             remote.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows], RequestClass.UNDECLARED
         )
-        remote.submit(Operation.PRODUCT, 0, FORWARD, 1, [rows]).result()  # so that the one before is sent
+        remote.submit(Operation.PRODUCT, 0, FORWARD, 1, [rows + 128]).result()  # the one before is sent
         channels, requests = open_channels(), session.stats.requests
         before = [bytes_sent(channel._sock) for channel in channels]
 
