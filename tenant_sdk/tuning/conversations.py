@@ -299,9 +299,9 @@ class _Chat:
         if "".join(own for own, _ in found) != answer:
             raise ConfigurationError(
                 Message(
-                    "{}: it does not show what the chat template marks with {{% generation %}}: with signs in "
-                    "place of the marks it writes another text. Use a tokenizer whose template marks less, "
-                    "or nothing ({tokenizer})",
+                    "{}: it does not show what the chat template marks with {{% generation %}}: with signs "
+                    "in place of the marks it writes another text. Use a tokenizer whose template marks "
+                    "less, or nothing ({tokenizer})",
                     self.where,
                     tokenizer=Word("FOLDER"),
                 )
