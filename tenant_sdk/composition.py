@@ -72,7 +72,7 @@ def open_session(config: SessionConfig) -> Session:
         if config.privacy == "one-time" and config.where_experts == "routed" and _experts(manifest):
             log.warning(
                 "experts='routed': %s sees how many tokens each expert gets, which depends on the text "
-                "(docs/privacy.md)",
+                "(docs/explanation/privacy.md)",
                 provider.url,
             )
         if stored is not None and provider.ring:

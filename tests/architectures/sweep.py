@@ -29,7 +29,7 @@ from tiny import architectures
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
-RESULTS, DOCUMENT = ROOT / "out/architectures/results.jsonl", ROOT / "docs/architectures.md"
+RESULTS, DOCUMENT = ROOT / "out/architectures/results.jsonl", ROOT / "docs/reference/architectures.md"
 SECONDS = 120.0  # for one architecture, of which most take one or two
 MEMORY = 12 << 30  # bytes of addresses: shared libraries alone take several
 Architecture = tuple[str, str, str]

@@ -19,7 +19,7 @@ from provider.config import ServeConfig
 from provider.observe.metrics import Metrics
 from provider.serve.provider import ALIVE_SECONDS
 
-DOCUMENT = (CHART.parents[2] / "docs" / "operations.md").read_text()
+DOCUMENT = (CHART.parents[2] / "docs" / "how-to" / "operations.md").read_text()
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 needs_helm = pytest.mark.skipif(
     find_spec("helm_python") is None, reason="Helm's library is not installed (pip install -e '.[deploy]')"
