@@ -78,7 +78,7 @@ coverage: install ## run the tests under branch coverage; a table of rooms, page
 	@$(BIN)/coverage html --quiet
 	@$(BIN)/python .ci/rooms.py
 
-architectures: install ## every architecture of transformers, tiny, end to end: docs/reference/architectures.md
+architectures: install ## every architecture of transformers, tiny, end to end; a table of all in out/architectures
 	$(BIN)/python tests/architectures/sweep.py $(ARGS)
 
 check: install ## lint, check the format and the types
