@@ -18,7 +18,6 @@ import prometheus_client
 import watchfiles
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.structured_output import backend_guidance
@@ -28,6 +27,7 @@ from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.figures import Collector, rates
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front
 from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.quiet import leave_words_out
@@ -37,9 +37,8 @@ from tenant_sdk.gateway.trials import Trials
 from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Shared, Threads, Turns, asking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from prometheus_client.core import Metric
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
 
@@ -137,7 +136,7 @@ class Endpoints:
         """Take vLLM's other paths away, and add ours."""
         app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") in KEPT]
         gateway = self._gateway
-        prometheus_client.REGISTRY.register(_Collector(gateway))
+        prometheus_client.REGISTRY.register(Collector(gateway))
         app.add_middleware(
             Front,
             door=gateway.door,
@@ -396,7 +395,7 @@ class Endpoints:
             now = {"time": time.time(), "under_way": float(self._gateway.queue.under_way)}
             now |= await asyncio.to_thread(self._counts)
             if before:
-                self._gateway.samples.append(_rates(before, now))
+                self._gateway.samples.append(rates(before, now))
             if not now["under_way"] and not before.get("under_way", 1.0):
                 await self._tidy()
             before = now
@@ -448,62 +447,3 @@ def _shown(adapter: Adapter) -> dict[str, Any]:
 def _answer(refusal: Refusal) -> JSONResponse:
     headers = {"retry-after": str(refusal.retry_after)} if refusal.retry_after else {}
     return JSONResponse(refusal.body(), refusal.status, headers)
-
-
-def _rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
-    """A point of each line: a second's counts, and means of its steps."""
-    seconds = max(now["time"] - before["time"], 1e-3)
-    since = {name: value - before.get(name, 0.0) for name, value in now.items()}
-    steps = since.get("steps", 0.0)
-    return {
-        "time": now["time"],
-        "tokens": since["tokens"] / seconds,
-        "prompt_tokens": since["prompt_tokens"] / seconds,
-        "batch": since.get("sequences", 0.0) / steps if steps else 0.0,
-        "tokens_a_step": since["tokens"] / steps if steps else 0.0,
-        "steps": steps / seconds,
-        "round_trips": since.get("products", 0.0) / seconds,
-        "milliseconds": 1e3 * since.get("seconds_waiting", 0.0) / max(1.0, since.get("products", 0.0)),
-        "masks_ahead": now.get("rows_ahead", 0.0),
-        "waiting": now["waiting"],
-        "running": now["running"],
-        "kv_used": now["kv_used"],
-    }
-
-
-class _Collector:
-    """The worker's status for Prometheus."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
-        status = Status.read(self._gateway.folder)
-        for name, help_ in {
-            "steps": "Steps of the model.",
-            "failed_steps": "Steps that failed, with all requests in them.",
-            "sequences": "Sequences in all steps.",
-            "products": "Requests to the executor: round trips.",
-            "rows": "Rows of these.",
-            "bytes_sent": "Payloads sent to executors.",
-            "bytes_received": "Payloads of their answers.",
-            "seconds_waiting": "Time that steps waited for answers and effects.",
-        }.items():
-            metric = CounterMetricFamily(f"symbiosis_gateway_{name}", help_)
-            metric.add_metric([], getattr(status, name))
-            yield metric
-        for name, help_, value in (
-            ("adapters", "Adapters served.", len(self._gateway.served)),
-            ("sequences_under_way", "Sequences computed or waiting.", self._gateway.queue.under_way),
-            ("masks_ahead", "Rows of masks whose effects are there or ordered.", status.rows_ahead),
-            ("provider_up", "0 after a step failed, until one is done.", not status.failing),
-        ):
-            gauge = GaugeMetricFamily(f"symbiosis_gateway_{name}", help_)
-            gauge.add_metric([], float(value))
-            yield gauge
-        refused = CounterMetricFamily(
-            "symbiosis_gateway_refused", "Requests refused because the queue was full."
-        )
-        refused.add_metric([], self._gateway.queue.refused)
-        yield refused

@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
         client: that it is for.
         adapter: a number; 0: none.
         reading: it has begun, and not all of its prompt is read.
-        tokens: that its next row attends to, once it is written.
+        tokens: that its next row attends to.
         blocks: of keys and values that it has.
         more: blocks that it needs for its next step, or to begin.
     """
@@ -192,7 +192,7 @@ class Steps:
         return (BESIDE if beside and written else ALONE) * self.seconds(max(1, written), tokens)
 
     def rows(self, written: int, tokens: int, seconds: float, most: int) -> int:
-        """How many rows such a step may have; ``tokens``: that all its sequences attend to."""
+        """How many rows such a step may have; ``tokens``: that those attend to whose clients read as well."""
         return min(most, max(self.line.rows(seconds - self.per_token * tokens), written + LEAST_ROWS))
 
 
@@ -203,12 +203,12 @@ class Attention:
     owed: dict[str, float] = field(default_factory=dict)
 
     def resting(
-        self, written: Sequence[Wanted], steps: Steps, seconds: float, *, clients: int, lightest: str | None
+        self, going: Sequence[Wanted], steps: Steps, seconds: float, *, clients: int, lightest: str | None
     ) -> set[str]:
         """Names of the sequences that wait for a later step; a client that owes nothing has one in this.
 
         Args:
-            written: sequences whose prompt is read; those that have waited longest first.
+            going: sequences that could go on; those that have waited longest first.
             steps: how long steps take.
             seconds: beyond that of rows and of the lightest client, for all others together.
             clients: how many there are.
@@ -216,7 +216,7 @@ class Attention:
         """
         share, rest = seconds / clients, set[str]()
         self.owed = {client: owed - share for client, owed in self.owed.items() if owed > share}
-        for each in written:
+        for each in going:
             takes, owed = steps.per_token * each.tokens, self.owed.get(each.client, 0.0)
             if each.client == lightest:
                 continue

@@ -61,7 +61,8 @@ class Scheduler(Base):  # type: ignore[misc]
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
         running = [self._wanted(each) for each in self.running]
         several = self._seen.count(there, time.monotonic()) > 1
-        rest = self._pace(running, there) if several else self._unpaced()
+        self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
+        rest = self._pace(running, there) if several else set[str]()
         begin = in_turn(
             running,
             [self._wanted(each) for each in waiting.values()],
@@ -71,6 +72,10 @@ class Scheduler(Base):  # type: ignore[misc]
             several=several,
             memory=self._memory(),
         )
+        readers = {each.client for each in running if each.reading} | {client_of(name) for name in begin}
+        # What has begun comes first in vLLM, and would take all rows.
+        shared = max(1, self._for_prompts // len(readers)) if several and len(readers) > 1 else 0
+        self.scheduler_config.long_prefill_token_threshold = shared
         self.waiting.clear()
         self.waiting.extend(waiting.pop(name) for name in begin)
         resting = [each for each in self.running if each.request_id in rest]
@@ -106,36 +111,32 @@ class Scheduler(Base):  # type: ignore[misc]
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
 
-    def _unpaced(self) -> set[str]:
-        self.max_num_scheduled_tokens = self._most_rows
-        self.scheduler_config.long_prefill_token_threshold = 0
-        return set()
-
     def _pace(self, running: list[Wanted], there: Counter[str]) -> set[str]:
         """Have each client leave a part of each step to the others; names of sequences that wait."""
-        written, rows = [each for each in running if not each.reading], 1 + self.num_spec_tokens
-        sorting = [(each.name, each.client) for each in written if _sorts(self.requests[each.name])]
+        sorting = [
+            (each.name, each.client)
+            for each in running
+            if not each.reading and _sorts(self.requests[each.name])
+        ]
         rest = resting(sorting, self.vllm_config.model_config.get_vocab_size())
-        written = [each for each in written if each.name not in rest]
-        for each in written:
+        going = [each for each in running if each.name not in rest]
+        for each in going:
             there[each.client] += each.tokens
-        beside = len(there) > 1
+        beside, rows = len(there) > 1, 1 + self.num_spec_tokens
         lightest = min(there, key=there.__getitem__) if beside else None
-        count, least = len(written) * rows, there[lightest] if lightest is not None else 0
+        count = rows * sum(not each.reading for each in going)
+        least = there[lightest] if lightest is not None else 0
         most = self._steps.most(count, least, beside=beside)
         spare = most - self._steps.seconds(count, least)
         rest |= self._attention.resting(
-            written, self._steps, spare, clients=max(1, len(there)), lightest=lightest
+            going, self._steps, spare, clients=max(1, len(there)), lightest=lightest
         )
-        written = [each for each in written if each.name not in rest]
-        count, tokens = len(written) * rows, sum(each.tokens for each in written)
-        self.max_num_scheduled_tokens = self._steps.rows(count, tokens, most, self._most_rows)
+        written = [each for each in going if not each.reading and each.name not in rest]
+        # A client that reads pays with its rows for what else it attends to.
         readers = {each.client for each in running if each.reading}
-        readers |= {client_of(each.request_id) for each in self.waiting}
-        # What has begun comes first in vLLM, and would take all rows.
-        self.scheduler_config.long_prefill_token_threshold = (
-            max(1, (self.max_num_scheduled_tokens - count) // len(readers)) if len(readers) > 1 else 0
-        )
+        count, tokens = len(written) * rows, sum(each.tokens for each in written if each.client in readers)
+        self.max_num_scheduled_tokens = self._steps.rows(count, tokens, most, self._most_rows)
+        self._for_prompts = self.max_num_scheduled_tokens - count
         return rest
 
     def _wanted(self, request: Request) -> Wanted:
