@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message, Word
 from tenant_sdk.tuning.parts import Parts, Sample
 
 IGNORED = -100  # a label that takes no part in the loss
@@ -61,8 +61,12 @@ def chat_template(tokenizer: Any, where: str, instead: str = "use a prompt (and 
         return str(tokenizer.get_chat_template())
     except (ValueError, AttributeError):  # none, or several and none of them the default
         raise ConfigurationError(
-            f"{where}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has "
-            f"one with --tokenizer FOLDER, or {instead}"
+            Message(
+                "{}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has one "
+                "with {tokenizer}, or {}",
+                *(where, instead),
+                tokenizer=Word("FOLDER"),
+            )
         ) from None
 
 
@@ -110,9 +114,13 @@ class Conversations:
             prompt, answer, labels = _Turn(self, messages[: at + 1], tools, where).tokens()
             if all(label == IGNORED for label in labels):
                 raise ConfigurationError(
-                    f"{where}: the chat template marks parts with {{% generation %}}, and nothing of an "
-                    "answer. Use a tokenizer whose template marks it (--tokenizer FOLDER), or write "
-                    "`weight`: 0 if it is not to be learned"
+                    Message(
+                        "{}: the chat template marks parts with {{% generation %}}, and nothing of an "
+                        "answer. Use a tokenizer whose template marks it ({tokenizer}), or write `weight`: "
+                        "0 if it is not to be learned",
+                        where,
+                        tokenizer=Word("FOLDER"),
+                    )
                 )
             before = found[-1] if found else {"input_ids": [], "labels": []}
             shared = len(before["input_ids"])
@@ -234,10 +242,15 @@ def _check(sample: Sample, answered: str, written: str, where: str) -> None:
         more = len(missing) - _MOST_PARTS
         named = " and ".join(missing[:_MOST_PARTS]) + (f" and {more} more" if more > 0 else "")
         raise ConfigurationError(
-            f"{where}: the chat template does not write the whole answer: it leaves out {named}, or begins "
-            "an answer otherwise than it asks for one. Use a tokenizer whose template writes it "
-            "(--tokenizer FOLDER), or remove it from the record, or write the record with `prompt` and "
-            "`completion`. Some templates leave it out of earlier answers only: then train on answers alone"
+            Message(
+                "{}: the chat template does not write the whole answer: it leaves out {}, or begins an "
+                "answer otherwise than it asks for one. Use a tokenizer whose template writes it "
+                "({tokenizer}), or remove it from the record, or write the record with `prompt` and "
+                "`completion`. Some templates leave it out of earlier answers only: then train on answers "
+                "alone",
+                *(where, named),
+                tokenizer=Word("FOLDER"),
+            )
         )
 
 
