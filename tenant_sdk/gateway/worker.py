@@ -91,6 +91,8 @@ class Worker(Base):  # type: ignore[misc]
         self.model_runner.model.register_forward_hook(_without_lost)
         constraints = rejection_sampler.apply_sampling_constraints
         rejection_sampler.apply_sampling_constraints = functools.partial(_if_rows, constraints)
+        if current_platform.is_cpu():
+            rejection_sampler.expand_batch_to_tokens = _for_each_draft
         self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
         self._folder, self._status = Path(config.model_config.model), Status()
@@ -266,6 +268,14 @@ def _for_later(runner: Any) -> Iterator[None]:
 def _if_rows(constraints: Callable[..., torch.Tensor], logits: torch.Tensor, *more: Any) -> torch.Tensor:
     """vLLM's top_k of drafts, which fails if a step has none."""
     return constraints(logits, *more) if len(logits) else logits
+
+
+def _for_each_draft(
+    values: torch.Tensor, ends: torch.Tensor, count: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """vLLM's ``expand_batch_to_tokens``: the value of each sequence for each of its drafts."""
+    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
+    return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)
 
 
 def _without_lost(_: Any, __: Any, hidden: Any) -> Any:

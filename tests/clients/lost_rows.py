@@ -95,6 +95,9 @@ assert seen == [{0}, {0}, {0}]
 assert set(generators) == {0, 1}
 empty = worker._if_rows(lambda *_: torch.empty(0).max(), torch.empty(0, 4), None)
 assert empty.shape == (0, 4)
+ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+assert worker._for_each_draft(torch.tensor([7, 8, 9]), ends, 5).tolist() == [7, 7, 9, 9, 9]
+assert worker._for_each_draft(torch.tensor([0.0, 1.0, 0.5]), ends, 5, 0, 1).tolist() == [1, 1, 0.5, 0.5, 0.5]
 
 # An adapter is tried when it is added.
 assert worker._sane(torch.randn(8, 16), torch.randn(16, 8))
