@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # For all modes, local too, which it does not slow down: OpenMP threads that spin while the tenant
-# waits take the processor from an executor on the same machine (docs/performance.md).
+# waits take the processor from an executor on the same machine (docs/explanation/performance.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch

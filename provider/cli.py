@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 # Threads that spin for long between products take the processor from TLS, and from tenants on the
-# same machine. Must be set before torch loads its runtime; docs/performance.md has the effect.
+# same machine. Must be set before torch loads its runtime; docs/explanation/performance.md has the effect.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Half a megabyte of code each; a thousand otherwise (see provider.executor.weights).
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")

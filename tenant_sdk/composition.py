@@ -71,7 +71,8 @@ def open_session(config: SessionConfig) -> Session:
         _warn(provider.url, config.privacy, operators, remotes)
         if config.privacy == "one-time" and config.where_experts == "routed" and _experts(manifest):
             log.warning(
-                "%s sees how many tokens each expert gets, which depends on the text (docs/privacy.md)",
+                "%s sees how many tokens each expert gets, which depends on the text "
+                "(docs/explanation/privacy.md)",
                 provider.url,
             )
         if stored is not None and provider.ring:

@@ -68,7 +68,7 @@ class SessionConfig:
         str | PathLike[str] | None,
         Option(
             EXECUTORS,
-            "TOML file with these options (docs/profiles.md): a path, or NAME for "
+            "TOML file with these options (docs/how-to/profiles.md): a path, or NAME for "
             "~/.config/symbiosis/NAME.toml. Options that are given besides win. Commands that are given no "
             "{provider} use ./symbiosis.toml, if you have approved it (symbiosis-tenant trust).",
             unit="FILE",

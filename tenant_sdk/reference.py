@@ -20,7 +20,7 @@ _INTRODUCTION = """# Options
 ## Of a session
 
 `tenant_sdk.connect` takes these arguments. Every command of `symbiosis-tenant` that opens a session takes
-these options, and a profile ([profiles.md](../profiles.md)) has these keys. A profile has a table
+these options, and a profile ([profiles.md](../how-to/profiles.md)) has these keys. A profile has a table
 `[[mask_sources]]` for each mask source.
 
 Python takes a secret as it is, or a `Secret` that says where it is. A command line names an environment

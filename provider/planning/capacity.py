@@ -14,7 +14,7 @@ from provider.workers.planner import Placement
 from shared.wire.header import Direction, RequestClass
 from shared.wire.protocol import GroupShape
 
-# Of one request beside its product, over TLS, as benchmarks/capacity.py measured them (docs/capacity.md).
+# Of one request beside its product, over TLS: benchmarks/capacity.py, docs/how-to/capacity.md.
 COSTS = Costs(119e-6, 1.13e-9, 144e-6, 0.43e-9)
 MOST_REQUESTS = 50_000  # that count in a simulation, which takes some seconds then
 # A batch's way to a worker of this machine and back, and how fast its rows and answers are copied. Guesses

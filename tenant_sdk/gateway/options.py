@@ -127,7 +127,7 @@ class GatewayOptions:
         Option(
             _MODEL,
             "Guess several tokens and check them in one round trip: prompt-lookup, or the folder of a small "
-            "model. How many steps a text takes then depends on the text (docs/gateway.md).",
+            "model. How many steps a text takes then depends on the text (docs/how-to/gateway.md).",
             unit="prompt-lookup|FOLDER",
         ),
     ] = ""

@@ -48,7 +48,8 @@ def check_installed() -> str:
             continue
     raise ConfigurationError(
         "the gateway runs on vLLM, which is not installed: in a checkout of this project `pip install "
-        "'.[gateway]'`, or without a GPU '.[gateway-cpu]', into an environment of its own (docs/gateway.md)"
+        "'.[gateway]'`, or without a GPU '.[gateway-cpu]', into an environment of its own "
+        "(docs/how-to/gateway.md)"
     )
 
 

@@ -279,7 +279,7 @@ def _warn_about_local(model: nn.Module, placement: Placement, exclude: Sequence[
         log.warning(
             "the weights of experts stay in this machine's memory, %.1f MiB: experts are local. 'padded' "
             "leaves them with the provider, which is sent more rows than are needed; 'routed' shows it how "
-            "many tokens each expert gets, which depends on the text (docs/privacy.md)",
+            "many tokens each expert gets, which depends on the text (docs/explanation/privacy.md)",
             size,
         )
     elif here:

@@ -57,7 +57,7 @@ class Demand:
             needed = (LEAST * self.bytes_a_token(context) + self.copies) / 2**30 * 1.05  # two digits suffice
             copied = (
                 f" (keys and values copied for every head take {self.copies / 2**30:.2g} GiB, see "
-                "docs/long-contexts.md)"
+                "docs/how-to/long-contexts.md)"
             )
             raise ConfigurationError(
                 Message(

@@ -33,7 +33,7 @@ from tenant_sdk.tuning.adapters import METHODS
 from tenant_sdk.tuning.finetuning import TrainingReport
 from tenant_sdk.tuning.options import TrainingOptions
 
-README = Path(__file__).parents[2] / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "tenants.md"
 STEPS = 12  # two epochs
 Stopped = Callable[..., tuple[TrainingOptions, Path]]
 
@@ -425,8 +425,8 @@ def test_the_best_model_is_loaded_at_the_end(
     same(parameters(run.model), seen[run.state.best_global_step])
 
 
-def test_the_example_of_the_readme(session: tenant_sdk.Session, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n([^`]*ExactResume[^`]*)```", README.read_text())
+def test_the_example_of_the_document(session: tenant_sdk.Session, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n([^`]*ExactResume[^`]*)```", DOCUMENT.read_text())
     before: list[float] = []
     for steps in (6, 8):  # the second goes on where the first has ended
         model = adapted(session, "p-tuning")

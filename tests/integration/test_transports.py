@@ -307,7 +307,7 @@ def test_the_executor_in_a_notebook(checkpoint: Callable[[str], Path]) -> None:
         session = tenant_sdk.connect(endpoint, privacy="plain")
         got = fixed_result(session.load_model(progress=False), token_ids())
     expected = fixed_result(load_local(checkpoint("llama")), token_ids())
-    assert relative_error(got, expected) < 3e-4  # integers: docs/numerics.md
+    assert relative_error(got, expected) < 3e-4  # integers: docs/explanation/numerics.md
     with pytest.raises(ConnectionLost):
         product(session, torch.ones(1, 64))
     session.close()
