@@ -84,7 +84,7 @@ def load(mode: str, folder: Path, running: Executors) -> tuple[Any, tenant_sdk.S
                 "mask_sources": [running.source.url],
                 "mask_source_token": running.source.token,
                 "mask_source_ca": running.source.ca,
-                "allow_same_operator": True,
+                "allow_same": ["all"],
             }
         session = tenant_sdk.connect(provider.url, token=provider.token, ca=provider.ca, **options)
         model = session.load_model(progress=False)

@@ -19,8 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared import imports
+from shared.command_line import escape_output, prints_version
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.options import escape_output, prints_version
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 
 import msgspec
 
 # What decoding raises of text that is none, of another encoding, or nested without an end.
 UNREADABLE = (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError)
+
+DIGITS = 20  # in a row; making a number of them takes the square of their count
+# Nothing that was matched is tried again, so this takes as long as the text is.
+_SHORT = re.compile(rb'(?s)(?:[^"0-9]++|"(?:[^"\\]++|\\.)*+"|[0-9]{1,%d}+(?![0-9]))*+' % DIGITS)
+
+
+def numbers_fit(text: bytes) -> bool:
+    """Whether no number of a text that is JSON has more than ``DIGITS`` digits in a row."""
+    return _SHORT.fullmatch(text) is not None

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
+from tenant_sdk.gateway.options import RANKS
 from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
 from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 from tenant_sdk.storage import check_adapter_folder, check_below, copy_file, disk_errors
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 USUAL_RANK = 16
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 _FLOATS = ("F64", "F32", "F16", "BF16")
 VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
 PREFIX = "base_model.model."
@@ -231,8 +231,11 @@ def _check(folder: Path, source: Path, manifest: Manifest, most_rank: int) -> in
     rank = _rank(config, source)
     if rank > most_rank:
         raise ConfigurationError(
-            f"the adapter in {source} has rank {rank}; this gateway has room for {most_rank}: start it with "
-            f"--max-rank {next(each for each in RANKS if each >= rank)}"
+            Message(
+                "the adapter in {} has rank {}; this gateway has room for {}: start it with {max_rank}",
+                *(str(source), rank, most_rank),
+                max_rank=next(each for each in RANKS if each >= rank),
+            )
         )
     served = {
         member.name: {"A": (group.inputs, 1), "B": (member.outputs, 0)}

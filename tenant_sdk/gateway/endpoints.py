@@ -27,14 +27,14 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
+from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front
 from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.trials import Trials
-from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Threads, Turns, asking
+from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Shared, Threads, Turns, asking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
+FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 MOST_ADAPTERS = 1024  # names, of all clients
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
-KEPT = GENERATES | TOKENIZES | {"/health", "/version", "/metrics"}
+KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
 # vLLM's counters and gauges that the page shows.
 _SHOWN = {
     "vllm:generation_tokens_total": "tokens",
@@ -122,6 +123,12 @@ class Endpoints:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._gateway = serving
         self._changing = Turns()
+        # Names of each client, and of the folder if it is watched; and whose each is.
+        door = self._gateway.door
+        self._names = Shares(MOST_ADAPTERS, door.clients + bool(door.keys))
+        self._owners = dict[str, str]()
+        self._metrics_text = Shared(prometheus_client.generate_latest, FIGURES_SECONDS)
+        self._status_text = Shared(self._status_now, FIGURES_SECONDS)
         self._last_id, self._began = 0, int(time.time())
         self._seen: dict[str, object] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -143,6 +150,7 @@ class Endpoints:
             unserved=self._unserved,
         )
         app.get("/", include_in_schema=False)(self._page)
+        app.get("/metrics", include_in_schema=False)(self._metrics)
         app.get("/status.json", include_in_schema=False)(self._status)
         app.get("/healthz")(self._health)
         app.get("/v1/models")(self._list_models)
@@ -228,17 +236,24 @@ class Endpoints:
             )
             if self._models.is_base_model(adapter.name):
                 raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
-            if adapter.name not in gateway.served and len(gateway.served) >= MOST_ADAPTERS:
-                raise ConfigurationError(f"{MOST_ADAPTERS} adapters are served, and no more; remove one")
             before = gateway.served.get(adapter.name)
             if before is not None and before.folder == adapter.folder:
                 return before
+            owner = self._owners.get(adapter.name, asking.get())
+            if adapter.name not in self._owners and not self._names.take(owner, 1):
+                mine = self._names.taken.get(owner, 0)
+                raise ConfigurationError(
+                    f"{mine} adapters are yours, and of {MOST_ADAPTERS} a part is kept for others; remove one"
+                )
+            self._owners[adapter.name] = owner
             self._last_id += 1
             # The path is part of what its prefixes are cached under, and no other content has it.
             request = LoRARequest(adapter.name, self._last_id, str(adapter.folder))
             try:
                 await self._engine.add_lora(request)
             except Exception as error:
+                if before is None:
+                    self._disown(adapter.name)
                 why = str(error).removeprefix("Call to add_lora method failed: ")
                 why = why.replace(str(adapter.folder), str(folder))
                 raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
@@ -261,10 +276,15 @@ class Endpoints:
         # Its copy stays until ``_tidy``: the worker may load it again for sequences that use it.
         request = self._models.lora_requests.pop(name, None)
         gone = self._gateway.served.pop(name, None)
+        self._disown(name)
         if request is not None:
             await self._engine.remove_lora(request.lora_int_id)
             self._gateway.say(f"adapter {name} is served no more")
         return gone is not None
+
+    def _disown(self, name: str) -> None:
+        if (owner := self._owners.pop(name, None)) is not None:
+            self._names.give_back(owner, 1)
 
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
@@ -315,15 +335,16 @@ class Endpoints:
         whole = {"object": "list", "data": [card | {"id": base, "root": base, "parent": None}, *adapters]}
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
-    async def _list(self) -> JSONResponse:
-        return JSONResponse({"data": self._shown(), "refused": self._gateway.refused})
+    async def _list(self) -> Response:
+        whole = {"data": self._shown(), "refused": self._gateway.refused}
+        return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _add(self, request: Request) -> JSONResponse:
         try:
             asked = msgspec.json.decode(await request.body(), type=_Asked)
             folder = self._gateway.adapters
             if folder is None:
-                raise ConfigurationError("this gateway was started without --adapters, so it takes none")
+                raise ConfigurationError("this gateway was started without adapters, so it takes none")
             path = (folder / asked.path).resolve()
             adapter = await self.add(path, asked.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:
@@ -344,9 +365,15 @@ class Endpoints:
     async def _page(self) -> HTMLResponse:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    async def _status(self) -> JSONResponse:
+    async def _metrics(self) -> Response:
+        return Response(await self._metrics_text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def _status(self) -> Response:
+        return Response(await self._status_text(), media_type="application/json")
+
+    def _status_now(self) -> bytes:
         gateway, status = self._gateway, Status.read(self._gateway.folder)
-        return JSONResponse(
+        return msgspec.json.encode(
             {
                 "about": gateway.about,
                 "model": self._models.model_name(),
@@ -360,7 +387,7 @@ class Endpoints:
         )
 
     def _shown(self) -> list[dict[str, Any]]:
-        return [_shown(adapter) for adapter in self._gateway.served.values()]
+        return [_shown(adapter) for adapter in list(self._gateway.served.values())]
 
     async def _sample(self) -> None:
         """One more point of every line of the page, each second."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message, Word
 from tenant_sdk.tuning.parts import Part, Words
 
 IGNORED = -100  # a label that takes no part in the loss
@@ -68,10 +68,16 @@ def chat_template(
     try:
         return str(tokenizer.get_chat_template(tools=tools))
     except (ValueError, AttributeError):  # none, or several and none of them the default
-        raise ConfigurationError(
-            f"{where}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has "
-            f"one with --tokenizer FOLDER, or {instead}"
+        raise _refusal(
+            "{}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has one "
+            "with {tokenizer}, or {}",
+            *(where, instead),
         ) from None
+
+
+def _refusal(template: str, *values: object) -> ConfigurationError:
+    """An error that names the tokenizer's option; see ``Message``."""
+    return ConfigurationError(Message(template, *values, tokenizer=Word("FOLDER")))
 
 
 def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
@@ -192,12 +198,12 @@ class _Chat:
         if not lost:
             end, changed = self.words.end(sample, text)
         if lost or changed:
-            raise ConfigurationError(
-                f"{self.where}: the chat template does not write the whole conversation: it "
-                f"{'leaves out' if lost else 'changes'} {lost or changed}. Use a tokenizer whose template "
-                "writes it (--tokenizer FOLDER), or remove it from the record, or write the record with "
+            raise _refusal(
+                "{}: the chat template does not write the whole conversation: it {} {}. Use a tokenizer "
+                "whose template writes it ({tokenizer}), or remove it from the record, or write the record with "
                 "`prompt` and `completion`. Some templates leave parts out of earlier answers only: then "
-                "train on answers alone"
+                "train on answers alone",
+                *(self.where, "leaves out" if lost else "changes", lost or changed),
             )
         return end
 
@@ -224,10 +230,11 @@ class _Chat:
             before, ids = before + piece, ids + more
             labels += more if learned else [IGNORED] * len(more)
         if all(label == IGNORED for label in labels):
-            raise ConfigurationError(
-                f"{self.where}: the chat template marks parts with {{% generation %}}, and nothing of an "
-                "answer. Use a tokenizer whose template marks it (--tokenizer FOLDER), or write "
-                "`weight`: 0 if it is not to be learned"
+            raise _refusal(
+                "{}: the chat template marks parts with {{% generation %}}, and nothing of an answer. Use a "
+                "tokenizer whose template marks it ({tokenizer}), or write `weight`: 0 if it is not to be "
+                "learned",
+                self.where,
             )
         return ids, labels
 
@@ -239,13 +246,14 @@ class _Chat:
         pairs = enumerate(zip(prompt, text, strict=False))
         same = next((n for n, (one, other) in pairs if one != other), min(len(prompt), len(text)))
         same = max(prompt.rfind(">", 0, same) + 1, same - _SHOWN)  # not in the middle of a marker
-        return ConfigurationError(
-            f"{self.where}: the chat template begins the answer of message {at + 1} otherwise than it asks "
-            f"for it: the prompt ends with {prompt[-_SHOWN:]!r}, and the conversation has "
-            f"{text[same : same + _SHOWN]!r} where the prompt has {prompt[same : same + _SHOWN]!r}. Give the "
-            "answer a `reasoning_content` if the prompt opens a thought, or none if the prompt closes it; or "
-            "use a tokenizer with another template (--tokenizer FOLDER); or write the record with `prompt` "
-            "and `completion`"
+        return _refusal(
+            "{}: the chat template begins the answer of message {} otherwise than it asks for it: the prompt "
+            "ends with {!r}, and the conversation has {!r} where the prompt has {!r}. Give the answer a "
+            "`reasoning_content` if the prompt opens a thought, or none if the prompt closes it; or use a "
+            "tokenizer with another template ({tokenizer}); or write the record with `prompt` and "
+            "`completion`",
+            *(self.where, at + 1, prompt[-_SHOWN:]),
+            *(text[same : same + _SHOWN], prompt[same : same + _SHOWN]),
         )
 
     def _pieces(self, at: int, answered: str, begin: int, end: int) -> list[tuple[str, bool]]:
@@ -282,10 +290,11 @@ class _Chat:
             found += [(own, learned)] if own else []
             place += len(piece)
         if "".join(own for own, _ in found) != answer:
-            raise ConfigurationError(
-                f"{self.where}: it does not show what the chat template marks with {{% generation %}}: with "
-                "signs in place of the marks it writes another text. Use a tokenizer whose template marks "
-                "less, or nothing (--tokenizer FOLDER)"
+            raise _refusal(
+                "{}: it does not show what the chat template marks with {{% generation %}}: with signs in "
+                "place of the marks it writes another text. Use a tokenizer whose template marks less, or "
+                "nothing ({tokenizer})",
+                self.where,
             )
         return found
 

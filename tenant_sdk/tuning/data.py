@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shared.errors import ConfigurationError, peer_text
+from shared.errors import ConfigurationError, Message, peer_text
 from tenant_sdk.tuning.conversations import (
     IGNORED,
     Conversations,
@@ -117,7 +117,7 @@ def chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     Raises:
         ConfigurationError: the tokenizer has no chat template, or it takes no such message.
     """
-    chat_template(tokenizer, "the prompt", "leave out --chat")
+    chat_template(tokenizer, "the prompt", Message("leave out {chat}"))
     return encode(tokenizer, asked(tokenizer, [{"role": "user", "content": prompt}], None, "the prompt"))
 
 
@@ -193,8 +193,11 @@ class ReadFile:
         if long := [entry for entry in self.entries if entry.left_out]:
             longest = max(len(entry.example["input_ids"]) for entry in long)
             lines.append(
-                f"{self.path}: {len({entry.line for entry in long})} {longer} (the longest has {longest}) "
-                "and were left out; --sequence-length says how long they may be"
+                Message(
+                    "{}: {} {} (the longest has {}) and were left out; {sequence_length} says how long "
+                    "they may be",
+                    *(str(self.path), len({entry.line for entry in long}), longer, longest),
+                )
             )
         if endless := {entry.line for entry in self.entries if not entry.ended}:
             lines.append(

@@ -149,8 +149,7 @@ def load_adapter(
         try:
             return _loaded(model, copy, session, allow_other_base=allow_other_base, trainable=trainable)
         except SymbiosisError as error:
-            error.message = error.message.replace(made, str(source))
-            error.args = (error.message,)
+            error.told = error.told.replaced(made, str(source))
             raise
 
 

@@ -89,8 +89,8 @@ def test_other_content_is_another_copy(own: Path, copies: Path, manifest: Manife
         ({"r": 0}, "rank"),
         ({"r": "8"}, "rank"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
-        ({"r": 32}, "--max-rank 32"),
-        ({"rank_pattern": {"q_proj": 300}}, "--max-rank 320"),
+        ({"r": 32}, "max_rank=32"),
+        ({"rank_pattern": {"q_proj": 300}}, "max_rank=320"),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -156,7 +156,7 @@ def test_matrices_that_do_not_fit(
 def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
     record = json.loads((own / "symbiosis.json").read_text())
     (own / "symbiosis.json").write_text(json.dumps(record | {"weights": "0" * 64}))
-    with pytest.raises(ModelMismatch, match="--allow-other-base"):
+    with pytest.raises(ModelMismatch, match="allow_other_base=True"):
         take(own, copies, manifest)
     assert take(own, copies, manifest, allow_other_base=True).rank == 4
 

@@ -30,7 +30,8 @@ import tenant_sdk
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.tuning.adapters import METHODS
-from tenant_sdk.tuning.finetuning import TrainingOptions, TrainingReport
+from tenant_sdk.tuning.finetuning import TrainingReport
+from tenant_sdk.tuning.options import TrainingOptions
 
 README = Path(__file__).parents[2] / "README.md"
 STEPS = 12  # two epochs
@@ -320,7 +321,7 @@ def test_a_resumed_training_that_ends_says_how_it_goes_on(
 
     with pytest.raises(SymbiosisError):
         train(session, again, stop)
-    note = f"step 4 is kept in {checkpoint.parent}; to go on from it, run the same command again"
+    note = f"step 4 is kept in {checkpoint.parent}; to go on from it, run the same training again"
     assert error.__notes__ == [note]
     assert train(session, again)[0].resumed_at == 4
 

@@ -98,9 +98,9 @@ def test_a_mask_source_on_the_same_machine_is_refused(
     options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [ring_everywhere.where(source)]}
     if source == "tls":
         options["mask_source_ca"] = ring_everywhere.ca
-    with pytest.raises(ConfigurationError, match=r"machine.*allow_same_operator=True"):
+    with pytest.raises(ConfigurationError, match=r"machine.*allow_same=\['all'\]"):
         ring_everywhere.connect(transport, **options, allow_same={"token", "authority"})
-    with ring_everywhere.connect(transport, **options, allow_same_operator=True) as session:
+    with ring_everywhere.connect(transport, **options, allow_same=["all"]) as session:
         layer = session.load_model(progress=False).model.layers[0].mlp.down_proj
         with torch.no_grad():
             layer(torch.ones(1, 96))

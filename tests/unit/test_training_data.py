@@ -131,7 +131,7 @@ def test_long_answers_are_left_out_and_counted(tokenizer: Any, write: Write) -> 
     path = write(short, long, short)
     assert len(Reader(tokenizer, 16, say=said.append).read([path])) == 2
     assert f"{path}: 1 of 3 records are longer than 16 tokens (the longest has" in said[-1]
-    assert "left out; --sequence-length" in said[-1]
+    assert "left out; sequence_length" in said[-1]
     with pytest.raises(ConfigurationError, match="all are longer than 16 tokens"):
         Reader(tokenizer, 16).read([write(long)])
 
@@ -247,7 +247,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Any, write: 
 def test_a_prompt_in_the_chat_template(chat: Callable[[str], Any], tokenizer: Any) -> None:
     with_one = chat(TURNS)
     assert with_one.decode(chat_prompt(with_one, "Who?")) == "<s>[user] Who?\n[assistant]"
-    with pytest.raises(ConfigurationError, match="one with --tokenizer FOLDER, or leave out --chat"):
+    with pytest.raises(ConfigurationError, match="one with tokenizer=FOLDER, or leave out chat"):
         chat_prompt(tokenizer, "Who?")
 
 
@@ -367,7 +367,7 @@ def test_what_is_wrong_with_a_record(
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (None, CHAT, "give a tokenizer that has one with --tokenizer FOLDER"),
+        (None, CHAT, "give a tokenizer that has one with tokenizer=FOLDER"),
         (STRICT, [{"role": "system", "content": SECRET}, *CHAT], "take the messages: begin with user"),
         (QUOTING, [{"role": "user", "content": SECRET}, CHAT[1]], "take the messages: TemplateError"),
         (SILENT, CHAT, "does not write the whole conversation"),
