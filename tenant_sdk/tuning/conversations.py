@@ -200,9 +200,9 @@ class _Chat:
         if lost or changed:
             raise _refusal(
                 "{}: the chat template does not write the whole conversation: it {} {}. Use a tokenizer "
-                "whose template writes it ({tokenizer}), or remove it from the record, or write the record with "
-                "`prompt` and `completion`. Some templates leave parts out of earlier answers only: then "
-                "train on answers alone",
+                "whose template writes it ({tokenizer}), or remove it from the record, or write the record "
+                "with `prompt` and `completion`. Some templates leave parts out of earlier answers only: "
+                "then train on answers alone",
                 *(self.where, "leaves out" if lost else "changes", lost or changed),
             )
         return end
