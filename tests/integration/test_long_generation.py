@@ -338,7 +338,7 @@ def test_a_prompt_of_one_token_is_not_read_ahead(opened: Opened) -> None:
     ("options", "sentence"),
     [
         ({"kv": "tape"}, "one of device, host, disk"),
-        ({"kv": "disk", "kv_memory_gib": -1.0}, "must not be negative"),
+        ({"kv": "disk", "kv_memory_gib": -1.0}, "must be at least 0"),
         ({"kv": "host", "kv_memory_gib": 1.0}, "need kv='disk'"),
         ({"kv": "disk", "kv_folder": "/nowhere"}, "/nowhere"),
         ({"memory_gib": 1e-5}, "give memory_gib="),
