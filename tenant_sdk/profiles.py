@@ -73,30 +73,52 @@ def profile_here() -> Path | None:
     """
     if not HERE.is_file():
         return None
-    path = HERE.resolve()
-    check_own(HERE)
-    if HERE.is_symlink():  # an archive's, to one that was approved for another folder
-        raise ConfigurationError(f"{HERE} is a link to {path}: to use that, name it: profile=FILE")
+    check_approved(
+        HERE,
+        "it chooses the executors, and programs that run for tokens",
+        "name another: profile=FILE",
+    )
+    return HERE.resolve()
+
+
+def check_approved(file: Path, authority: str, instead: str) -> None:
+    """Refuse a file of the working directory that nobody has named, unless its user has approved it.
+
+    Args:
+        authority: what its author decides, as a clause.
+        instead: what its user can do without it.
+
+    Raises:
+        ConfigurationError: it was not approved as it is now, or others could change it.
+    """
+    path = file.resolve()
+    check_own(file)
+    if path != Path(
+        os.path.normpath(Path.cwd() / file)
+    ):  # an archive's, to one that was approved for another folder
+        raise ConfigurationError(
+            f"{file} is a link to {path}, and nobody has named it: remove it, or {instead}"
+        )
     approved = _approvals().get(str(path))
     if approved != _digest(path):
         why = "has changed since you approved it" if approved else "was not approved by you"
         raise ConfigurationError(
-            f"{path} {why}, and nobody has named it: it chooses the executors, and programs that run for "
-            f"tokens. Read it, then `symbiosis-tenant trust {HERE}`; or name another: profile=FILE"
+            f"{path} {why}, and nobody has named it: {authority}. Read it, then `symbiosis-tenant trust "
+            f"{file}`; or {instead}"
         )
-    return path
 
 
 def approve(path: Path) -> Path:
-    """Let command lines that run in its folder use a profile until it changes; its path without links.
+    """Let commands use a file of the folder that they run in until it changes; its path without links.
 
     Raises:
-        ConfigurationError: see ``read_profile``.
+        ConfigurationError: others could change it, or it is TOML and no profile: see ``read_profile``.
         StorageError: the approval cannot be kept.
     """
     check_own(path)
     path = path.resolve()
-    read_profile(path)
+    if path.suffix == HERE.suffix:
+        read_profile(path)
     file = _user_folder() / "approved.json"
     approvals = _approvals() | {str(path): _digest(path)}
     with disk_errors(file, "the approval", "Then approve it again."):
@@ -109,7 +131,7 @@ def approve(path: Path) -> Path:
 
 
 def _approvals() -> dict[str, str]:
-    """Of profiles, by their paths without links, the SHA-256 of what was approved."""
+    """Of files, by their paths without links, the SHA-256 of what was approved."""
     file = _user_folder() / "approved.json"
     check_own(file)
     try:

@@ -47,6 +47,7 @@ from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate, last_loss
 from tenant_sdk.tuning.resuming import ExactResume, state_bytes
 from tenant_sdk.tuning.sampling import ends_of
+from tenant_sdk.tuning.trackers import check_trackers, where_reports_go
 
 _FEW = 32  # tokens that show how a model attends
 _LOSSES = 50  # that a training shows, each the mean over as many steps
@@ -98,6 +99,7 @@ class TrainingOptions:
                 raise ConfigurationError(
                     f"--report-to {name} needs its package, which is not installed: `pip install {name}`"
                 )
+        check_trackers(self.report_to)
 
     @property
     def collate(self) -> Collate:
@@ -255,6 +257,8 @@ def finetune(
     learning_rate = training.learning_rate or method.learning_rate
     size = min(training.batch_size, len(examples))
     say(f"{steps} steps of {size} out of {len(examples)} examples, learning rate {learning_rate:g}")
+    for line in where_reports_go(training.report_to):
+        say(line)
 
     set_seed(training.seed)
     model = add_adapter(
