@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, path_text
 from shared.errors import ConfigurationError, SymbiosisError
 from shared.hub import HUB
 from shared.options import check_options, described, fields_of, read_options, rename, secret_ways
@@ -99,7 +99,7 @@ def check_approved(file: Path, authority: str, instead: str) -> None:
         raise ConfigurationError(
             f"{file} is a link to {path}, and nobody has named it: remove it, or {instead}"
         )
-    approved = _approvals().get(str(path))
+    approved = _approvals().get(path_text(path))
     if approved != _digest(path):
         why = "has changed since you approved it" if approved else "was not approved by you"
         raise ConfigurationError(
@@ -120,7 +120,7 @@ def approve(path: Path) -> Path:
     if path.suffix == HERE.suffix:
         read_profile(path)
     file = _user_folder() / "approved.json"
-    approvals = _approvals() | {str(path): _digest(path)}
+    approvals = _approvals() | {path_text(path): _digest(path)}
     with disk_errors(file, "the approval", "Then approve it again."):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
