@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 USUAL_RANK = 16
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
-VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
 
 
@@ -133,7 +132,7 @@ def take(
         notes = record.check(manifest, source) if record is not None else ""
         folder = copies / received.digest[:32]
         if not folder.exists():
-            (copy / CONFIG).write_text(json.dumps(_for_vllm(received.config, source)), encoding="utf-8")
+            (copy / CONFIG).write_text(json.dumps(_for_vllm(received.config)), encoding="utf-8")
             copy.rename(folder)
     return Adapter(name, source, folder, _rank(received.config), notes)
 
@@ -202,26 +201,8 @@ def _check(config: PeftConfig, source: Path, most_rank: int) -> None:
         )
 
 
-def _for_vllm(config: Any, source: Path) -> dict[str, Any]:
-    """An adapter's configuration in names: vLLM matches patterns while all sequences wait.
-
-    Raises:
-        ConfigurationError: its layers have too many different ranks or scales.
-    """
-    said: dict[str, Any] = {
-        "peft_type": "LORA",
-        "r": config.r,
-        "lora_alpha": config.lora_alpha,
-        "use_rslora": config.use_rslora,
-        "target_modules": sorted(config.target_modules),
-    }
-    for field in ("rank_pattern", "alpha_pattern"):
-        same: dict[float, list[str]] = {}
-        for name, value in getattr(config, field).items():
-            same.setdefault(value, []).append(re.escape(name))
-        if len(same) > VALUES:
-            raise ConfigurationError(
-                f"{field} of the adapter in {source} has {len(same)} values; {VALUES} are the most"
-            )
-        said[field] = {f"^({'|'.join(names)})": value for value, names in same.items()}
-    return said
+def _for_vllm(config: Any) -> dict[str, Any]:
+    """An adapter's configuration in names: vLLM matches patterns while all sequences wait."""
+    fields = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+    said = {name: getattr(config, name) for name in fields}
+    return said | {"peft_type": "LORA", "target_modules": sorted(config.target_modules)}

@@ -19,6 +19,7 @@ from shared.errors import ConfigurationError
 SECONDS = 2.0  # for all patterns of a folder
 PATTERN_BYTES = 4 << 10
 MOST = 4096  # names or patterns of a field
+VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
 _FEW = 64  # names, with which PEFT's time is no matter
 # Fields of an adapter's configuration, and what they have: a pattern or names, a table of patterns, names.
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
@@ -59,7 +60,7 @@ def without_patterns(
         if any(isinstance(value, list) for value in given.values()):  # AdaLoRA's, of names alone
             made[field] = {name: given[name] for name in given if name.rpartition(".")[0] in names.there}
         elif given:
-            made[field] = names.table(given)
+            made[field] = names.table(field, given)
     for field in _NAMES:
         given = config.get(field) or []
         for name in [given] if isinstance(given, str) else given:
@@ -106,12 +107,14 @@ class _Names:
         except (regex.error, RecursionError) as error:
             raise ConfigurationError(f"{what} is no regular expression: {error}") from error
 
-    def table(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A table with names for keys.
+    def table(self, field: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A table of a few names, or with one pattern of names for each value.
 
         A key stands for the modules whose names end with it, from a dot on; the first key counts, as in
         PEFT's ``get_pattern_key``.
         """
+        if len(given) <= _FEW and all(map(_NAME.fullmatch, given)):
+            return dict(given)
         order = {key: at for at, key in enumerate(given)}
         patterns = [key for key in given if not _NAME.fullmatch(key)]
         found: dict[str, Any] = {}
@@ -124,7 +127,12 @@ class _Names:
                     break
             if keys:
                 found[name] = given[min(keys, key=order.__getitem__)]
-        return found
+        same: dict[float, list[str]] = {}
+        for name, value in found.items():
+            same.setdefault(value, []).append(re.escape(name))
+        if len(same) > VALUES:
+            raise ConfigurationError(f"{self.where} has {len(same)} values in {field}; {VALUES} are the most")
+        return {f"^(?:{'|'.join(names)})": value for value, names in same.items()}
 
 
 def _ends(name: str) -> Iterator[str]:

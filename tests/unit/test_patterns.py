@@ -12,7 +12,7 @@ from peft.utils.other import get_pattern_key
 
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning import patterns
-from tenant_sdk.tuning.patterns import PATTERN_BYTES, SECONDS, without_patterns
+from tenant_sdk.tuning.patterns import PATTERN_BYTES, SECONDS, VALUES, without_patterns
 
 KEYS = ("q_proj", "self_attn.q_proj", r"layers\.\d\..*", "model.layers.1.mlp.up_proj", "^mod.*v_.*")
 NAMES = [
@@ -91,3 +91,16 @@ def test_of_many_names_those_of_modules_are_kept(field: str) -> None:
     found = without_patterns({field: [f"x{at}" for at in range(1000)] + real}, NAMES, FOLDER)
     assert found == {field: real}
     assert len(without_patterns({field: [f"x{at}" for at in range(1000)]}, NAMES, FOLDER)[field]) == 1
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_large_table_has_one_key_for_each_value(field: str) -> None:
+    """PEFT and vLLM compile every key for every module."""
+    given = {f"x{at}": at for at in range(1000)} | {name: at % 2 + 1 for at, name in enumerate(NAMES)}
+    found = without_patterns({field: given}, NAMES, FOLDER)[field]
+    assert sorted(found.values()) == [1, 2]
+    for name in NAMES:
+        assert found[get_pattern_key(found, name)] == given[name]
+    many = {f"layers.{at}": at for at in range(VALUES + 1)}
+    with pytest.raises(ConfigurationError, match=f"{VALUES} are the most"):
+        without_patterns({field: many}, list(many), FOLDER)
