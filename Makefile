@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 GATEWAY := .venv-gateway
 TOKENIZERS := $(VENV)/real-tokenizers
-# Threads that spin while they wait slow down whatever shares the machine (docs/performance.md).
+# Threads that spin while they wait slow down whatever shares the machine (docs/explanation/performance.md).
 export GOMP_SPINCOUNT ?= 1000
 # In the order of the folders: files with few and long tests, which are in tests/e2e, come first, not last.
 # A worker that crashes ends the run: with a new one in its place, xdist waits for ever.
@@ -78,7 +78,7 @@ coverage: install ## run the tests under branch coverage; a table of rooms, page
 	@$(BIN)/coverage html --quiet
 	@$(BIN)/python .ci/rooms.py
 
-architectures: install ## every architecture of transformers, tiny, end to end: docs/architectures.md
+architectures: install ## every architecture of transformers, tiny, end to end; a table of all in out/architectures
 	$(BIN)/python tests/architectures/sweep.py $(ARGS)
 
 check: install ## lint, check the format and the types

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from serving import replay
 
-from provider.planning.capacity import plan
+from provider.planning.capacity import Tenants, plan
 from provider.planning.layout import Layout, lay_out, read_groups
 from provider.planning.options import Link, parse_network
 from provider.planning.simulation import Costs, Forecast
@@ -115,10 +115,8 @@ def forecast(
         layout.shapes,
         itemsize=layout.itemsize,
         link=link,
-        tenants=tenants,
-        rows=rows,
+        tenants=Tenants(tenants, rows, machines),
         costs=costs,
-        machines=machines,
     )
     if rows > 1:
         return found.tune, *found.step_bytes
@@ -232,8 +230,7 @@ def extrapolated(work: Path) -> list[dict[str, Any]]:
                     layout.shapes,
                     itemsize=4,
                     link=parse_network("10Gbit,0.5ms"),
-                    tenants=tenants,
-                    rows=512,
+                    tenants=Tenants(tenants, 512),
                 )
                 memory = max(told.memory) / 2**30
                 rates = told.decode.passes_per_second, 512 * told.tune.passes_per_second

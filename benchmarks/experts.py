@@ -135,7 +135,7 @@ def measure(experts: int, rounds: int) -> list[dict[str, Any]]:
                         mask_sources=[source.url],
                         mask_source_token=source.token,
                         mask_source_ca=source.ca,
-                        allow_same_operator=True,
+                        allow_same=["all"],
                         experts=setting,
                         timeout=300,
                     )

@@ -139,7 +139,7 @@ def gateway(
     port = free_port()
     command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--provider", provider.url, "--ca", provider.ca]
     command += ["--token-env", "PROVIDER_TOKEN", "--mask-source", masks.url, "--mask-source-ca", masks.ca]
-    command += ["--mask-source-token-env", "MASKS_TOKEN", "--allow-same-operator", "--port", port]
+    command += ["--mask-source-token-env", "MASKS_TOKEN", "--allow-same", "all", "--port", port]
     command += [
         "--name",
         "base",
@@ -202,7 +202,7 @@ def processes(provider: Executor, masks: Executor, count: int, seconds: float) -
         "mask_sources": [masks.url],
         "mask_source_ca": str(masks.ca),
         "mask_source_token": masks.token,
-        "allow_same_operator": True,
+        "allow_same": ["all"],
         "mask_budget_mib": 32,
     }
     plan = {"work": "decode", "batch": 1, "length": 16, "threads": 1, "seconds": seconds, "session": session}

@@ -72,10 +72,10 @@ class Hostile:
         )
         self._values = [each + b"[1]]}" for each in many]
 
-    async def _post(self, path: str, body: Any, patience: float = 60.0) -> None:
+    async def _post(self, path: str, body: Any, patience: float = 60.0, method: str = "POST") -> None:
         """Send it, and read the answer, or leave."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[1]}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[1]}\r\n"
         head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         writer = None
         try:
@@ -141,8 +141,43 @@ class Hostile:
     async def log_probabilities(self) -> None:
         """Of prompts, which once had a compiler run; and as many as are taken, and more."""
         for prompts in (1, 2, 30):
-            body = {"model": "base", "prompt": [[1] * 500] * prompts, "max_tokens": 1, "prompt_logprobs": 20}
-            await self._post("/v1/completions", body)
+            body = {"model": "base", "prompt": [[1] * 500] * prompts, "max_tokens": 1, "logprobs": 20}
+            await self._post("/v1/completions", body | {"echo": True})
+
+    async def settings(self) -> None:
+        """Much of each prompt, and numbers that are long."""
+        biases = {("9" * 4290 + str(at))[-4299:]: 1 for at in range(250)}
+        for more in (
+            {"logit_bias": biases},
+            {"logit_bias": {str(at): 1 for at in range(300)}, "stop": ["x"]},
+        ):
+            await self._post("/v1/completions", PLAIN | {"prompt": ["a"] * 32, "max_tokens": 1} | more)
+
+    async def figures(self) -> None:
+        """Metrics and lists, without a pause."""
+        for path in ("/metrics", "/status.json", "/v1/adapters", "/v1/models"):
+            await self._post(path, b"", method="GET")
+
+    async def long_answers(self) -> None:
+        """As many as a key may have, each as long as may be."""
+        body = PLAIN | {"prompt": [[5] * 250] * 24, "max_tokens": 250}
+        await self._post("/v1/completions", body)
+
+    async def passed(self) -> None:
+        """Schemas that take long to compile, each of which has passed its trial."""
+        for at in range(20):
+            members = {f"p{i}": {"type": "integer", "multipleOf": 997 + 97 * at + i} for i in range(40)}
+            await self._post(
+                "/v1/completions",
+                PLAIN | {"structured_outputs": {"json": {"properties": members}}, "max_tokens": 1},
+            )
+
+    async def repeated(self) -> None:
+        """Prompts that are repeated in each of many answers, and not read."""
+        body = PLAIN | {"prompt": ["\x01" * 500] * 2, "n": 32, "echo": True, "max_tokens": 1}
+        text = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[1]}\r\n"
+        await self._connections(40, f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text, 5.0)
 
     async def long_prompts(self) -> None:
         """As many in a request as a key may have."""
@@ -248,6 +283,11 @@ async def measure(hostile: Hostile, url: str, rounds: int, requests: int, words:
         "bodies of small values": (hostile.small_values, 2),
         "answers that are not read": (hostile.unread, 1),
         "trailers": (hostile.trailers, 1),
+        "settings of each prompt": (hostile.settings, 2),
+        "figures": (hostile.figures, 4),
+        "long answers": (hostile.long_answers, 2),
+        "constraints that passed": (hostile.passed, 4),
+        "prompts that are repeated": (hostile.repeated, 1),
     }
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0, timeout=120

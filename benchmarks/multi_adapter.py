@@ -62,7 +62,7 @@ def connect(mode: str, provider: Executor, source: Executor) -> tenant_sdk.Sessi
             "mask_sources": [source.url],
             "mask_source_token": source.token,
             "mask_source_ca": source.ca,
-            "allow_same_operator": True,
+            "allow_same": ["all"],
             "verify": "always",
         }
     return tenant_sdk.connect(provider.url, token=provider.token, ca=provider.ca, **options)

@@ -1,6 +1,6 @@
 """Draws what ``long_generation.py``, ``long_tuning.py`` and ``long_serving.py`` measured.
 
-python benchmarks/plot_long.py out/bench docs/long-contexts.png
+python benchmarks/plot_long.py out/bench docs/images/long-contexts.png
 """
 
 from __future__ import annotations

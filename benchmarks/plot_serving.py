@@ -1,6 +1,6 @@
 """Draws what ``serving.py`` measured.
 
-python benchmarks/plot_serving.py out/bench/serving.json docs/serving.png
+python benchmarks/plot_serving.py out/bench/serving.json docs/images/serving.png
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def measure_private_layer(work: Path, rounds: int) -> dict[str, Any]:
         executor(folder, work / "source", "--numerics", "ring") as source,
     ):
         options = {"mask_sources": [source.url], "mask_source_token": source.token}
-        options |= {"mask_source_ca": source.ca, "allow_same_operator": True}
+        options |= {"mask_source_ca": source.ca, "allow_same": ["all"]}
         for name, budget in (("asked", 0), ("ahead", 256)):
             with tenant_sdk.connect(
                 provider.url, token=provider.token, ca=provider.ca, mask_budget_mib=budget, **options

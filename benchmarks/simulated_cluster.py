@@ -1,6 +1,6 @@
 """Ways to share weights among devices, on a simulated clock: by group, striped, and gathered (fsdp).
 
-    python benchmarks/simulated_cluster.py --output docs/cluster.png
+    python benchmarks/simulated_cluster.py --output docs/images/cluster.png
     python benchmarks/sharding.py --output out/sharding.json
     python benchmarks/simulated_cluster.py --validate out/sharding.json
 

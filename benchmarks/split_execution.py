@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # For all modes, local too, which it does not slow down: OpenMP threads that spin while the tenant
-# waits take the processor from an executor on the same machine (docs/performance.md).
+# waits take the processor from an executor on the same machine (docs/explanation/performance.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
@@ -84,7 +84,7 @@ def load(mode: str, folder: Path, running: Executors) -> tuple[Any, tenant_sdk.S
                 "mask_sources": [running.source.url],
                 "mask_source_token": running.source.token,
                 "mask_source_ca": running.source.ca,
-                "allow_same_operator": True,
+                "allow_same": ["all"],
             }
         session = tenant_sdk.connect(provider.url, token=provider.token, ca=provider.ca, **options)
         model = session.load_model(progress=False)

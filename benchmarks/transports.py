@@ -49,7 +49,8 @@ def trips(session: tenant_sdk.Session, rows: int) -> dict[str, Callable[[], obje
     channel = remote.channel
 
     def through_channel() -> None:
-        remote._submit(channel, Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x], RequestClass.UNDECLARED)()
+        asked = Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x], RequestClass.UNDECLARED
+        remote.submit_piece(channel, *asked).result()
 
     def through_session() -> None:
         remote.submit(Operation.EFFECT, GROUP, Direction.FORWARD, 1, [x]).result()

@@ -150,9 +150,7 @@ def privacy_lines(masking: dict[str, Any]) -> list[tuple[str, str]]:
     rows = f"{saw['rows']:,} rows of activations and gradients, {saw['bytes'] / 1e6:,.0f} MB"
     source = masking.get("mask_source_saw")
     if source is None:
-        return [
-            ("provider saw", f"{rows}; masks: {saw['masked']}, worth little or nothing (docs/privacy.md)")
-        ]
+        return [("provider saw", f"{rows}; masks: {saw['masked']}, worth little or nothing (SECURITY.md)")]
     return [
         ("masked", f"{rows}: {saw['masked']}"),
         ("provider saw", "those masked rows, which are uniform random integers to it, and when they came"),

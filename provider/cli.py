@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 # Threads that spin for long between products take the processor from TLS, and from tenants on the
-# same machine. Must be set before torch loads its runtime; docs/performance.md has the effect.
+# same machine. Must be set before torch loads its runtime; docs/explanation/performance.md has the effect.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Half a megabyte of code each; a thousand otherwise (see provider.executor.weights).
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
@@ -34,7 +34,7 @@ from provider.executor.room import memory_errors
 from provider.observe.log import console as _errors
 from provider.observe.log import log_to_console, logs_json
 from provider.observe.supervisor import notify
-from provider.planning.options import check_shapes, parse_assumed, parse_network
+from provider.planning.options import PlanOptions, check_shapes, parse_assumed, parse_network
 from provider.serve.certificates import DEFAULT_DAYS, DEFAULT_HOSTS, write_certificates
 from provider.serve.listening import bound
 from provider.serve.preflight import check_inputs, check_outputs, check_world
@@ -42,9 +42,10 @@ from provider.serve.tokens import OVERLAP_DAYS, TokenFile, check_tenant, shown
 from provider.workers.rank import look_after
 from provider.workers.world import World
 from shared import imports
-from shared.errors import ConfigurationError, SymbiosisError
+from shared.command_line import CommandLine, escape_output, prints_version
+from shared.errors import ConfigurationError, Message, SymbiosisError
 from shared.memory import FreedMemory, keep_freed_memory
-from shared.options import CommandLine, escape_output, fields_of, in_options, prints_version
+from shared.options import flags_of
 
 if TYPE_CHECKING:
     from provider.serve.provider import Provider
@@ -60,8 +61,8 @@ token_app = typer.Typer(no_args_is_help=True, help="Manage the tokens of tenants
 app.add_typer(token_app, name="token")
 
 
-_NAMES = {name: field.flags[0] for name, field in fields_of(ServeConfig).items()}
-_NAMES |= {name: f"--{name}" for name in ("network", "assume")}
+_NAMES = flags_of(ServeConfig) | flags_of(PlanOptions)
+_command_line = CommandLine(typer.Option, typer.Argument)
 
 
 @app.callback()
@@ -177,7 +178,7 @@ def token_remove(
 
 
 @app.command()
-@CommandLine(typer.Option, typer.Argument).takes
+@_command_line.takes
 def serve(config: ServeConfig) -> None:
     """Serve a checkpoint's frozen layers until SIGTERM or SIGINT."""
     log_to_console(config.log_format)
@@ -226,14 +227,14 @@ def _show_layout(config: ServeConfig) -> None:
 
 
 def _print_plan(
-    misfit: str, told: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
+    misfit: Message, told: dict[str, Any] | None, tables: Sequence[Table], sentences: Sequence[str]
 ) -> None:
     """As JSON, or tables and sentences below a warning; weights that do not fit have an exit status."""
     if told is not None:
         print(json.dumps(told, indent=1))
     else:
         if misfit:
-            _tables.print(f"[bold red]{escape(in_options(misfit, _NAMES))}.[/]", highlight=False)
+            _tables.print(f"[bold red]{escape(misfit.shown(_NAMES))}.[/]", highlight=False)
         _tables.print(*tables)
         for line in sentences:
             _tables.print(f"{line}.", highlight=False)
@@ -242,40 +243,14 @@ def _print_plan(
 
 
 @app.command("plan")
-def plan_capacity(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder, or its config.json alone.")],
-    workers: Annotated[int, typer.Option(min=0, help="As for serve; 0: none, all is in one process.")] = 0,
-    devices: Annotated[
-        str, typer.Option(help="One worker for each: cuda:0,cuda:1; cpu,cpu is --workers 2. Default: cpu.")
-    ] = "",
-    stripes: Annotated[int, typer.Option(min=1, help="How many workers share each layer's outputs.")] = 1,
-    numerics: Annotated[str, typer.Option(help="As for serve.")] = "ring",
-    network: Annotated[
-        str, typer.Option(help="To tenants: bits a second each way, and the time there and back.")
-    ] = "10Gbit,0.5ms",
-    tenants: Annotated[int, typer.Option(min=1, max=1024, help="How many work at the same time.")] = 8,
-    rows: Annotated[int, typer.Option(min=1, help="Of a tuning step: sequences times tokens.")] = 512,
-    assume: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer reads it at run time
-        typer.Option(
-            help="Of devices that are not here: NAME=MEMORY,BYTES,MULTIPLICATIONS, in bytes and a second, "
-            "such as cuda=141e9,4.8e12,2e13; repeat for more."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it for programs.")] = False,
-) -> None:
+@_command_line.takes
+def plan_capacity(options: PlanOptions) -> None:
     """Forecast what tenants would get of a model, and what limits it; shapes suffice, no weights are read."""
-    link, assumed = parse_network(network), parse_assumed(assume or [])
-    if workers and devices:
-        raise ConfigurationError(f"devices={devices} has a worker for each: leave out workers={workers}")
-    names = [name.strip() for name in devices.split(",")] if devices else ["cpu"] * max(1, workers)
-    if not all(names) or len(names) % stripes:
-        given = f"devices={devices}" if devices else f"workers={workers}"
-        raise ConfigurationError(f"{given} cannot be divided into stripes={stripes}")
-    check_shapes(model)
+    link, assumed = parse_network(options.network), parse_assumed(options.assume)
+    check_shapes(options.model)
     _errors.print("loading torch, and measuring products", highlight=False)
     with imports.at_once():
-        from provider.planning.capacity import plan
+        from provider.planning.capacity import Tenants, plan
         from provider.planning.layout import described, lay_out, read_groups
         from provider.planning.tables import (
             assumption,
@@ -287,12 +262,12 @@ def plan_capacity(
         )
 
     layout = lay_out(
-        read_groups(model),
-        names,
-        numerics=numerics,
-        stripes=stripes,
+        read_groups(options.model),
+        options.worker_devices,
+        numerics=options.numerics,
+        stripes=options.stripes,
         assumed=assumed,
-        processes=workers > 0 or len(names) > 1,
+        processes=options.workers > 0 or len(options.worker_devices) > 1,
         anyway=True,
     )
     found = plan(
@@ -300,15 +275,14 @@ def plan_capacity(
         layout.shapes,
         itemsize=layout.itemsize,
         link=link,
-        tenants=tenants,
-        rows=rows,
+        tenants=Tenants(options.tenants, options.rows),
         groups=layout.asked,
     )
-    whole = {"model": str(model), "network": network, "tenants": tenants, "rows": rows}
-    told = whole | described(layout) | plan_described(found)
-    tables = [workers_table(layout), plan_table(found, tenants, rows, source(layout))]
+    asked = {"network": options.network, "tenants": options.tenants, "rows": options.rows}
+    told = {"model": str(options.model)} | asked | described(layout) | plan_described(found)
+    tables = [workers_table(layout), plan_table(found, options.tenants, options.rows, source(layout))]
     said = [*reasons(layout), *layout.doubts, assumption()]
-    _print_plan(layout.misfit, told if as_json else None, tables, said)
+    _print_plan(layout.misfit, told if options.json else None, tables, said)
 
 
 def _serve(
@@ -414,7 +388,8 @@ def run(application: Callable[[], Any]) -> None:
     try:
         application()
     except SymbiosisError as error:
-        message = in_options(str(error), _NAMES)
+        error.show_options(_NAMES)
+        message = str(error)
         if logs_json():
             log.error("%s", message)
         else:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import ConfigurationError
+from shared.errors import Argument, ConfigurationError, Message, Word
 from shared.options import Option, check_fields
 
 FLOATS = ("float32", "bfloat16")
+_WORKERS = Message("{workers}", workers=Word("N"))
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRIED = "To try it out"
 _SERVED = "What is served"
@@ -20,6 +22,21 @@ _LOCAL = "Tenants of this machine"
 _LIMITS = "Limits"
 _SCHEDULING = "Scheduling"
 _OBSERVED = "Observation"
+
+
+def check_divided(devices: str, workers: int, names: Sequence[str], stripes: int) -> None:
+    """Refuse workers that cannot share layers evenly.
+
+    Args:
+        devices, workers: how they were given.
+        names: the device of each.
+
+    Raises:
+        ConfigurationError: their number is no multiple of ``stripes``.
+    """
+    if not all(names) or len(names) % stripes:
+        given = Argument("devices", devices) if devices else Argument("workers", workers)
+        raise ConfigurationError(Message("{} cannot be divided into {stripes}", given, stripes=stripes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,72 +253,116 @@ class ServeConfig:
             given = getattr(self, name)
             if self.dev and given is not None:
                 raise ConfigurationError(
-                    f"dev=True makes what it needs in dev_dir={self.dev_dir}: leave out {name}={given}"
+                    Message(
+                        "{dev} makes what it needs in {dev_dir}: leave out {}",
+                        Argument(name, given),
+                        dev=True,
+                        dev_dir=self.dev_dir,
+                    )
                 )
             if not (self.dev or self.plan) and given is None and name != "client_ca":
                 raise ConfigurationError(
-                    f"{name}=PATH is missing: see `symbiosis-provider certs` and `token add`; or try it all "
-                    "out on one machine with dev=True, which makes what it needs"
+                    Message(
+                        "{} is missing: see `symbiosis-provider certs` and `token add`; or try it all out on "
+                        "one machine with {dev}, which makes what it needs",
+                        Argument(name, Word("PATH")),
+                        dev=True,
+                    )
                 )
         self._check_together()
         if self.dev and not self.numerics.startswith("ring"):
             raise ConfigurationError(
-                f"dev=True is for one-time masks, which need integers: leave out numerics={self.numerics!r}; "
-                "to try that, serve without dev=True, with what `symbiosis-provider certs` and `token add` "
-                "make, and give tenants --privacy plain"
+                Message(
+                    "{dev} is for one-time masks, which need integers: leave out {numerics}; to try that, "
+                    "serve without {dev}, with what `symbiosis-provider certs` and `token add` make, and "
+                    "give tenants --privacy plain",
+                    dev=True,
+                    numerics=self.numerics,
+                )
             )
         if self.dev and self.host not in LOOPBACK:
             raise ConfigurationError(
-                f"dev=True is for one machine: host={self.host} is none of {', '.join(LOOPBACK)}"
+                Message(
+                    "{dev} is for one machine: {host} must be one of {}",
+                    ", ".join(LOOPBACK),
+                    dev=True,
+                    host=self.host,
+                )
             )
 
     def _check_together(self) -> None:
         """Refuse values that contradict each other, and those that without another one mean nothing."""
         if self.port and self.port == self.admin_port:
             raise ConfigurationError(
-                f"port={self.port} and admin_port={self.admin_port} are the same; change one of them"
+                Message(
+                    "{port} and {admin_port} are the same; change one of them",
+                    port=self.port,
+                    admin_port=self.admin_port,
+                )
             )
         given = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
         for part, whole in (("tenant_mib", "total_mib"), ("tenant_connections", "max_connections")):
             most = getattr(self, whole)
             if part in given and most and getattr(self, part) > most:
                 raise ConfigurationError(
-                    f"{part}={getattr(self, part)} cannot be: no tenant has more than all, {whole}={most}"
+                    Message(
+                        "{} is too much: all tenants together have {}",
+                        Argument(part, getattr(self, part)),
+                        Argument(whole, most),
+                    )
                 )
         for name, other, wanted in (
-            ("usage_seconds", "usage_file", "usage_file=FILE"),
-            ("local_mib", "local_dir", "local_dir=FOLDER"),
-            ("dev_dir", "dev", "dev=True"),
-            ("fsdp", "workers", "workers=N"),
-            ("launcher", "workers", "workers=N"),
-            ("stripes", "worker_devices", "workers=N or devices=NAME,NAME"),
-            ("json", "plan", "plan=True"),
+            ("usage_seconds", "usage_file", Message("{usage_file}", usage_file=Word("FILE"))),
+            ("local_mib", "local_dir", Message("{local_dir}", local_dir=Word("FOLDER"))),
+            ("dev_dir", "dev", Message("{dev}", dev=True)),
+            ("fsdp", "workers", _WORKERS),
+            ("launcher", "workers", _WORKERS),
+            ("stripes", "worker_devices", Message("{} or {devices}", _WORKERS, devices=Word("NAME,NAME"))),
+            ("json", "plan", Message("{plan}", plan=True)),
         ):
             if name in given and not getattr(self, other):
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)} means nothing without {wanted}; add it, or leave that out"
+                    Message(
+                        "{} means nothing without {}; add it, or leave that out",
+                        Argument(name, getattr(self, name)),
+                        wanted,
+                    )
                 )
         if self.part and not re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", self.part):
-            raise ConfigurationError(f"part={self.part} is not written k/n, such as 1/2 for the first of two")
+            raise ConfigurationError(
+                Message("{part} must be written k/n, such as 1/2 for the first of two", part=self.part)
+            )
         if (own := self.part_of_groups) is not None and own[0] > own[1]:
             raise ConfigurationError(
-                f"part={self.part} cannot be: of {own[1]} parts there is no number {own[0]}"
+                Message(
+                    "{part} must be one of {} parts, and there is no number {}",
+                    own[1],
+                    own[0],
+                    part=self.part,
+                )
             )
         if self.part and self.plan:
-            raise ConfigurationError(f"plan=True is of all layers: leave out part={self.part}")
+            raise ConfigurationError(
+                Message("{plan} is of all layers: leave out {part}", plan=True, part=self.part)
+            )
         if self.fsdp and self.plan:
-            raise ConfigurationError("plan=True is of whole layers and stripes: leave out fsdp")
+            raise ConfigurationError(
+                Message("{plan} is of whole layers and stripes: leave out {fsdp}", plan=True)
+            )
         for name in ("workers", "device"):
             if self.devices and name in given:
                 raise ConfigurationError(
-                    f"devices={self.devices} has a worker for each device it names: leave out "
-                    f"{name}={getattr(self, name)}"
+                    Message(
+                        "{devices} has a worker for each device it names: leave out {}",
+                        Argument(name, getattr(self, name)),
+                        devices=self.devices,
+                    )
                 )
         if self.devices and not all(self.worker_devices):
-            raise ConfigurationError(f"devices={self.devices} names none between two commas, or at an end")
-        if len(self.worker_devices) % self.stripes:
-            whole = f"devices={self.devices}" if self.devices else f"workers={self.workers}"
-            raise ConfigurationError(f"{whole} cannot be divided into stripes={self.stripes}")
+            raise ConfigurationError(
+                Message("{devices} names none between two commas, or at an end", devices=self.devices)
+            )
+        check_divided(self.devices, self.workers, self.worker_devices, self.stripes)
         self._check_fsdp()
         self._check_ray()
 
@@ -309,16 +370,29 @@ class ServeConfig:
         """Refuse what cannot be sharded so."""
         if self.fsdp and self.numerics not in FLOATS:
             raise ConfigurationError(
-                f"fsdp=True shards floats: numerics={self.numerics!r} cannot be served so; choose "
-                f"{' or '.join(FLOATS)}, or leave out fsdp"
+                Message(
+                    "{} shards floats, and {numerics} is none; choose {}, or leave out {fsdp}",
+                    Argument("fsdp", True),
+                    " or ".join(FLOATS),
+                    numerics=self.numerics,
+                )
             )
         if self.fsdp and self.stripes > 1:
             raise ConfigurationError(
-                f"fsdp=True shards each layer among all workers: leave out stripes={self.stripes}"
+                Message(
+                    "{fsdp} shards each layer among all workers: leave out {stripes}",
+                    fsdp=True,
+                    stripes=self.stripes,
+                )
             )
         if self.fsdp and self.device.startswith("cuda:"):
             raise ConfigurationError(
-                f"fsdp=True gives each worker a GPU of its own: device={self.device!r} cannot be, 'cuda' can"
+                Message(
+                    "{fsdp} gives each worker a GPU of its own: replace {} by {}",
+                    Argument("device", self.device),
+                    Argument("device", "cuda"),
+                    fsdp=True,
+                )
             )
 
     def _check_ray(self) -> None:
@@ -326,15 +400,25 @@ class ServeConfig:
         if self.launcher != "ray":
             return
         if self.fsdp:
-            raise ConfigurationError("launcher='ray' has each layer with one worker: leave out fsdp")
+            raise ConfigurationError(
+                Message("{launcher} has each layer with one worker: leave out {fsdp}", launcher="ray")
+            )
         if self.stripes > 1:
             raise ConfigurationError(
-                f"launcher='ray' has each layer with one worker: leave out stripes={self.stripes}"
+                Message(
+                    "{launcher} has each layer with one worker: leave out {stripes}",
+                    launcher="ray",
+                    stripes=self.stripes,
+                )
             )
         if self.device not in ("cpu", "cuda"):
             raise ConfigurationError(
-                f"launcher='ray' gives each worker a GPU that Ray chooses: device={self.device!r} cannot "
-                "be, 'cuda' can"
+                Message(
+                    "{launcher} gives each worker a GPU that Ray chooses: replace {} by {}",
+                    Argument("device", self.device),
+                    Argument("device", "cuda"),
+                    launcher="ray",
+                )
             )
 
     @property

@@ -19,8 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from shared import imports
+from shared.command_line import escape_output, prints_version
 from shared.errors import ConfigurationError, SymbiosisError
-from shared.options import escape_output, prints_version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -181,7 +181,7 @@ def attack(
 ) -> None:
     """The passive attacks on a transcript from a real deployment, of which nobody here knows the truth.
 
-    Each session is attacked by itself and gets a verdict. How to read the output: docs/auditing.md.
+    Each session is attacked by itself and gets a verdict. How to read the output: docs/how-to/auditing.md.
 
     Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
     rows. 1: those of some session do not, or an attack reads text. 2: an error, nothing is known.

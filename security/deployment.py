@@ -65,7 +65,7 @@ class Reading:
 
 @dataclass
 class TranscriptAudit:
-    """Attacks on recordings; ``docs/auditing.md`` says how to read what comes out.
+    """Attacks on recordings; ``docs/how-to/auditing.md`` says how to read what comes out.
 
     Args:
         model: checkpoint folder of what was served.

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shared.command_line import WEIGHTS, WEIGHTS_INDEX, check_model_folder
 from shared.errors import CheckpointError
 from shared.hub import checkpoint_folder, id_of_snapshot, lies_within
-from shared.options import WEIGHTS, WEIGHTS_INDEX, check_model_folder
 from shared.recipes import Layout
 from shared.stored import Stored, bytes_of
 from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member

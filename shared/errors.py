@@ -20,32 +20,179 @@
     ├── NonFiniteError              NaN or infinity would have been sent
     └── RemoteWeightUnavailable     something read the values of a weight that stays with the provider
 
-Errors carry a stable ``code`` and say what to do. They name an option as Python does, with its value or a
-word for that: ``ca=FILE``, ``privacy='plain'``. Command lines show it as theirs
-(``shared.options.in_options``). What a peer is told is made of
+Errors carry a stable ``code`` and say what to do. A ``Message`` knows which options it names. It shows them
+as Python's arguments, and a command line or a profile shows them as its own. What a peer is told is made of
 ``code`` and ``message`` alone: no paths, no traces.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import PurePath
+from string import Formatter
+from typing import Any, Final, NamedTuple
 
 MOST_MESSAGE = 2000  # characters: a message may quote lists that a peer made
 
 
+ALONE: Final = ...  # in place of a value: the option is named without one
+
+
+class Word(str):
+    """What stands for a value in a message: ``FILE``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Argument(NamedTuple):
+    """An option that a message names, by its name in Python, and its value."""
+
+    name: str
+    value: Any = ALONE
+
+    def __str__(self) -> str:
+        """As Python has it."""
+        if self.value is ALONE:
+            return self.name
+        value = str(self.value) if isinstance(self.value, PurePath) else self.value
+        return f"{self.name}={value!r}"
+
+
+Names = Mapping[str, Callable[[Any], str]]  # of options how they are shown, given a value or ``ALONE``
+
+
+class Message(str):
+    """One line of text that names options.
+
+    Args:
+        template: ``{}`` in it is the next of the values, and ``{name}`` the option of that name, with its
+            value if ``options`` have one. Nothing is formatted twice.
+        values: text, numbers, an ``Argument`` or another message.
+        options: values of options.
+
+    Attributes:
+        parts: text, and the options between it. The string itself has them as Python's arguments.
+    """
+
+    parts: tuple[str | Argument, ...]
+
+    def __new__(cls, template: str = "", *values: object, **options: object) -> Message:
+        """See the class."""
+        parts: list[str | Argument] = []
+        remaining = iter(values)
+        for text, name, form, conversion in Formatter().parse(template):
+            parts.append(text)
+            if name:
+                parts.append(Argument(name, options.get(name, ALONE)))
+            elif name is not None:
+                value = next(remaining)
+                if isinstance(value, Message):
+                    parts += value.parts
+                elif isinstance(value, Argument):
+                    parts.append(value)
+                else:
+                    parts.append(format(repr(value) if conversion == "r" else value, form or ""))
+        return cls.of(parts)
+
+    @classmethod
+    def of(cls, parts: Iterable[str | Argument]) -> Message:
+        """A message of text and options."""
+        whole: list[str | Argument] = []
+        for part in parts:
+            if isinstance(part, str) and whole and isinstance(whole[-1], str):
+                whole[-1] += part
+            elif part:
+                whole.append(part)
+        made = str.__new__(cls, _shown(whole, {}))
+        made.parts = tuple(whole)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).of, (self.parts,)
+
+    def __add__(self, more: str) -> Message:
+        return Message("{}{}", self, more)
+
+    @classmethod
+    def joined(cls, sign: str, texts: Iterable[str]) -> Message:
+        """All of them, with the sign in between."""
+        every = list(texts)
+        return cls(sign.join("{}" for _ in every), *every)
+
+    def replaced(self, old: str, new: str) -> Message:
+        """With other words in its text."""
+        return Message.of(part.replace(old, new) if isinstance(part, str) else part for part in self.parts)
+
+    def divided(self, sign: str) -> tuple[Message, Message]:
+        """What is in front of the first such sign in the text, and what is behind it."""
+        for at, part in enumerate(self.parts):
+            if isinstance(part, str) and sign in part:
+                before, _, behind = part.partition(sign)
+                return Message.of([*self.parts[:at], before]), Message.of([behind, *self.parts[at + 1 :]])
+        return self, Message()
+
+    def without(self, beginning: str) -> Message:
+        """Without this beginning of its text, if it has it."""
+        return Message.of(
+            part.removeprefix(beginning) if at == 0 and isinstance(part, str) else part
+            for at, part in enumerate(self.parts)
+        )
+
+    def shown(self, names: Names) -> str:
+        """With these names of options; others are as in Python."""
+        return _shown(self.parts, names)
+
+
+def _shown(parts: Iterable[str | Argument], names: Names) -> str:
+    shown = "".join(
+        names[part.name](part.value) if isinstance(part, Argument) and part.name in names else str(part)
+        for part in parts
+    )
+    # One line that a terminal can show: it may quote what a peer wrote, and lines of a log are entries.
+    if len(shown) > MOST_MESSAGE:
+        shown = shown[: MOST_MESSAGE - 3] + "..."
+    return peer_text(shown.replace("\n", " "), MOST_MESSAGE)
+
+
 class SymbiosisError(Exception):
-    """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry"."""
+    """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry".
+
+    ``told`` is what it says, ``message`` the same with options as Python's arguments, and ``str`` with
+    options as ``show_options`` was told.
+    """
 
     code: str = "error"
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        # One line that a terminal can show: it may quote what a peer wrote, and lines of a log are entries.
-        if len(message) > MOST_MESSAGE:
-            message = message[: MOST_MESSAGE - 3] + "..."
-        message = peer_text(message.replace("\n", " "), MOST_MESSAGE)
         super().__init__(message)
-        self.message = message
         self.retry_after = retry_after
+        self._names: Names = {}
+
+    def __str__(self) -> str:
+        return self.told.shown(self._names)
+
+    @property
+    def told(self) -> Message:
+        """What it says; not made before it is asked for, since torch.compile follows what makes an error."""
+        (message,) = self.args
+        return message if isinstance(message, Message) else Message("{}", message)
+
+    @told.setter
+    def told(self, message: str) -> None:
+        self.args = (message,)
+
+    @property
+    def message(self) -> str:
+        """What it says to a program or a peer."""
+        return str(self.told)
+
+    def show_options(self, names: Names) -> None:
+        """From now on ``str`` has these names of options; those that it was told before stay."""
+        self._names = {**names, **self._names}
 
 
 def peer_text(text: str, limit: int = 500) -> str:
@@ -90,7 +237,7 @@ class _CodedError(SymbiosisError):
         self.code = code
 
     def __str__(self) -> str:
-        return f"[{peer_text(self.code, 80)}] {self.message}"
+        return f"[{peer_text(self.code, 80)}] {super().__str__()}"
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.code, self.message), self.__dict__)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # which takes seconds, and whoever serves what is stored as i
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Layout = tuple[tuple[int, ...], torch.dtype]
-# What a configuration counts: a model is built of as many modules, or lists are made that long.
+# Keys that count: a model is built of as many modules, or lists are made that long.
 _COUNTS = re.compile(r"layer|depth|block|expert|^(num|n)_(stages|labels)$", re.IGNORECASE)
 _SIZES = re.compile(r"size|dim|width|length|capacity|_id$", re.IGNORECASE)
 _FEW, _LABELS = 1024, 1 << 20  # of anything is no matter; of labels

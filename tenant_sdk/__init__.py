@@ -38,13 +38,13 @@ from shared.errors import (  # noqa: E402 - of this project, which is checked be
 )
 
 if TYPE_CHECKING:
+    from shared.secrets import Secret
     from tenant_sdk.composition import connect
     from tenant_sdk.connection.stats import Stats
     from tenant_sdk.products.bank_options import NoiseBankOptions
     from tenant_sdk.products.fingerprints import write_fingerprints
     from tenant_sdk.sequences.tuning import LongTuning, long_tuning
     from tenant_sdk.session import Session
-    from tenant_sdk.trust.secrets import Secret
     from tenant_sdk.tuning.folders import load_adapter, save_adapter
 
 __all__ = [
@@ -80,7 +80,7 @@ __all__ = [
 _LAZY = {
     "LongTuning": "tenant_sdk.sequences.tuning",
     "NoiseBankOptions": "tenant_sdk.products.bank_options",
-    "Secret": "tenant_sdk.trust.secrets",
+    "Secret": "shared.secrets",
     "Session": "tenant_sdk.session",
     "Stats": "tenant_sdk.connection.stats",
     "connect": "tenant_sdk.composition",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from shared.errors import ConfigurationError, SymbiosisError, peer_text
+from shared.errors import ConfigurationError, Message, SymbiosisError
 from shared.wire.header import DTYPE_NAMES
 from shared.wire.messages import Manifest
 from tenant_sdk.cli_options import Target, Terms
@@ -26,13 +26,16 @@ class CheckResult:
 
     step: str
     ok: bool | None
-    detail: str
-    remedy: str = ""
+    detail: Message
+    remedy: Message
 
-    def __post_init__(self) -> None:
-        """Names in certificates and manifests are a peer's words."""
-        for name in ("detail", "remedy"):
-            object.__setattr__(self, name, peer_text(getattr(self, name), 2000))
+    def __init__(self, step: str, ok: bool | None, detail: str, remedy: str = "") -> None:
+        for name, value in (("step", step), ("ok", ok), ("detail", _told(detail)), ("remedy", _told(remedy))):
+            object.__setattr__(self, name, value)
+
+
+def _told(text: str) -> Message:
+    return text if isinstance(text, Message) else Message("{}", text)
 
 
 class Comparison:
@@ -44,7 +47,7 @@ class Comparison:
     """
 
     def __init__(self, terms: Terms) -> None:
-        self.terms, self.operators, self.refused = terms, Operators(terms.masks_allow), ""
+        self.terms, self.operators, self.refused = terms, Operators(terms.masks_allow), Message()
         self.manifests: dict[str, Manifest] = {}
 
     def meet(self, url: str, sock: ssl.SSLSocket | None, party: Hashable) -> None:
@@ -52,7 +55,7 @@ class Comparison:
         try:
             self.operators.check_distinct(url, sock, party)
         except ConfigurationError as error:
-            self.refused = self.refused or error.message
+            self.refused = self.refused or error.told
 
 
 class ReplicaChecks:
@@ -90,11 +93,12 @@ class ReplicaChecks:
                 manifest = self._look(address)
                 milliseconds = (time.perf_counter() - started) * 1e3
             except SymbiosisError as error:
-                what = f"{address} cannot be used: {error.message}"
+                what = Message("{} cannot be used: {}", str(address), error.told)
                 yield CheckResult("replica", None, what, "sessions use the others; ask its operator")
                 continue
             if manifest is not None and served is not None and manifest != served:
-                what = f"{address} serves something else than {self.usable.replica}, so sessions refuse it"
+                told = "{} serves something else than {}, so sessions refuse it"
+                what = Message(told, str(address), str(self.usable.replica))
                 remedy = "replicas serve the same checkpoint with the same options: ask its operator"
                 yield CheckResult("replica", False, what, remedy)
                 continue

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
-from shared.errors import ConfigurationError
-from shared.options import CommandLine, Field
+from shared.command_line import CommandLine
+from shared.errors import ALONE, Argument, ConfigurationError, Message, Names, Word
+from shared.options import Flag, arguments_of, flags_of
+from shared.secrets import Secret, text_of
 from tenant_sdk.config import SessionConfig, for_each
 from tenant_sdk.connection.replicas.addresses import Address
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of, url_of
-from tenant_sdk.profiles import FIELDS, HERE, merged, names_in, profile_here, read_profile
+from tenant_sdk.profiles import HERE, merged, names_in, profile_here, read_profile
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
-from tenant_sdk.trust.secrets import Secret, text_of
 
 # How errors that name an argument of ``connect`` say it to who types a command.
-NAMES = {name: each.flag for name, each in FIELDS.items()} | {
-    name: "--" + name.replace("_", "-") for name in ("kv", "kv_memory_gib", "kv_folder", "memory_gib")
-}
+NAMES: Names = flags_of(SessionConfig)
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Target:
     ``replicas``: URLs of its party, if there are several, of which ``url`` is one; ``address``: of the
     host's the one to examine, if it is not all the same.
     ``wait``: seconds for which somebody may still begin to listen. ``source``: it is a mask source.
-    ``names``: how its user calls arguments of ``connect``.
     """
 
     url: str
@@ -45,7 +42,6 @@ class Target:
     timeout: float = 10.0
     wait: float = 0.0
     source: bool = False
-    names: Mapping[str, str] = field(default_factory=lambda: NAMES, repr=False)
     replicas: tuple[str, ...] = ()
     address: str = ""
 
@@ -76,11 +72,11 @@ class Target:
             raise ConfigurationError(f"the token in {self.token} holds white space")
         return token
 
-    def option(self, name: str) -> str:
-        """How its user calls the ``provider``, ``ca``, ``token`` or ``client_certificate`` of this party."""
+    def option(self, name: str, value: Any = ALONE) -> Argument:
+        """What gives the ``provider``, ``ca``, ``token`` or ``client_certificate`` of this party."""
         if self.source and name != "client_certificate":
             name = {"provider": "mask_sources"}.get(name, f"mask_source_{name}")
-        return self.names[name]
+        return Argument(name, value)
 
 
 @dataclass(frozen=True)
@@ -89,13 +85,11 @@ class Terms:
 
     Attributes:
         allowed: signs that parties are one operator which they may have in common.
-        operator: all of them were allowed in one word.
         masks: they are one-time masks, which one operator would subtract.
         transcript: executors may record what tenants send.
     """
 
     allowed: frozenset[str] = frozenset(SIGNS)
-    operator: bool = False
     masks: bool = True
     transcript: bool = False
 
@@ -105,11 +99,11 @@ class Terms:
         return self.allowed if self.masks else frozenset(SIGNS)
 
     @property
-    def allowed_by(self) -> str:
+    def allowed_by(self) -> Message:
         """Why signs are not held against anybody, in words."""
         if not self.masks:
-            return "no one-time masks are asked for"
-        return f"allowed by {'allow_same_operator=True' if self.operator else 'allow_same='}"
+            return Message("no one-time masks are asked for")
+        return Message("allowed by {allow_same}")
 
 
 class SessionOptions:
@@ -123,13 +117,12 @@ class SessionOptions:
     """
 
     def __init__(self, **options: Any) -> None:
-        self.given: dict[str, Any] = {}
-        for name, each in FIELDS.items():
-            values = [options.get(word) for word in each.words]
-            if any(value is not None and value != [] for value in values):
-                self.given[name] = _argument(each, values)
+        self.given = arguments_of(SessionConfig, options)
+        for name in ("mask_source_token", "mask_source_ca"):
+            if len(self.given.get(name, ())) == 1:  # for all mask sources
+                self.given[name] = self.given[name][0]
         self.profile = self.given.pop("profile", None)
-        self.names = dict(NAMES)  # how errors name options; ``arguments`` adds where they come from
+        self.names = {**NAMES}  # of options in messages; ``arguments`` adds where they come from
 
     @staticmethod
     def parameters(command_line: CommandLine) -> list[inspect.Parameter]:
@@ -153,12 +146,20 @@ class SessionOptions:
             arguments = merged(found, given)
             self.names.update(names_in(profile, found, given))
         self.names.update(
-            {name: f"{value.given} {value}" for name, value in given.items() if isinstance(value, Secret)}
+            {
+                name: Flag(f"{value.given} {value}", alone=True)
+                for name, value in given.items()
+                if isinstance(value, Secret)
+            }
         )
         if "provider" not in arguments:
             raise ConfigurationError(
-                "which executor? Give --provider URL, or --profile FILE, which names one; "
-                "`symbiosis-provider serve MODEL --dev` makes both, to try it out"
+                Message(
+                    "which executor? Give {provider}, or {profile}, which names one; `symbiosis-provider "
+                    "serve MODEL --dev` makes both, to try it out",
+                    provider=Word("URL"),
+                    profile=Word("FILE"),
+                )
             )
         return arguments
 
@@ -171,16 +172,20 @@ class SessionOptions:
         arguments = self.arguments
         if "fingerprints" in arguments and "fingerprint_key" not in arguments:
             raise ConfigurationError(
-                "--fingerprints needs --fingerprint-key-env VAR: the variable with the key that "
-                "`symbiosis-tenant fingerprint` printed"
+                Message(
+                    "{fingerprints} needs {fingerprint_key}: the variable with the key that "
+                    "`symbiosis-tenant fingerprint` printed"
+                )
             )
         if "token" not in arguments and self.profile and "provider" in self.given:
             raise ConfigurationError(
-                "--token-env VAR is missing: --provider replaces the executor of --profile, and a profile's "
-                "token is not sent to another. Name the variable with this provider's own token"
+                Message(
+                    "{token} is missing: {provider} replaces the executor of {profile}, and a profile's "
+                    "token is not sent to another. Name the variable with this provider's own token"
+                )
             )
         if "token" not in arguments:
-            raise ConfigurationError("--token-env VAR is missing: the variable with the provider's token")
+            raise ConfigurationError(Message("{token} is missing: the variable with the provider's token"))
         for name in ("token", "fingerprint_key"):
             text_of(arguments.get(name))  # now, while nothing has been loaded
         config = SessionConfig(**arguments)
@@ -195,12 +200,11 @@ class SessionOptions:
         """
         arguments = self.arguments
         sources = arguments.get("mask_sources", ())
-        operator = arguments.get("allow_same_operator", False)
-        allowed = allowed_signs(arguments.get("allow_same", ()), operator)
+        allowed = allowed_signs(arguments.get("allow_same", ()))
         masks = arguments.get("privacy", SessionConfig.privacy) == "one-time"
         names = ("client_certificate", "wire_dtype", "digest", "timeout")
         common = {name: arguments[name] for name in names if name in arguments}
-        common |= {"wait": wait, "names": self.names}
+        common["wait"] = wait
         token, ca = arguments.get("token"), arguments.get("ca")
         tokens = arguments.get("mask_source_token") or (token if "token" in allowed else None)
         authorities = arguments.get("mask_source_ca") or (ca if "authority" in allowed else None)
@@ -212,49 +216,15 @@ class SessionOptions:
             strict=True,
         ):
             found.append(_target(url, its_ca, token=its_token, source=True, **common))
-        return found, Terms(allowed, operator, masks, arguments.get("allow_transcript", False))
-
-
-def _argument(each: Field, values: list[Any]) -> Any:
-    """An argument of ``connect`` from what a command line gives."""
-    option = each.option
-    if option.parts:
-        if None in values:
-            raise ConfigurationError(f"{' and '.join(each.flags)} go together")
-        return tuple(values)
-    value = values[0]
-    if option.confidential:
-        secrets = [
-            Secret(option.confidential, variable, given=each.flags[0])
-            for variable in (value if option.single else [value])
-        ]
-        value = secrets if option.single else secrets[0]
-    if option.single and each.name.startswith("mask_source_") and len(value) == 1:
-        return value[0]  # for all mask sources
-    return value
+        return found, Terms(allowed, masks, arguments.get("allow_transcript", False))
 
 
 command_line = CommandLine(typer.Option, typer.Argument)
 
 Tokenizer = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(help="Folder of a tokenizer that you trust. Default: that of --model, or the executor's."),
+    typer.Option(help="Folder of a tokenizer that you trust. Default: that of the executor."),
 ]
-Model = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        metavar="FOLDER|hub:NAME[@REVISION]",
-        help="Your own copy of the model, also at a hub: all but its frozen layers is taken from it.",
-    ),
-]
-Base = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        metavar="FOLDER|hub:NAME[@REVISION]",
-        help="Where the adapter will say that its base is, for use without an executor.",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of everything random except masks.")]
 
 
 def _target(party: Any, *arguments: Any, **more: Any) -> Target:

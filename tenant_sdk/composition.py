@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import ConfigurationError, ModelMismatch
+from shared.errors import ConfigurationError, Message, ModelMismatch, Word
+from shared.secrets import text_of
 from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
-from tenant_sdk.config import SessionConfig
+from tenant_sdk.config import WEAKER, SessionConfig
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
@@ -32,7 +33,6 @@ from tenant_sdk.profiles import takes_options
 from tenant_sdk.session import Session
 from tenant_sdk.trust.attestation import check_agreement
 from tenant_sdk.trust.operators import SIGNS, Operators
-from tenant_sdk.trust.secrets import text_of
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ def open_session(config: SessionConfig) -> Session:
         _warn(provider.url, config.privacy, operators, remotes)
         if config.privacy == "one-time" and config.where_experts == "routed" and _experts(manifest):
             log.warning(
-                "experts='routed': %s sees how many tokens each expert gets, which depends on the text "
-                "(docs/privacy.md)",
+                "%s sees how many tokens each expert gets, which depends on the text "
+                "(docs/explanation/privacy.md)",
                 provider.url,
             )
         if stored is not None and provider.ring:
@@ -188,9 +188,13 @@ def _check_fit(provider: str, manifest: Manifest, config: SessionConfig) -> None
         return
     if config.privacy == "one-time":
         raise ConfigurationError(
-            f"{provider} computes in {manifest.numerics}, and one-time masks need exact integers: ask for "
-            "an executor with `serve --numerics ring`. Weaker modes must be asked for: privacy='noise-bank' "
-            "or privacy='plain'; SECURITY.md says what they are worth"
+            Message(
+                "{} computes in {}, and one-time masks need exact integers: ask for an executor with "
+                "`serve --numerics ring`. {}",
+                provider,
+                manifest.numerics,
+                WEAKER,
+            )
         )
     if config.when_verified != "off":
         raise ConfigurationError(
@@ -208,8 +212,12 @@ def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:
     for remote in remotes:
         if remote.manifest.recorded:
             raise ConfigurationError(
-                f"{remote.url} records what tenants send into a transcript. If that is intended, as for an "
-                "audit: allow_transcript=True"
+                Message(
+                    "{} records what tenants send into a transcript. If that is intended, as for an audit: "
+                    "{allow_transcript}",
+                    remote.url,
+                    allow_transcript=True,
+                )
             )
 
 
@@ -237,9 +245,13 @@ def _live_fingerprints(privacy: str, shapes: list[GroupShape], sources: list[Sou
         return LiveFingerprints(shapes, os.urandom, lambda kind, rows: local.effect(*kind, [rows])[0])
     if privacy != "one-time":
         raise ConfigurationError(
-            f"verification with privacy={privacy!r} needs fingerprints of the weights: make a file with "
-            "`symbiosis-tenant fingerprint CHECKPOINT` and give fingerprints=FILE. Only "
-            "one-time masks can make them through the executors: others would show them to the provider"
+            Message(
+                "verification with {privacy} needs fingerprints of the weights: make a file with "
+                "`symbiosis-tenant fingerprint CHECKPOINT` and give {fingerprints}. Only one-time masks can "
+                "make them through the executors: others would show them to the provider",
+                privacy=privacy,
+                fingerprints=Word("FILE"),
+            )
         )
     return LiveFingerprints(shapes, os.urandom)
 

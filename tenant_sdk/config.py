@@ -9,8 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
-from shared.errors import ConfigurationError
+from shared.errors import Argument, ConfigurationError, Message, Word
 from shared.options import Option, check_fields
+from shared.secrets import Secret, text_of
 from tenant_sdk.connection.urls import (
     Party,
     is_local,
@@ -21,8 +22,7 @@ from tenant_sdk.connection.urls import (
     url_of,
 )
 from tenant_sdk.products.bank_options import NoiseBankOptions
-from tenant_sdk.trust.operators import SIGNS, allowed_signs, own_authorities, own_tokens
-from tenant_sdk.trust.secrets import Secret, text_of
+from tenant_sdk.trust.operators import ALL, SIGNS, allowed_signs, own_authorities, own_tokens
 
 PRIVACY_MODES = ("one-time", "noise-bank", "plain")
 VERIFY_MODES = ("always", "sampled", "off")
@@ -35,10 +35,11 @@ EXECUTORS, TRUST, MASKS, VERIFICATION, CONNECTION = (
     "Verification",
     "Connection",
 )
-_CHOICES = (
-    "Name one that another operator runs, mask_sources=['wss://...'], or the checkpoint itself, "
-    "mask_sources=['local:FOLDER'], which computes the masks' effects here. Weaker modes must be "
-    "asked for: privacy='noise-bank' or privacy='plain'; SECURITY.md says what they are worth"
+_FILE = Word("FILE")
+WEAKER = Message(
+    "Weaker modes must be asked for: {} or {}; SECURITY.md says what they are worth",
+    Argument("privacy", "noise-bank"),
+    Argument("privacy", "plain"),
 )
 
 
@@ -67,7 +68,7 @@ class SessionConfig:
         str | PathLike[str] | None,
         Option(
             EXECUTORS,
-            "TOML file with these options (docs/profiles.md): a path, or NAME for "
+            "TOML file with these options (docs/how-to/profiles.md): a path, or NAME for "
             "~/.config/symbiosis/NAME.toml. Options that are given besides win. Commands that are given no "
             "{provider} use ./symbiosis.toml, if you have approved it (symbiosis-tenant trust).",
             unit="FILE",
@@ -147,20 +148,14 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            f"A sign that provider and mask sources are one operator, which is accepted: {', '.join(SIGNS)}.",
-            choices=tuple(SIGNS),
+            "A sign that provider and mask sources are one operator, which is accepted: "
+            f"{', '.join(SIGNS)}. Or all of these, to try it out: an operator of both then sees every row, "
+            "because one-time masks hide nothing from it.",
+            choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
         ),
     ] = ()
-    allow_same_operator: Annotated[
-        bool,
-        Option(
-            TRUST,
-            "Accept all of these signs, to try it out. An operator of both sees all rows: one-time masks "
-            "hide nothing.",
-        ),
-    ] = False
     allow_transcript: Annotated[
         bool,
         Option(TRUST, "Use executors that announce that they record what tenants send, as for an audit."),
@@ -292,14 +287,26 @@ class SessionConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         if not self.provider:
-            raise ConfigurationError("which executor? Give provider=URL, or profile=FILE, which names one")
+            raise ConfigurationError(
+                Message(
+                    "which executor? Give {provider}, or {profile}, which names one",
+                    provider=Word("URL"),
+                    profile=_FILE,
+                )
+            )
         check_fields(self)
         self._check_urls()
         self._check_privacy()
         if self.fingerprint_key and self.fingerprints is None:
-            raise ConfigurationError("fingerprint_key=KEY is of no use without fingerprints=FILE")
+            raise ConfigurationError(
+                Message(
+                    "{fingerprint_key} is of no use without {fingerprints}",
+                    fingerprint_key=Word("KEY"),
+                    fingerprints=_FILE,
+                )
+            )
         self._check_certificates()
-        allowed_signs(self.allow_same, self.allow_same_operator)
+        allowed_signs(self.allow_same)
 
     @property
     def when_verified(self) -> str:
@@ -315,7 +322,7 @@ class SessionConfig:
     @property
     def allowed(self) -> frozenset[str]:
         """Signs that provider and mask sources are one operator which are not held against them."""
-        return allowed_signs(self.allow_same, self.allow_same_operator)
+        return allowed_signs(self.allow_same)
 
     @functools.cached_property
     def credentials(self) -> list[tuple[str, str | Path | None]]:
@@ -347,9 +354,11 @@ class SessionConfig:
 
     def _check_urls(self) -> None:
         if isinstance(self.mask_sources, str):
-            raise ConfigurationError(f"mask_sources is a list: write [{self.mask_sources!r}]")
+            raise ConfigurationError(
+                Message("{mask_sources} must be a list: write [{!r}]", self.mask_sources)
+            )
         if not replicas_of(self.provider):
-            raise ConfigurationError("provider=[] names no executor")
+            raise ConfigurationError(Message("{provider} names no executor", provider=[]))
         for party in (self.provider, *self.mask_sources):
             replicas = replicas_of(party)
             if is_local(party) and party != self.provider:
@@ -364,23 +373,45 @@ class SessionConfig:
         sources = self.mask_sources
         if self.experts == "padded" and self.privacy != "one-time":
             raise ConfigurationError(
-                f"experts='padded' adds rows of zeros, which privacy={self.privacy!r} would show: use it "
-                "with one-time masks, or give experts='routed'"
+                Message(
+                    "{experts} adds rows of zeros, which {privacy} would show: use it with one-time masks, "
+                    "or give {}",
+                    Argument("experts", "routed"),
+                    experts=self.experts,
+                    privacy=self.privacy,
+                )
             )
         if sources and self.privacy == "plain":
             raise ConfigurationError(
-                f"privacy='plain' uses no masks: leave out mask_sources=[{party_name(sources[0])}]"
+                Message(
+                    "{privacy} uses no masks: leave out {mask_sources}",
+                    privacy=self.privacy,
+                    mask_sources=[party_name(sources[0])],
+                )
             )
         if len(sources) > 1 and self.privacy == "noise-bank":
-            raise ConfigurationError("privacy='noise-bank' takes one mask source")
+            raise ConfigurationError(Message("{privacy} takes one mask source", privacy=self.privacy))
         if not sources and self.privacy == "one-time":
-            raise ConfigurationError(f"privacy='one-time' needs a mask source. {_CHOICES}")
+            raise ConfigurationError(
+                Message(
+                    "{privacy} needs a mask source. Name one that another operator runs, {}, or the "
+                    "checkpoint itself, {}, which computes the masks' effects here. {}",
+                    Argument("mask_sources", ["wss://..."]),
+                    Argument("mask_sources", ["local:FOLDER"]),
+                    WEAKER,
+                    privacy=self.privacy,
+                )
+            )
         if len(set(map(replicas_of, sources))) < len(sources):
             raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
         if self.pad_rows and self.privacy != "one-time":
             raise ConfigurationError(
-                f"pad_rows={self.pad_rows} adds rows of zeros, which privacy={self.privacy!r} would show: "
-                "they would give away its masks, or that they are zeros. Use it with one-time masks"
+                Message(
+                    "{pad_rows} adds rows of zeros, which {privacy} would show: they would give away its "
+                    "masks, or that they are zeros. Use it with one-time masks",
+                    pad_rows=self.pad_rows,
+                    privacy=self.privacy,
+                )
             )
 
     def _check_certificates(self) -> None:
@@ -394,8 +425,13 @@ class SessionConfig:
         ):
             if given is not None and users and not any(map(over_tls, users)):
                 raise ConfigurationError(
-                    f"{option}=FILE is for TLS, and {url_of(users[0])} is reached without it, on this "
-                    "machine; leave it out. (The authority of mask sources is mask_source_ca=FILE.)"
+                    Message(
+                        "{} is for TLS, and {} is reached without it, on this machine; leave it out. (The "
+                        "authority of mask sources is {mask_source_ca}.)",
+                        Argument(option, _FILE),
+                        url_of(users[0]),
+                        mask_source_ca=_FILE,
+                    )
                 )
 
 
@@ -409,6 +445,11 @@ def for_each(given: Any, sources: Sequence[Party], option: str) -> list[Any]:
         return [given] * len(sources)
     if len(given) != len(sources):
         raise ConfigurationError(
-            f"{option}=: give one for all mask sources, or one for each ({len(sources)}), not {len(given)}"
+            Message(
+                "{}: give one for all mask sources, or one for each ({}), not {}",
+                Argument(option),
+                len(sources),
+                len(given),
+            )
         )
     return list(given)

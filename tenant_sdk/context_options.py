@@ -1,91 +1,102 @@
-"""Command-line options of prompts, contexts and examples that are long."""
+"""Options of a prompt, and of where a long context lies."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
-import typer
+from shared.errors import ConfigurationError, Message
+from shared.options import Option, check_fields, check_text
 
-from shared.errors import ConfigurationError
-from shared.options import check_text
-
-Prompt = Annotated[Optional[str], typer.Option(help="What to go on from.")]  # noqa: UP045
-PromptFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(help="File with the prompt instead, in UTF-8, however long; it is read in chunks."),
-]
-Kv = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        metavar="device|host|disk",
-        help="Where keys and values of the context lie. host: in buffers in this machine's memory. disk: in "
-        "an encrypted file without a name that is gone at the end, so memory need not have room for them. "
-        "device: as transformers keeps them. Default: host, or device on an accelerator.",
-    ),
-]
-KvMemory = Annotated[
-    float, typer.Option(min=0, metavar="GIB", help="Keys and values that stay in memory with --kv disk.")
-]
-KvFolder = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(help="Folder for the file of --kv disk. Default: TMPDIR, else /var/tmp."),
-]
-PromptMemory = Annotated[
-    float,
-    typer.Option(metavar="GIB", help="What reading a chunk of the prompt may take, besides keys and values."),
-]
-SequenceLength = Annotated[
-    int,
-    typer.Option(
-        min=2,
-        help="Tokens a block of text, and of a record at most: longer ones with `text` are split, others "
-        "left out, and both said. Long ones are learned from in windows, if memory asks for it.",
-    ),
-]
-MaxLength = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(min=2, help="Another name of --sequence-length."),
-]
-TrainOnPrompt = Annotated[
-    bool, typer.Option("--train-on-prompt", help="Learn whole records, not the answers alone.")
-]
-Memory = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option(
-        metavar="GIB", help="What this process may have; default: 80 % of what is free on top of what it has."
-    ),
-]
+_PROMPT, _CONTEXT = "Prompt", "Context"
 
 
-LENGTH = 256  # tokens, if nobody says
+@dataclass(frozen=True)
+class PromptOptions:
+    """What `symbiosis-tenant generate` goes on from, and how it is shown."""
+
+    prompt: Annotated[str | None, Option(_PROMPT, "What to go on from.", unit="TEXT")] = None
+    prompt_file: Annotated[
+        Path | None,
+        Option(
+            _PROMPT,
+            "File with the prompt instead, in UTF-8, however long; it is read in chunks.",
+            unit="FILE",
+        ),
+    ] = None
+    chat: Annotated[
+        bool,
+        Option(
+            _PROMPT,
+            "The prompt is what a user says to a chat model, and what is written the answer: the tokenizer's "
+            "chat template puts the prompt into a conversation. Without this the model goes on from the "
+            "prompt as it is.",
+        ),
+    ] = False
+    adapter: Annotated[
+        Path | None, Option(_PROMPT, "Folder of an adapter, as finetune writes it.", unit="FOLDER")
+    ] = None
+    allow_other_base: Annotated[bool, Option(_PROMPT, "Load an adapter that was made for another model.")] = (
+        False
+    )
+    quiet: Annotated[bool, Option(_PROMPT, "No figures at the end.")] = False
+
+    def text(self) -> str:
+        """The prompt that was given, one way or the other.
+
+        Raises:
+            ConfigurationError: both ways, or neither; or the file cannot be read, or it is no UTF-8.
+        """
+        file = self.prompt_file
+        if (self.prompt is None) == (file is None):
+            raise ConfigurationError(Message("give the prompt either with {prompt} or with {prompt_file}"))
+        if file is None:
+            check_text("prompt", self.prompt or "")
+            return self.prompt or ""
+        try:
+            return file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{file} is not UTF-8 text: byte {error.start:,}") from error
 
 
-def text_length(sequence_length: int, max_length: int | None) -> int:
-    """Tokens of a text at most, by either of their names.
+@dataclass(frozen=True)
+class ContextOptions:
+    """Where the keys and values of a context lie; see ``LongContext``."""
 
-    Raises:
-        ConfigurationError: by both.
-    """
-    if max_length is not None and sequence_length not in (LENGTH, max_length):
-        raise ConfigurationError("--sequence-length and --max-length are the same: give one of them")
-    return max_length or sequence_length
+    kv: Annotated[
+        str | None,
+        Option(
+            _CONTEXT,
+            "Where keys and values of the context lie. host: in buffers in this machine's memory. disk: in "
+            "an encrypted file without a name that is gone at the end, so memory need not have room for "
+            "them. device: as transformers keeps them. Default: host, or device on an accelerator.",
+            unit="device|host|disk",
+        ),
+    ] = None
+    kv_memory_gib: Annotated[
+        float,
+        Option(_CONTEXT, "Keys and values that stay in memory, if {kv} is disk.", least=0, unit="GIB"),
+    ] = 0.0
+    kv_folder: Annotated[
+        Path | None,
+        Option(
+            _CONTEXT,
+            "Folder for the file, if {kv} is disk. Default: TMPDIR, else /var/tmp.",
+            unit="FOLDER",
+        ),
+    ] = None
+    memory_gib: Annotated[
+        float,
+        Option(
+            _CONTEXT,
+            "What reading a chunk of the prompt may take, besides keys and values.",
+            unit="GIB",
+        ),
+    ] = 1.0
 
-
-def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The prompt that was given, one way or the other.
-
-    Raises:
-        ConfigurationError: both ways, or neither; or the file cannot be read, or it is no UTF-8.
-    """
-    if (prompt is None) == (file is None):
-        raise ConfigurationError("give the prompt either with --prompt or with --prompt-file")
-    if file is None:
-        check_text("--prompt", prompt or "")
-        return prompt or ""
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{file} is not UTF-8 text: byte {error.start:,}") from error
+    def __post_init__(self) -> None:
+        """Refuse values out of bounds."""
+        check_fields(self)

@@ -17,10 +17,12 @@ from cryptography import x509
 from shared.errors import (
     AuthenticationError,
     ConfigurationError,
+    Message,
     NobodyListens,
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
+    Word,
 )
 from shared.transport.colocated import directory_of
 from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation
@@ -106,7 +108,7 @@ def _shared(targets: list[Target], terms: Terms) -> Iterator[CheckResult]:
         try:
             check()
         except ConfigurationError as error:
-            yield CheckResult(what, False, error.message, "give each operator's own")
+            yield CheckResult(what, False, error.told, "give each operator's own")
 
 
 def _together(
@@ -118,10 +120,15 @@ def _together(
         "numerics",
         ring or None,
         f"{manifest.numerics}: " + ("exact integers" if ring else "no one-time masks, nothing to verify"),
-        "" if ring else "ask for an executor with `serve --numerics ring`, or choose a weaker --privacy",
+        ""
+        if ring
+        else Message("ask for an executor with `serve --numerics ring`, or choose a weaker {privacy}"),
     )
     if not sources:
-        remedy = "give --mask-source wss://... of another operator, or local:FOLDER with the checkpoint"
+        remedy = Message(
+            "give {mask_sources} of another operator, or local:FOLDER with the checkpoint",
+            mask_sources=[Word("wss://...")],
+        )
         yield CheckResult("mask source", None, "none given; one-time masks, the default, need one", remedy)
     for url in sources:
         try:
@@ -133,7 +140,7 @@ def _together(
                 yield CheckResult("weights", True, f"{url} lists what the provider lists")
         except ConfigurationError as error:
             yield CheckResult(
-                "weights", False, error.message, "use mask sources of the provider's very checkpoint"
+                "weights", False, error.told, "use mask sources of the provider's very checkpoint"
             )
     yield from shared
     if comparison.refused:
@@ -143,7 +150,9 @@ def _together(
         yield CheckResult(
             "operators",
             True,
-            f"{comparison.operators.same}: {by}; if that is one operator, masks hide nothing from it",
+            Message(
+                "{}: {}; if that is one operator, masks hide nothing from it", comparison.operators.same, by
+            ),
         )
 
 
@@ -172,8 +181,8 @@ def examine(
             step = "authority"
             option = "mask_source_ca" if target.source else "ca"
             context = client_context(target.authority, target.client_certificate, option)
-            system = f"those of the operating system (no file given with {target.option('ca')})"
-            yield CheckResult("authority", True, str(target.authority or system))
+            system = Message("those of the operating system (no file given with {})", target.option("ca"))
+            yield CheckResult("authority", True, str(target.authority) if target.authority else system)
 
             step = "dns"
             yield _resolve(host, port)
@@ -242,11 +251,11 @@ def examine(
             step = "token"
         if isinstance(error, AuthenticationError) and isinstance(error.__cause__, ssl.SSLError):
             step = "client cert"
-        what, advice = error.message, ""
+        what, advice = error.told, Message()
         if isinstance(error, TlsError) and error.untrusted:
             what += why_untrusted(target.authority, "mask_source_ca" if target.source else "ca")
         if isinstance(error, AuthenticationError | TlsError):
-            what, _, advice = what.partition("; ")
+            what, advice = what.divided("; ")
         if step == "tls":
             what += _shown_certificate(target)
         yield CheckResult(step, False, what, remedy_of(error, step, target, advice))
@@ -366,7 +375,7 @@ def _without_token(show: Callable[[str], object], target: Target) -> Iterator[Ch
         show("none")
     except AuthenticationError:
         yield CheckResult("protocol", True, f"it is an executor, and both sides speak {SUBPROTOCOL}")
-    remedy = f"give {target.option('token')} to check the rest"
+    remedy = Message("give {} to check the rest", target.option("token"))
     yield CheckResult("token", None, "not checked, nor anything after it", remedy)
 
 
@@ -390,11 +399,16 @@ def _check_manifest(manifest: Manifest) -> Iterator[CheckResult]:
 def _transcript(manifest: Manifest, terms: Terms) -> Iterator[CheckResult]:
     if manifest.recorded and not terms.transcript:
         raise ConfigurationError(
-            "it records what tenants send, so sessions refuse it without allow_transcript=True"
+            Message(
+                "it records what tenants send, so sessions refuse it without {allow_transcript}",
+                allow_transcript=True,
+            )
         )
     if manifest.recorded:
         yield CheckResult(
-            "transcript", True, "it records what tenants send: allowed by allow_transcript=True"
+            "transcript",
+            True,
+            Message("it records what tenants send: allowed by {allow_transcript}", allow_transcript=True),
         )
 
 

@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from shared.errors import (
+    Argument,
     AuthenticationError,
     ConnectError,
+    Message,
     NobodyListens,
     TlsError,
+    Word,
 )
 from shared.wire.header import DTYPE_NAMES
 from tenant_sdk.config import SessionConfig
@@ -118,12 +121,12 @@ class ReplicatedExecutor:
     def _explain(self, error: ConnectError, address: Address) -> None:
         """Add to an error what the session's user can do about it."""
         if isinstance(error, TlsError) and error.untrusted:
-            error.message += why_untrusted(self._ca, f"{self._of}ca")
+            error.told += why_untrusted(self._ca, f"{self._of}ca")
         elif isinstance(error, AuthenticationError) and not isinstance(error.__cause__, OSError):
-            error.message += f". This one was given with {self._of}token=TOKEN"
+            given = Argument(f"{self._of}token", Word("TOKEN"))
+            error.told += Message(". This one was given with {}", given)
         elif isinstance(error, NobodyListens):
-            error.message += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
+            error.told += " `symbiosis-tenant doctor --wait SECONDS` waits for it"
         if self._of:
             named = error.message.startswith(url_of(address.target))
-            error.message = f"mask source {error.message if named else f'{address}: {error.message}'}"
-        error.args = (error.message,)
+            error.told = Message("mask source {}{}", "" if named else f"{address}: ", error.told)

@@ -7,27 +7,29 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from shared.encoded import UNREADABLE, path_text
-from shared.errors import ConfigurationError, SymbiosisError
+from shared.errors import ALONE, ConfigurationError, Message, SymbiosisError, Word
 from shared.hub import HUB
-from shared.options import check_options, described, fields_of, read_options, rename, secret_ways
+from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
 from shared.ownership import check_own
+from shared.secrets import Secret
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.operators import SYSTEM
-from tenant_sdk.trust.secrets import Secret
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else, once it is approved
 FIELDS = fields_of(SessionConfig)
+_FILE = Word("FILE")
 # What belongs to a party goes with it.
 PROVIDER = ("provider", "ca", "token", "client_certificate")
 # A profile has a table for each mask source, with these keys.
@@ -76,7 +78,7 @@ def profile_here() -> Path | None:
     check_approved(
         HERE,
         "it chooses the executors, and programs that run for tokens",
-        "name another: profile=FILE",
+        Message("name another: {profile}", profile=_FILE),
     )
     return HERE.resolve()
 
@@ -85,26 +87,28 @@ def check_approved(file: Path, authority: str, instead: str) -> None:
     """Refuse a file of the working directory that nobody has named, unless its user has approved it.
 
     Args:
-        authority: what its author decides, as a clause.
-        instead: what its user can do without it.
+        authority: the power of its author, as a clause.
+        instead: another way, as an imperative.
 
     Raises:
         ConfigurationError: it was not approved as it is now, or others could change it.
     """
     path = file.resolve()
     check_own(file)
-    if path != Path(
-        os.path.normpath(Path.cwd() / file)
-    ):  # an archive's, to one that was approved for another folder
+    if path != Path(os.path.normpath(Path.cwd() / file)):  # an archive's, to one that was approved elsewhere
         raise ConfigurationError(
-            f"{file} is a link to {path}, and nobody has named it: remove it, or {instead}"
+            Message(
+                "{} is a link to {}, and nobody has named it: remove it, or {}", str(file), str(path), instead
+            )
         )
     approved = _approvals().get(path_text(path))
     if approved != _digest(path):
         why = "has changed since you approved it" if approved else "was not approved by you"
         raise ConfigurationError(
-            f"{path} {why}, and nobody has named it: {authority}. Read it, then `symbiosis-tenant trust "
-            f"{file}`; or {instead}"
+            Message(
+                "{} {}, and nobody has named it: {}. Read it, then `symbiosis-tenant trust {}`; or {}",
+                *(str(path), why, authority, str(file), instead),
+            )
         )
 
 
@@ -131,7 +135,7 @@ def approve(path: Path) -> Path:
 
 
 def _approvals() -> dict[str, str]:
-    """Of files, by their paths without links, the SHA-256 of what was approved."""
+    """Of files, by their paths without links, the SHA-256 of the approved content."""
     file = _user_folder() / "approved.json"
     check_own(file)
     try:
@@ -158,7 +162,11 @@ def read_profile(name: str | os.PathLike[str]) -> dict[str, Any]:
     path = profile_path(name)
     if path != Path(name) and not path.exists() and Path(f"{name}.toml").is_file():
         raise ConfigurationError(
-            f"cannot read {path}: No such file or directory; to name the file here: profile='./{name}.toml'"
+            Message(
+                "cannot read {}: No such file or directory; to name the file here: {profile}",
+                str(path),
+                profile=f"./{name}.toml",
+            )
         )
     given = read_options(path, KINDS)
     folder = path.absolute().parent
@@ -190,10 +198,29 @@ def _checkpoint(folder: Path, name: str) -> Path | str:
     return name if name.startswith(HUB) else _beside(folder, name)
 
 
+@dataclass(frozen=True)
+class Key:
+    """Shows an option in a message by its key in a profile.
+
+    Attributes:
+        file: the profile's name.
+    """
+
+    name: str
+    file: str
+
+    def __call__(self, value: Any) -> str:
+        """With a value, or with none if it is ``ALONE``."""
+        if value is ALONE:
+            return f"`{self.name}` in {self.file}"
+        toml = str(value).lower() if isinstance(value, bool) else repr(value)
+        return f"`{self.name} = {toml}` in {self.file}"
+
+
 def names_in(
     profile: str | os.PathLike[str], found: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, str]:
-    """How errors name what a session has from a profile, as ``in_options`` wants it: by its key there.
+) -> dict[str, Callable[[Any], str]]:
+    """How messages name what a session has from a profile: by its key there.
 
     Args:
         profile: its name or path.
@@ -201,26 +228,25 @@ def names_in(
         given: what was given besides, and wins.
     """
     file = profile_path(profile).name
-    names = dict.fromkeys(merged(found, given).keys() - given.keys(), "")
+    there = merged(found, given).keys() - given.keys()
     # Also what is missing there.
-    if "provider" in names:
-        names |= dict.fromkeys(set(PROVIDER) - given.keys(), "")
-    if "mask_sources" in names:
-        names |= dict.fromkeys(set(SOURCES) - given.keys(), "")
-    for name in names:
-        field = FIELDS[name]
-        if name == "mask_source_token":
-            one = [secret.given for secret in found.get(name, ()) if secret]
-            names[name] = one[0] if len(one) == 1 else f"`token_env` of the mask source in {file}"
-        elif name == "mask_source_ca":
-            names[name] = f"`ca` of the mask source in {file}"
-        elif field.option.confidential:
-            names[name] = found[name].given if name in found else f"`{name}_env` in {file}"
-        elif name in ("provider", "mask_sources") or field.plain is Path:
-            names[name] = f"`{name}` in {file}"
-        else:
-            names[name] = f"`{name} = {{}}` in {file}"
-    return names
+    if "provider" in there:
+        there |= set(PROVIDER) - given.keys()
+    if "mask_sources" in there:
+        there |= set(SOURCES) - given.keys()
+    return {name: _name_in(name, found.get(name), file) for name in there}
+
+
+def _name_in(name: str, found: Any, file: str) -> Callable[[Any], str]:
+    secrets = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, Secret)]
+    if len(secrets) == 1:
+        return Flag(secrets[0].given, alone=True)
+    way = "_env" if FIELDS[name].option.confidential else ""
+    if name in SOURCES and name != "mask_sources":
+        return Flag(f"`{SOURCE_NAMES[name]}{way}` of the mask source in {file}", alone=True)
+    if way or name in ("provider", "mask_sources") or FIELDS[name].plain is Path:
+        return Flag(f"`{name}{way}` in {file}", alone=True)
+    return Key(name, file)
 
 
 def _sources(tables: list[dict[str, Any]], path: Path, folder: Path) -> dict[str, Any]:
@@ -297,7 +323,7 @@ def takes_options(
             try:
                 return opens(SessionConfig(**merged(found, arguments)))
             except SymbiosisError as error:
-                rename(error, names_in(profile, found, arguments))
+                error.show_options(names_in(profile, found, arguments))
                 raise
 
         signature = inspect.signature(SessionConfig)

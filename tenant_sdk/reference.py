@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from shared.options import Field, fields_of, secret_ways, shown_default
-from tenant_sdk.config import SessionConfig
-from tenant_sdk.profiles import SOURCE_NAMES
+from tenant_sdk.context_options import ContextOptions, PromptOptions
+from tenant_sdk.gateway.options import GatewayOptions
+from tenant_sdk.profiles import FIELDS, SOURCE_NAMES
+from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
+from tenant_sdk.tuning.sampling import Sampling
 
 _INTRODUCTION = """# Options
 
@@ -17,42 +20,66 @@ _INTRODUCTION = """# Options
 ## Of a session
 
 `tenant_sdk.connect` takes these arguments. Every command of `symbiosis-tenant` that opens a session takes
-these options, and a profile ([profiles.md](../profiles.md)) has these keys. A profile has a table
+these options, and a profile ([profiles.md](../how-to/profiles.md)) has these keys. A profile has a table
 `[[mask_sources]]` for each mask source.
 
 Python takes a secret as it is, or a `Secret` that says where it is. A command line names an environment
 variable that holds it. A profile names a variable, a file or a program.
 """
+_OTHERS = {
+    "Of `symbiosis-tenant finetune`": (TrainingOptions, ModelOptions),
+    "Of `symbiosis-tenant generate`": (PromptOptions, Sampling, ContextOptions, ModelOptions),
+    "Of `symbiosis-tenant serve`": (GatewayOptions,),
+}
 
 
 def reference() -> str:
     """The page."""
     lines = [_INTRODUCTION]
-    for group, fields in groupby(fields_of(SessionConfig).values(), lambda each: each.option.group):
+    for group, fields in _grouped():
         lines += [f"### {group}", "", "| Python | command line | profile | default |", "|---|---|---|---|"]
-        described = []
-        for field in fields:
-            lines.append(f"| {' | '.join(_cells(field))} |")
-            described.append(f"- `{field.name}`: {_text(field)}")
-        lines += ["", *described, ""]
+        lines += [f"| {' | '.join(_cells(field))} |" for field in fields]
+        names = {name: name for name in FIELDS}
+        lines += ["", *(f"- `{field.name}`: {_text(field, names)}" for field in fields), ""]
+    for title, configurations in _OTHERS.items():
+        lines += [f"## {title}", "", "| option | default | meaning |", "|---|---|---|"]
+        for configuration in configurations:
+            names = {name: field.flags[0] for name, field in fields_of(configuration).items()}
+            for field in fields_of(configuration).values():
+                cells = (_flags(field), _default(field), _text(field, names))
+                lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
     return "\n".join(lines)
+
+
+def _grouped() -> Iterator[tuple[str, list[Field]]]:
+    for group, fields in groupby(FIELDS.values(), lambda each: each.option.group):
+        yield group, list(fields)
 
 
 def _cells(field: Field) -> Iterator[str]:
     option = field.option
     yield f"`{field.name}`"
-    unit = "VAR" if option.confidential else option.unit
-    yield "" if option.python else ", ".join(f"`{f'{flag} {unit}'.strip()}`" for flag in field.flags)
+    yield "" if option.python else _flags(field)
     keys: tuple[str, ...] = (SOURCE_NAMES.get(field.name, field.name),)
     if option.confidential:
         keys = tuple(secret_ways(keys[0]))
     where = " of `mask_sources`" if field.name in SOURCE_NAMES else ""
     yield "" if option.python or field.name == "profile" else ", ".join(f"`{key}`" for key in keys) + where
-    yield f"`{shown}`" if (shown := shown_default(field)) else ""
+    yield _default(field)
 
 
-def _text(field: Field) -> str:
-    return field.option.text.format_map({name: f"`{name}`" for name in fields_of(SessionConfig)})
+def _flags(field: Field) -> str:
+    unit = "VAR" if field.option.confidential else field.option.unit.replace("|", " or ")
+    return ", ".join(f"`{f'{flag} {unit}'.strip()}`" for flag in field.flags)
+
+
+def _default(field: Field) -> str:
+    return f"`{shown}`" if (shown := shown_default(field)) else ""
+
+
+def _text(field: Field, names: Mapping[str, str]) -> str:
+    return field.option.text.format_map({name: f"`{spelled}`" for name, spelled in names.items()})
 
 
 if __name__ == "__main__":

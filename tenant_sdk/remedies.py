@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shared.errors import AuthenticationError, ProtocolVersionError, SymbiosisError
+from shared.errors import AuthenticationError, Message, ProtocolVersionError, SymbiosisError
+from shared.secrets import Secret
 from tenant_sdk.cli_options import Target
-from tenant_sdk.trust.secrets import Secret
 
 
-def remedy_of(error: SymbiosisError, step: str, target: Target, advice: str) -> str:
+def remedy_of(error: SymbiosisError, step: str, target: Target, advice: Message) -> Message | str:
     """What to do about a step that failed.
 
     Args:
@@ -18,18 +18,29 @@ def remedy_of(error: SymbiosisError, step: str, target: Target, advice: str) -> 
     if step == "token":
         return _token_remedy(error, target.token or Secret("the token", "TOKEN"))
     url, ca = target.option("provider"), target.option("ca")
+    certificate = target.option("client_certificate")
     return {
-        "url": f"give the URL that `symbiosis-provider serve` printed with {url}",
+        "url": Message("give the URL that `symbiosis-provider serve` printed with {}", url),
         "environment": "`unset SSLKEYLOGFILE`, and delete the file that it names if it holds keys",
-        "authority": f"look whether these files are there, and hold what they should: its ca.pem with {ca}, "
-        f"and if it asks for a client certificate, {target.option('client_certificate')}",
-        "dns": f"look for a typing error in {url}; on a private network, ask for its DNS server or VPN",
-        "directory": f"compare {url} with what `serve --local-dir` printed; both must run as one user",
-        "tcp": f"compare {url} with the URL that `serve` printed; ask whether it runs, and on an address "
-        "that this machine may reach (`serve --host`, firewall)",
+        "authority": Message(
+            "look whether these files are there, and hold what they should: its ca.pem with {}, and if it "
+            "asks for a client certificate, {}",
+            ca,
+            certificate,
+        ),
+        "dns": Message(
+            "look for a typing error in {}; on a private network, ask for its DNS server or VPN", url
+        ),
+        "directory": Message(
+            "compare {} with what `serve --local-dir` printed; both must run as one user", url
+        ),
+        "tcp": Message(
+            "compare {} with the URL that `serve` printed; ask whether it runs, and on an address that this "
+            "machine may reach (`serve --host`, firewall)",
+            url,
+        ),
         "tls": advice or "look into the executor's log at the time of this check",
-        "client cert": "ask its operator for a client certificate, and give "
-        f"{target.option('client_certificate')}",
+        "client cert": Message("ask its operator for a client certificate, and give {}", certificate),
         "manifest": "compare the versions of both sides and the options given here",
         "transcript": "ask its operator why it does; in an audit it is meant",
         "digest": "ask its operator which weights these are before you send anything to them",

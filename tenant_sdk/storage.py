@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from shared.errors import ConfigurationError, StorageError
+from shared.errors import ConfigurationError, Message, StorageError
 from shared.ownership import check_tree
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
@@ -67,7 +67,9 @@ def disk_errors(path: Path, what: str, then: str) -> Iterator[None]:
             errno.EDQUOT: "free some space of your quota there",
             errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
         }.get(reason[1], "make the folder writable, or choose another")
-        raise StorageError(f"cannot write {what} to {path}: {reason[0]}; {remedy}. {then}") from error
+        raise StorageError(
+            Message("cannot write {} to {}: {}; {}. {}", what, str(path), reason[0], remedy, then)
+        ) from error
 
 
 def free_megabytes(path: Path) -> float:
@@ -85,7 +87,9 @@ def check_new_folder(path: Path) -> Path:
     """
     path = path.absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigurationError(f"{path} exists already; choose another --output, or remove it first")
+        raise ConfigurationError(
+            Message("{} exists already; choose another {output}, or remove it first", str(path))
+        )
     with disk_errors(path.parent, "the output", "Then run again."):
         path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -196,11 +200,15 @@ class TrainingCheckpoints:
         check_tree(self.folder)
         if not resume and self._whole():
             raise ConfigurationError(
-                f"{self.folder} holds an interrupted training; go on with --resume, or remove it first"
+                Message(
+                    "{} holds an interrupted training; go on with {resume}, or remove it first",
+                    str(self.folder),
+                    resume=True,
+                )
             )
         if resume and not self._settings_file.is_file():
             raise ConfigurationError(
-                f"there is nothing to resume: no {self._settings_file}; leave out --resume"
+                Message("there is nothing to resume: no {}; leave out {resume}", str(self._settings_file))
             )
 
     def begin(self, *, resume: bool) -> Path | None:
@@ -224,13 +232,20 @@ class TrainingCheckpoints:
         before = _read_json(self._settings_file)
         if before is None:
             raise ConfigurationError(
-                f"{self._settings_file} cannot be read; remove {self.folder} and leave out --resume"
+                Message(
+                    "{} cannot be read; remove {} and leave out {resume}",
+                    *(str(self._settings_file), str(self.folder)),
+                )
             )
         other = [name for name, value in self._settings.items() if before.get(name) != value]
         if other:
+            changes = (f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
             raise ConfigurationError(
-                "--resume needs the options of the interrupted training; these differ: "
-                + ", ".join(f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
+                Message(
+                    "{resume} needs the options of the interrupted training; these differ: {}",
+                    ", ".join(changes),
+                    resume=True,
+                )
             )
         return self._newest()
 
@@ -246,8 +261,11 @@ class TrainingCheckpoints:
             raise
         except BaseException as error:
             if newest := self._newest():
-                how = "run the same command again" if self._resumed else "add --resume to the same command"
-                error.add_note(f"step {_step(newest)} is kept in {self.folder}; to go on from it, {how}")
+                how = Message("run the same training again")
+                if not self._resumed:
+                    how = Message("run the same training with {resume}", resume=True)
+                what = "step {} is kept in {}; to go on from it, {}"
+                error.add_note(Message(what, _step(newest), str(self.folder), how))
             raise
 
     def _newest(self) -> Path | None:

@@ -23,6 +23,7 @@ from shared.wire.header import Direction, Operation
 from shared.wire.protocol import GroupShape
 from shared.wire.websocket import Incoming
 from tenant_sdk.connection.channel import Channel, Pending
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.handshake import client_context, open_connection
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
 
@@ -63,12 +64,12 @@ def until_the_end(peer: Peer) -> None:
 
 @contextmanager
 def channel_to(
-    tls_dir: Path, script: Callable[[Peer], None], *, timeout: float = SECONDS
+    tls_dir: Path, script: Callable[[Peer], None], *, timeout: float = SECONDS, clock: Clock = CLOCK
 ) -> Iterator[Channel]:
     """A channel to a scripted executor."""
     with scripted_executor(tls_dir, script) as url:
         sock = open_connection(url, "token", client_context(tls_dir / "ca.pem"), SECONDS)
-        channel = WebsocketChannel(sock, url, timeout=timeout, entropy=os.urandom)
+        channel = WebsocketChannel(sock, url, timeout=timeout, entropy=os.urandom, clock=clock)
         try:
             yield channel
         finally:

@@ -18,7 +18,7 @@ CHART = Path(__file__).parents[1] / "deploy" / "helm" / "symbiosis-provider"
 MANIFESTS = CHART.parents[1] / "kubernetes.yml"
 NAME = "symbiosis-provider"
 HEAD = """\
-# A provider in a cluster, for who does without Helm. docs/operations.md, "In Kubernetes", says what it needs.
+# A provider in a cluster without Helm. docs/how-to/operations.md, "In Kubernetes", says what it needs.
 # Made of the chart in helm/symbiosis-provider with its own values, by `python tests/charts.py`: change those.
 """
 # Helm is written in Go, whose runtime stays out of the process that runs the tests.

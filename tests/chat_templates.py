@@ -6,7 +6,11 @@ a family writes earlier turns otherwise than the last, or trims what is said, th
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -215,3 +219,41 @@ FAMILIES = {
         )
     ),
 }
+
+
+# What real templates write as markers, and the tokens among them that end an answer.
+_MARKER = re.compile(
+    "<[|\uff5c][^<>|\uff5c\\s]+[|\uff5c]>|" r"<\|?\w+\|>|<\|\w+>|</?think>|</s>|<\w+_of_\w+>"
+)
+_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|end|>"),
+    *(
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<|return|>",
+        "<|call|>",
+        "<turn|>",
+        "<|tool_response>",
+        "<end_of_utterance>",
+    ),
+    *("<|user|>", "<|observation|>", "<|eot|>", "</s>"),
+)
+
+
+@functools.cache
+def real_families() -> dict[str, Family]:
+    """The templates of real models that TRL carries."""
+    package = find_spec("trl")
+    assert package is not None
+    assert package.submodule_search_locations
+    folder = Path(package.submodule_search_locations[0], "chat_templates")
+    found = {}
+    for path in sorted(folder.glob("*.jinja")):
+        template = path.read_text(encoding="utf-8")
+        # GPT-OSS's `<|end|>` ends a message, and not an answer.
+        ends = [
+            end for end in _ENDS if end in template and (end != "<|end|>" or "<|return|>" not in template)
+        ]
+        found[path.stem] = Family(
+            template, tuple(sorted({*_MARKER.findall(template)})), ends[0], tuple(ends[1:])
+        )
+    return found

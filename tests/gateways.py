@@ -51,7 +51,7 @@ def gateway(
     ready, log = folder / "ready", folder / "log"
     command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--port", free_port(), "--ready-file", ready]
     command += ["--provider", provider.url, "--ca", provider.ca, "--token-env", "TENANT_TOKEN"]
-    command += ["--mask-source", masks.url, "--allow-same-operator", *options]
+    command += ["--mask-source", masks.url, "--allow-same", "all", *options]
     variables = {**ENVIRONMENT, "TENANT_TOKEN": provider.token, "OMP_NUM_THREADS": "1", **environment}
     with Program(command, ready, log, variables, group=True) as program:
         yield RunningGateway(program.wait_until_ready(SECONDS), program.process, log)

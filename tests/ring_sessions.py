@@ -25,7 +25,7 @@ def one_time(provider: Executor, *sources: Executor | Path, **options: Any) -> t
     """A session with one-time masks. Everything runs on one machine, so its operators are the same."""
     urls = [s.url if isinstance(s, Executor) else f"local:{s}" for s in sources]
     return provider.connect(
-        **({"privacy": "one-time", "mask_sources": urls, "allow_same_operator": True} | options)
+        **({"privacy": "one-time", "mask_sources": urls, "allow_same": ["all"]} | options)
     )
 
 

@@ -31,7 +31,7 @@ def with_experts(groups: Sequence[GroupInfo], experts: Iterable[tuple[Member, in
     most = MAX_ANSWER_CONTROL_BYTES * 3 // 4  # the rest is for parameters
     if len(together) > MAX_GROUPS or size > most:
         log.warning(
-            "tenants download the experts' weights, whatever they choose with experts=: with each as a group "
+            "tenants download the experts' weights, wherever they want experts to be: with each as a group "
             "there were %d groups, %.1f MiB of a manifest, and no tenant takes more than %d and %.1f MiB",
             *(len(together), size / 2**20, MAX_GROUPS, most / 2**20),
         )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message, Word
 
 if TYPE_CHECKING:  # torch itself may be what does not fit
     from shared.wire.messages import GroupInfo
@@ -16,9 +16,10 @@ if TYPE_CHECKING:  # torch itself may be what does not fit
 BASE_BYTES = 256 << 20  # what Python and torch still take while they load and serve
 STORED_BYTES = 4  # of one weight in a checkpoint, at most
 GIB = 2.0**30
-ADVICE = (
+ADVICE = Message(
     "choose a smaller model or a machine with more memory, raise the limit, or have each of several hosts "
-    "serve a part of the layers (part=k/n)"
+    "serve a part of the layers ({part})",
+    part=Word("k/n"),
 )
 
 
@@ -48,8 +49,11 @@ def check_room(
     there, where = (available or available_memory)()
     if weights + more > there:
         raise ConfigurationError(
-            f"not enough memory to load {model}: needs about {_gib(weights + more)} (weights {_gib(weights)} "
-            f"+ {_gib(more)} for Python and torch), {_gib(there)} available ({where}); {ADVICE}"
+            Message(
+                "not enough memory to load {}: needs about {} (weights {} + {} for Python and torch), {} "
+                "available ({}); {}",
+                *(model, _gib(weights + more), _gib(weights), _gib(more), _gib(there), where, ADVICE),
+            )
         )
 
 
@@ -70,8 +74,10 @@ def memory_errors(model: str) -> Iterator[None]:
             raise
         there, where = available_memory()
         raise ConfigurationError(
-            f"not enough memory to load {model}: {str(error).splitlines()[0] if text else 'none is left'}; "
-            f"{_gib(there)} available ({where}); {ADVICE}"
+            Message(
+                "not enough memory to load {}: {}; {} available ({}); {}",
+                *(model, str(error).splitlines()[0] if text else "none is left", _gib(there), where, ADVICE),
+            )
         ) from error
 
 

@@ -61,7 +61,7 @@ class FloatWeight:
     same product applied to a mask.
 
     On the CPU, products are oneDNN's: torch would take those of float32 from MKL, which takes up to twice as
-    long on processors that are not Intel's (``docs/performance.md``).
+    long on processors that are not Intel's (``docs/explanation/performance.md``).
 
     Args:
         weight: W of all members one above the other, [O, D].

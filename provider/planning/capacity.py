@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from provider.engine.latency import LatencyModel
-from provider.engine.scheduler import Opportunistic, Policy
+from provider.engine.scheduler import Opportunistic
 from provider.executor.room import BASE_BYTES
 from provider.planning.options import Link
 from provider.planning.simulation import Costs, Forecast, Load, Product, Simulation, Step
@@ -14,7 +14,7 @@ from provider.workers.planner import Placement
 from shared.wire.header import Direction, RequestClass
 from shared.wire.protocol import GroupShape
 
-# Of one request beside its product, over TLS, as benchmarks/capacity.py measured them (docs/capacity.md).
+# Of one request beside its product, over TLS: benchmarks/capacity.py, docs/how-to/capacity.md.
 COSTS = Costs(119e-6, 1.13e-9, 144e-6, 0.43e-9)
 MOST_REQUESTS = 50_000  # that count in a simulation, which takes some seconds then
 # A batch's way to a worker of this machine and back, and how fast its rows and answers are copied. Guesses
@@ -108,17 +108,29 @@ class Plan:
     process_bytes: int = field(default=BASE_BYTES)
 
 
+@dataclass(frozen=True)
+class Tenants:
+    """Who works at the same time.
+
+    Attributes:
+        count: of tenants.
+        rows: of a tuning step: sequences times tokens.
+        machines: processors that they share; 0: each has one.
+    """
+
+    count: int
+    rows: int
+    machines: int = 0
+
+
 def plan(
     lanes: PlacedLanes,
     shapes: Sequence[GroupShape],
     *,
     itemsize: int,
     link: Link,
-    tenants: int,
-    rows: int,
+    tenants: Tenants,
     costs: Costs = COSTS,
-    machines: int = 0,
-    policy: Callable[[LatencyModel], Policy] = Opportunistic,
     groups: Sequence[int] | None = None,
 ) -> Plan:
     """Forecast decoding and tuning, each by all tenants at once, with nobody else there.
@@ -128,21 +140,19 @@ def plan(
         shapes: of the groups, in their numerics.
         itemsize: bytes of one number on the network.
         link: to the tenants.
-        tenants: how many there are.
-        rows: of a tuning step: sequences times tokens.
+        tenants: how many there are, and what they ask for.
         costs: of requests.
-        machines, policy: see ``Load`` and ``Simulation``.
         groups: that every row passes; None: all.
     """
     forecasts, sizes = [], []
     for what, count, directions in (
         (RequestClass.DECODE, 1, (Direction.FORWARD,)),
-        (RequestClass.FINETUNING, rows, (Direction.FORWARD, Direction.BACKWARD)),
+        (RequestClass.FINETUNING, tenants.rows, (Direction.FORWARD, Direction.BACKWARD)),
     ):
         steps = pass_steps(shapes, itemsize, directions, groups)
-        load = Load(tenants, count, what, steps, machines)
-        passes = min(2.0, MOST_REQUESTS / len(steps) / tenants)
-        simulation = Simulation(policy(lanes.model()), lanes, link, costs, load)
+        load = Load(tenants.count, count, what, steps, tenants.machines)
+        passes = min(2.0, MOST_REQUESTS / len(steps) / tenants.count)
+        simulation = Simulation(Opportunistic(lanes.model()), lanes, link, costs, load)
         forecasts.append(simulation.run(passes, passes / 2))
         sizes.append((sum(step.up for step in steps), sum(step.down for step in steps)))
     workers = range(len(lanes.placement.devices))

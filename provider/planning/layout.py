@@ -22,7 +22,7 @@ from provider.workers.survey import (
     survey,
     weight_bytes_of,
 )
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
 from shared.wire.header import RINGS, Direction
 from shared.wire.messages import GroupInfo
 from shared.wire.protocol import GroupShape
@@ -46,7 +46,7 @@ class Layout:
     placement: Placement
     latency: tuple[LatencyModel, ...]
     doubts: tuple[str, ...]
-    misfit: str
+    misfit: Message
     processes: bool
 
     @property
@@ -150,13 +150,13 @@ def lay_out(
     ]
     asked = [name for name in names if not {name, name.partition(":")[0]} & assumed.keys()]
     found = survey(asked, numerics, own, threads)
-    devices, misfit = devices_of(names, groups, weight_bytes, found, own, assumed), ""
+    devices, misfit = devices_of(names, groups, weight_bytes, found, own, assumed), Message()
     try:
         placement = place(shapes, devices, weight_bytes=weight_bytes, stripes=stripes)
     except ConfigurationError as error:
         if not anyway:
             raise
-        misfit = str(error)
+        misfit = error.told
         roomy: list[Device] = [replace(device, memory=float("inf")) for device in devices]
         placement = place(shapes, roomy, weight_bytes=weight_bytes, stripes=stripes)
     by_name = {each.name: each for each in found}
@@ -165,7 +165,7 @@ def lay_out(
     if any(group.members[0].expert is not None for group in groups):
         doubts += (
             "products, bytes and tokens a second are those of tenants that keep the experts themselves "
-            "(experts='local'): what padded or routed ones would add is not forecast, only their memory here",
+            "(local): what padded or routed ones would add is not forecast, only their memory here",
         )
     return Layout(tuple(groups), numerics, placement, latency, doubts, misfit, processes)
 
@@ -212,5 +212,5 @@ def described(layout: Layout) -> dict[str, Any]:
         "workers": workers,
         "decisions": decisions,
         "extrapolated": list(layout.doubts),
-        "misfit": layout.misfit,
+        "misfit": str(layout.misfit),
     }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from shared.errors import CheckpointError, ConfigurationError
+from provider.config import check_divided
+from shared.errors import CheckpointError, ConfigurationError, Message
+from shared.options import Option, check_fields
 
 Assumed = Mapping[str, Sequence[float]]
+_GROUP = ""
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -24,6 +28,73 @@ class Link(NamedTuple):
         return self.seconds + size / self.bytes_per_second
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `symbiosis-provider plan` is asked.
+
+    Raises:
+        ConfigurationError: a value is out of bounds, or does not fit the others.
+    """
+
+    model: Annotated[Path, Option(_GROUP, "Checkpoint folder, or its config.json alone.", argument=True)]
+    workers: Annotated[
+        int, Option(_GROUP, "As for serve; 0: none, all is in one process.", least=0, unit="COUNT")
+    ] = 0
+    devices: Annotated[
+        str,
+        Option(
+            _GROUP,
+            "One worker for each: cuda:0,cuda:1; cpu,cpu is {workers} 2. Default: cpu.",
+            unit="NAMES",
+        ),
+    ] = ""
+    stripes: Annotated[
+        int, Option(_GROUP, "How many workers share each layer's outputs.", least=1, unit="COUNT")
+    ] = 1
+    numerics: Annotated[str, Option(_GROUP, "As for serve.", unit="NAME")] = "ring"
+    network: Annotated[
+        str,
+        Option(_GROUP, "To tenants: bits a second each way, and the time there and back.", unit="RATE,TIME"),
+    ] = "10Gbit,0.5ms"
+    tenants: Annotated[
+        int, Option(_GROUP, "How many work at the same time.", least=1, most=1024, unit="COUNT")
+    ] = 8
+    rows: Annotated[
+        int, Option(_GROUP, "Of a tuning step: sequences times tokens.", least=1, unit="COUNT")
+    ] = 512
+    assume: Annotated[
+        Sequence[str],
+        Option(
+            _GROUP,
+            "Of devices that are not here: NAME=MEMORY,BYTES,MULTIPLICATIONS, in bytes and a second, such as "
+            "cuda=141e9,4.8e12,2e13.",
+            unit="FIGURES",
+            single="assume",
+        ),
+    ] = ()
+    json: Annotated[bool, Option(_GROUP, "Print it for programs.")] = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        check_fields(self)
+        if self.workers and self.devices:
+            raise ConfigurationError(
+                Message(
+                    "{devices} has a worker for each: leave out {workers}",
+                    devices=self.devices,
+                    workers=self.workers,
+                )
+            )
+        check_divided(self.devices, self.workers, self.worker_devices, self.stripes)
+
+    @property
+    def worker_devices(self) -> list[str]:
+        """The device of each worker."""
+        if self.devices:
+            return [name.strip() for name in self.devices.split(",")]
+        return ["cpu"] * max(1, self.workers)
+
+
 def parse_network(text: str) -> Link:
     """``10Gbit,0.5ms``: bits a second each way, and the time of a way there and back, as ``ping`` shows it.
 
@@ -34,7 +105,10 @@ def parse_network(text: str) -> Link:
     bits, seconds = _amount(rate.lower().removesuffix("/s"), _UNITS), _amount(time.lower(), _TIMES)
     if bits is None or seconds is None or not bits > 0 or not seconds >= 0:
         raise ConfigurationError(
-            f"network={text} cannot be: give bits a second and the time there and back, such as 10Gbit,0.5ms"
+            Message(
+                "{network} must be bits a second and the time there and back, such as 10Gbit,0.5ms",
+                network=text,
+            )
         )
     return Link(seconds / 2, bits / 8)
 
@@ -64,8 +138,11 @@ def parse_assumed(texts: Sequence[str]) -> Assumed:
             numbers = []
         if not name or len(numbers) != 3 or not all(0 < each < float("inf") for each in numbers):
             raise ConfigurationError(
-                f"assume={text} cannot be: give bytes of memory, bytes and multiplications a second, "
-                "such as cuda=141e9,4.8e12,2e13"
+                Message(
+                    "{assume} must be bytes of memory, bytes and multiplications a second, such as "
+                    "cuda=141e9,4.8e12,2e13",
+                    assume=text,
+                )
             )
         found[name] = numbers
     return found

@@ -142,7 +142,7 @@ class Connections:
             if self._reserved + len(self._open) < self._limit:
                 self._reserved += 1
                 return True
-        self.turn_away(peer, f"{self._limit} connections are open, as many as --max-connections allows")
+        self.turn_away(peer, f"{self._limit} connections are open, which is the limit")
         return False
 
     def turn_away(self, peer: str, why: str) -> None:

@@ -10,7 +10,7 @@ import threading
 
 log = logging.getLogger(__name__)
 
-ADVICE = "raise the limit of open files (ulimit -n; LimitNOFILE= of systemd) or lower --max-connections"
+ADVICE = "raise the limit of open files (ulimit -n; LimitNOFILE= of systemd) or allow fewer connections"
 OWN = 64  # of the executor itself: libraries, checkpoint, ports, files that are read for a moment
 OF_A_CONNECTION = 1  # its socket
 OF_A_WORKER = 32  # its link, and memory that both have mapped

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from shared.errors import ConfigurationError
+from shared.errors import Argument, ConfigurationError, Message, Word
 
 BACKLOG = 128
 
@@ -48,9 +48,14 @@ def listen(sock: socket.socket) -> socket.socket:
 
 
 def _refused(host: str, port: int, error: OSError, option: str = "port") -> ConfigurationError:
+    number = Argument(option, Word("NUMBER"))
     advice = {
-        errno.EADDRINUSE: f"; end the process that listens there, or choose another {option}=NUMBER (0: any)",
-        errno.EACCES: f"; choose {option}=NUMBER above 1023",
-        errno.EADDRNOTAVAIL: "; host=ADDRESS is one of this machine's",
+        errno.EADDRINUSE: Message(
+            "; end the process that listens there, or choose another {} (0: any)", number
+        ),
+        errno.EACCES: Message("; choose {} above 1023", number),
+        errno.EADDRNOTAVAIL: Message("; {host} is one of this machine's", host=Word("ADDRESS")),
     }.get(error.errno or 0, "")
-    return ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}{advice}")
+    return ConfigurationError(
+        Message("cannot listen on {}:{}: {}{}", host, port, str(error.strerror), advice)
+    )

@@ -12,9 +12,9 @@ from provider.serve.certificates import certificate_of, check_dates, own_certifi
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from provider.workers.actors import check_ray
-from shared.errors import ConfigurationError
+from shared.command_line import check_model_folder
+from shared.errors import Argument, ConfigurationError, Message
 from shared.hub import asked_of_hub
-from shared.options import check_model_folder
 
 
 def check_inputs(config: ServeConfig, now: datetime.datetime) -> None:
@@ -48,7 +48,9 @@ def check_outputs(config: ServeConfig, now: datetime.datetime) -> None:
         file = Path(now.strftime(str(config.usage_file)))
         _check_folder("usage_file", config.usage_file, file.parent)
         if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
-            raise ConfigurationError(f"usage_file={config.usage_file}: {file} cannot be written")
+            raise ConfigurationError(
+                Message("{usage_file}: {} cannot be written", str(file), usage_file=config.usage_file)
+            )
     if config.transcript is not None:
         folder = config.transcript
         while not folder.exists() and folder != folder.parent:  # what is missing is made
@@ -63,7 +65,7 @@ def _check_folder(name: str, given: Path, folder: Path) -> None:
         reason = "is not writable by this user"
     else:
         return
-    raise ConfigurationError(f"{name}={given} cannot be: {folder} {reason}")
+    raise ConfigurationError(Message("{} cannot be used: {} {}", Argument(name, given), str(folder), reason))
 
 
 def withdraw(ready_file: Path, pid: int | None = None) -> None:
@@ -95,6 +97,9 @@ def check_world(config: ServeConfig) -> None:
     for name in ("workers", "devices", "dev"):
         if getattr(config, name):
             raise ConfigurationError(
-                f"{name}={getattr(config, name)} does not go with torchrun, which starts a worker for each "
-                "of its processes; leave it out, or start with python"
+                Message(
+                    "{} does not go with torchrun, which starts a worker for each of its processes; leave it "
+                    "out, or start with python",
+                    Argument(name, getattr(config, name)),
+                )
             )

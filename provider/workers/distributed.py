@@ -26,8 +26,8 @@ from provider.engine.loop import Loop
 from provider.workers.link import ALIVE, END, FORGET, MEMORY, Link, Rows
 from provider.workers.memory import Segment
 from provider.workers.world import CONNECT_SECONDS
+from shared.command_line import version
 from shared.errors import ConfigurationError, SymbiosisError, peer_text
-from shared.options import version
 from shared.transport.colocated import SharedMemory
 
 log = logging.getLogger(__name__)

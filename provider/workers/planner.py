@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from provider.engine.latency import Shape
 from provider.executor.stripes import Stripe
-from shared.errors import ConfigurationError
+from shared.errors import Argument, ConfigurationError, Message, Word
 
 REFERENCE_ROWS = 128  # of the product by which devices are compared; profiling measures as many
 GIB = 2.0**30
@@ -230,7 +230,7 @@ def place(
 
 def _refusal(
     shapes: Sequence[Shape], devices: Sequence[Device], weight_bytes: int, stripes: int, placed: int
-) -> str:
+) -> Message:
     def fits(devices: Sequence[Device], weight_bytes: int, stripes: int) -> bool:
         return len(_placed(shapes, devices, weight_bytes, stripes)) == len(shapes)
 
@@ -238,13 +238,15 @@ def _refusal(
     needed = weight_bytes * sum(shape.size for shape in shapes)
     largest = weight_bytes * max(shape.size for shape in shapes)
     there = ", ".join(f"{name} has {gib(size)}" for name, size in memory.items())
-    advice = []
+    advice: list[str] = []
     if weight_bytes > 2 and fits(devices, 2, stripes):
-        advice.append("numerics=ring or numerics=bfloat16, which take 2 bytes a weight, would fit")
+        ring, floats = Argument("numerics", "ring"), Argument("numerics", "bfloat16")
+        advice.append(Message("{} or {}, which take 2 bytes a weight, would fit", ring, floats))
     divisors = (count for count in range(stripes + 1, len(devices) + 1) if len(devices) % count == 0)
     wider = next((count for count in divisors if fits(devices, weight_bytes, count)), None)
     if wider is not None:
-        advice.append(f"stripes={wider} would fit, where each device has its part of each layer")
+        told = "{stripes} would fit, where each device has its part of each layer"
+        advice.append(Message(told, stripes=wider))
     widest = max(memory.values())
     if widest > 0 and max(memory, key=lambda name: memory[name]) != "cpu":
         least = max(math.ceil(needed / widest), len(memory) + 1)
@@ -252,14 +254,14 @@ def _refusal(
     room = sum(max(size, 0.0) for size in memory.values())
     if largest < room < needed:
         parts = math.ceil(needed / room)
-        advice.append(
-            f"with as much room on each, {parts} hosts or more could serve a part each (part=k/{parts})"
-        )
+        told = "with as much room on each, {} hosts or more could serve a part each ({part})"
+        advice.append(Message(told, parts, part=Word(f"k/{parts}")))
     advice.append("choose a smaller model, or free memory")
-    return (
-        f"the weights do not fit: {len(shapes)} groups take {gib(needed)} at {weight_bytes} bytes a weight, "
-        f"the largest of them {gib(largest)}, and {there} for weights; {placed} of {len(shapes)} find room. "
-        + "; ".join(advice)
+    return Message(
+        "the weights do not fit: {} groups take {} at {} bytes a weight, the largest of them {}, and {} for "
+        "weights; {} of {} find room. {}",
+        *(len(shapes), gib(needed), weight_bytes, gib(largest), there, placed, len(shapes)),
+        Message.joined("; ", advice),
     )
 
 

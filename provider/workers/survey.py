@@ -27,7 +27,7 @@ from provider.executor.room import BASE_BYTES, STORED_BYTES, available_memory
 from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from provider.workers.planner import Device
 from provider.workers.world import processors_each
-from shared.errors import ConfigurationError
+from shared.errors import Argument, ConfigurationError, Message
 from shared.latency import Line
 from shared.ring.fixed_point import LARGEST
 from shared.wire.header import RINGS, Direction
@@ -105,10 +105,14 @@ def survey_apart(devices: Sequence[str], numerics: str, shapes: Sequence[Shape])
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ConfigurationError(f"devices={','.join(devices)} do not answer for {_SECONDS:.0f} s") from error
+        raise ConfigurationError(
+            Message("{} do not answer for {:.0f} s", Argument("devices", ",".join(devices)), _SECONDS)
+        ) from error
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ConfigurationError(f"devices={','.join(devices)} cannot be measured: {''.join(last)}")
+        raise ConfigurationError(
+            Message("{} cannot be measured: {}", Argument("devices", ",".join(devices)), "".join(last))
+        )
     return msgspec.json.decode(done.stdout, type=list[Found])
 
 

@@ -70,7 +70,7 @@ class Parties:
                 "mask_sources": [self.source.url],
                 "mask_source_token": self.source.token(tenant),
                 "mask_source_ca": self.source.ca,
-                "allow_same_operator": True,  # both are on this machine, with certificates of their own
+                "allow_same": ["all"],  # both are on this machine, with certificates of their own
             }
         given |= {"provider": provider.url, "token": provider.token(tenant), "ca": provider.ca}
         self.tokens.extend(str(given[name]) for name in ("token", "mask_source_token") if name in given)

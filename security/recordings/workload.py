@@ -12,6 +12,7 @@ import torch
 
 from shared.compat import cache_name
 from shared.wire.header import Direction, Operation
+from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.session import Session
 
@@ -100,7 +101,7 @@ class GroundTruth:
 def watch(session: Session, truth: GroundTruth) -> None:
     """Note every product of a session, as the model asked for it and as it was sent."""
     products, executor = session.products, session.executor
-    ask, send = products.submit, executor.submit
+    ask, send = products.submit, executor.submit_piece
 
     def asking(
         group: int, direction: Direction, members: int, rows: list[torch.Tensor], *options: Any
@@ -118,6 +119,7 @@ def watch(session: Session, truth: GroundTruth) -> None:
         return pending
 
     def sending(
+        channel: Channel,
         operation: Operation,
         group: int,
         direction: Direction,
@@ -127,9 +129,9 @@ def watch(session: Session, truth: GroundTruth) -> None:
     ) -> PendingProduct:
         if operation == Operation.PRODUCT:
             truth.sent.append(SentRequest(group, direction, len(rows[0])))
-        return send(operation, group, direction, members, rows, *options)
+        return send(channel, operation, group, direction, members, rows, *options)
 
-    products.submit, executor.submit = asking, sending  # type: ignore[method-assign, assignment]
+    products.submit, executor.submit_piece = asking, sending  # type: ignore[method-assign, assignment]
 
 
 def run_workload(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -13,17 +12,15 @@ from pathlib import Path
 import torch
 import transformers
 
+from shared.command_line import version
+
 _ROOT = Path(__file__).resolve().parents[2]
 CARD_LETTERS = 400
 
 
 def program() -> dict[str, str]:
-    """Version, and the commit where this is a checkout; "" for what is not known."""
-    try:
-        version = importlib.metadata.version("symbiosis")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
-    return {"version": version, "commit": _commit(_ROOT)}
+    """Version, and the commit where this is a checkout, else ""."""
+    return {"version": version(), "commit": _commit(_ROOT)}
 
 
 def _commit(root: Path) -> str:

@@ -119,7 +119,7 @@ class Gateways:
             "--kv-memory-gib": 0.25,
         }
         words = [word for option in options.items() for word in option]
-        words += ["--privacy", "one-time", "--allow-same-operator", "--allow-transcript", *more]
+        words += ["--privacy", "one-time", "--allow-same", "all", "--allow-transcript", *more]
         assert self.command is not None
         with gateway(self.command, words, given, self.key, self.folder / f"{tenant}.log") as there:
             there.ask([(BASE, self.stream[:4], 2)])

@@ -300,7 +300,6 @@ class Supplies:
                 "provider": host.url,
                 "ca": shared,
                 "mask_sources": [between.url],
-                "allow_same_operator": False,
                 "allow_same": {"host", "address", "machine"},  # which elsewhere they would not have in common
             }
             truths = {

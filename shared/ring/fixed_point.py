@@ -9,7 +9,7 @@ Activations are rows of int32 with a *step* for each row, ``x ~ step x_q``, chos
 row of any plane reaches 2^31 (Cauchy-Schwarz). Therefore the product modulo 2^32 *is* the integer product,
 and ``y = step s u`` or ``y = step s (u1 + u2 / 256)`` with ``u_p = x_q W_p^T``. Backward is the same with
 ``(g s)_q`` and ``v_p = (g s)_q W_p``. How exact that is, and why the norm is what it is:
-``docs/numerics.md``.
+``docs/explanation/numerics.md``.
 
 Everything here is integers or exactly rounded floats, so everybody who has the weights and the
 rows gets the same bits.

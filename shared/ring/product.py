@@ -199,7 +199,7 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
         seconds[name] = best
     if not seconds:
         raise ConfigurationError(
-            "no way to multiply integers is exact on this machine, so it cannot serve --numerics ring; "
+            "no way to multiply integers is exact on this machine, so it cannot serve ring numerics; "
             "another version of torch may help"
         )
     chosen = min(seconds, key=lambda name: seconds[name])
@@ -208,7 +208,7 @@ def fastest_kernel(device: str = "cpu") -> Kernel:
     if kind == "cpu" and not ring_native.KERNELS:
         log.warning(
             "products of the ring take many times as long here, because its native code was not compiled: "
-            "install the package again with a C compiler at hand, or serve with --numerics ring-fine, which "
+            "install the package again with a C compiler at hand, or serve with ring-fine numerics, which "
             "does better without"
         )
     return KERNELS[chosen]

@@ -3,7 +3,7 @@
 The opening handshake is done by the ``websockets`` library. Its frame layer copies a payload
 several times between socket and application, which for megabytes of activations costs more than TLS
 does; so frames are read here straight into the tensor that will hold them, and written straight
-from it. ``docs/performance.md`` has the measurement, and
+from it. ``docs/explanation/performance.md`` has the measurement, and
 ``tests/integration/test_websocket_interop.py`` runs both ends against the library.
 
 A message is one binary message: 32 bytes of header, then the payload (``shared/PROTOCOL.md``).

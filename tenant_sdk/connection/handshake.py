@@ -15,14 +15,17 @@ from websockets.http11 import Response
 from websockets.uri import parse_uri
 
 from shared.errors import (
+    Argument,
     AuthenticationError,
     ConfigurationError,
     ConnectError,
+    Message,
     NobodyListens,
     ProtocolVersionError,
     SymbiosisError,
     TlsError,
     WireError,
+    Word,
     peer_seconds,
     peer_text,
 )
@@ -78,7 +81,12 @@ def client_context(
         context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(
-            f"cannot use the authority's certificate file {ca} ({option}=FILE): {error}"
+            Message(
+                "cannot use the authority's certificate file {} ({}): {}",
+                str(ca),
+                Argument(option, Word("FILE")),
+                str(error),
+            )
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.sslsocket_class = TlsSocket
@@ -157,7 +165,7 @@ def start_tls(sock: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SS
         ) from error
 
 
-def why_untrusted(ca: str | Path | None, option: str) -> str:
+def why_untrusted(ca: str | Path | None, option: str) -> Message:
     """What to say of a certificate that nobody trusted signed.
 
     Args:
@@ -165,14 +173,17 @@ def why_untrusted(ca: str | Path | None, option: str) -> str:
         option: with which it is given.
     """
     if ca is None:
-        return (
-            f": {option}=FILE was not given, and no authority that this machine knows signed the "
-            "certificate; ask its operator for the ca.pem that belongs to this server, and give "
-            f"{option}=FILE"
+        given = Argument(option, Word("FILE"))
+        return Message(
+            ": {} was not given, and no authority that this machine knows signed the certificate; ask its "
+            "operator for the ca.pem that belongs to this server, and give {}",
+            given,
+            given,
         )
-    return (
-        f": somebody else signed the certificate than the authority in {option}={ca}; ask its "
-        "operator for the ca.pem that belongs to this server"
+    return Message(
+        ": another authority signed the certificate than that in {}; ask its operator for the ca.pem that "
+        "belongs to this server",
+        Argument(option, ca),
     )
 
 
@@ -218,8 +229,13 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
     except ssl.SSLError as error:
         if "CERTIFICATE_REQUIRED" in str(error) or "alert" in str(error).lower():
             raise AuthenticationError(
-                f"{url} ended the TLS session ({error.reason}); it asks for a client certificate that it "
-                "trusts: give client_certificate=(FILE, KEY)"
+                Message(
+                    "{} ended the TLS session ({}); it asks for a client certificate that it trusts: give "
+                    "{client_certificate}",
+                    url,
+                    str(error.reason),
+                    client_certificate=(Word("FILE"), Word("KEY")),
+                )
             ) from error
         raise TlsError(f"{url}: {error}") from error
     except (OSError, EOFError, InvalidHandshake) as error:
@@ -251,7 +267,9 @@ def check_token(token: str) -> None:
         ConfigurationError: it is empty or holds white space.
     """
     if not token:
-        raise ConfigurationError("there is no token: give token=TOKEN, as the provider printed it")
+        raise ConfigurationError(
+            Message("there is no token: give {token}, as the provider printed it", token=Word("TOKEN"))
+        )
     if any(c.isspace() or not c.isprintable() for c in token):
         raise ConfigurationError("the token holds white space; paste it as the provider printed it")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +10,7 @@ from functools import partial
 
 import torch
 
-from shared.errors import (
-    ConfigurationError,
-    ConnectionLost,
-    RequestRefused,
-    SymbiosisError,
-    WireError,
-)
+from shared.errors import ConfigurationError, ConnectionLost, Message, SymbiosisError, WireError, Word
 from shared.stored import parameter_hash
 from shared.wire.header import (
     BYTES,
@@ -33,32 +25,14 @@ from shared.wire.header import (
 from shared.wire.messages import Fetch, FileInfo, ParameterInfo, encode
 from shared.wire.protocol import GroupShape, Plan, TenantProtocol
 from shared.wire.websocket import Incoming, tensor_bytes
-from tenant_sdk.connection.backoff import pause
 from tenant_sdk.connection.channel import Channel, Pending, again
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.replicas.parts import PartConnections
-from tenant_sdk.connection.replicas.reconnecting import (
-    TELL_SECONDS,
-    FindReplicas,
-    Lost,
-    ReconnectingConnection,
-    went_away,
-)
+from tenant_sdk.connection.replicas.reconnecting import FindReplicas, ReconnectingConnection
 from tenant_sdk.connection.stats import Stats
 
-log = logging.getLogger(__name__)
-
 FETCH_BYTES = 4 << 20
-MOST_ENDED = 5  # parts of an executor with one request on them: it may be what they die of
 PIECE_ROWS = 16  # of a request that is cut, a multiple of this
-
-# Why an executor puts a request off, in the words of its log entry.
-_REASONS = {
-    "overloaded": "is overloaded, or this tenant over its quota",
-    "unavailable": "lost a part of itself with this request on it",
-    "restarting": "is starting a part of itself again",
-}
-
-Ask = Callable[[Channel], Pending]  # sends one request
 
 
 class PendingProduct:
@@ -102,9 +76,8 @@ class RemoteExecutor:
 
     Executors that serve a part of the layers each are one of these together, with a connection to each.
 
-    A request that is lost because the executor went away is sent again when it is back, or to another replica
-    of the same party: the same bytes, so the same rows under the same masks, or the same seed. So is what an
-    executor refuses because it is overloaded. Nothing else is repeated.
+    What is lost or refused may be sent again (``ReconnectingConnection``): the same bytes, so the same rows
+    under the same masks, or the same seed.
 
     Args:
         find: the executor's replicas, and what opens a connection to each, now and again later.
@@ -112,7 +85,7 @@ class RemoteExecutor:
         stats: the session's, to count in; a session with two executors has one.
         patience: seconds to wait for an executor that went away. 0: not at all: a request that was under way
             fails, and the next one tries once to connect again.
-        party, digest: see ``PartConnections``.
+        party, digest, clock: see ``PartConnections``.
 
     Raises:
         ConfigurationError: the executor does not take this dtype.
@@ -127,11 +100,10 @@ class RemoteExecutor:
         patience: float = 0.0,
         party: str = "",
         digest: str = "",
+        clock: Clock = CLOCK,
     ) -> None:
         self.stats = stats or Stats()
-        self._told = -TELL_SECONDS
-        self._chance = random.SystemRandom().random
-        self._parts = PartConnections(find, self.stats, patience, party, digest)
+        self._parts = PartConnections(find, self.stats, patience, party, digest, clock)
         self.connection, self.manifest = self._parts.all[0], self._parts.manifest
         self.ring = self.manifest.numerics in RINGS
         if self.ring and wire_dtype == torch.float32:
@@ -139,9 +111,12 @@ class RemoteExecutor:
         if wire_dtype not in [DTYPE_NAMES[name] for name in self.manifest.wire_dtypes]:
             self._parts.close()
             raise ConfigurationError(
-                f"the executor computes in {self.manifest.numerics!r} and takes "
-                f"{', '.join(self.manifest.wire_dtypes)} on the wire, not {wire_dtype}; give another "
-                "wire_dtype=NAME, or install a version of the SDK that knows these numerics"
+                Message(
+                    "the executor computes in {!r} and takes {} on the wire, not {}; give another "
+                    "{wire_dtype}, or install a version of the SDK that knows these numerics",
+                    *(self.manifest.numerics, ", ".join(self.manifest.wire_dtypes), str(wire_dtype)),
+                    wire_dtype=Word("NAME"),
+                )
             )
         self.wire_dtype = wire_dtype
         self.shapes = [GroupShape.of(info, self.manifest.numerics) for info in self.manifest.groups]
@@ -156,10 +131,6 @@ class RemoteExecutor:
         """The open channel, of several the first; see ``ReconnectingConnection.channel``."""
         return self.connection.channel
 
-    def channel_of(self, group: int) -> Channel:
-        """The channel to the executor that serves a group; see ``ReconnectingConnection.channel``."""
-        return self._parts.of(group).channel
-
     def submit(
         self,
         operation: Operation,
@@ -168,12 +139,8 @@ class RemoteExecutor:
         members: int,
         blocks: list[torch.Tensor],
         request_class: RequestClass = RequestClass.UNDECLARED,
-        channel: Channel | None = None,
     ) -> PendingProduct:
-        """Ask the executor for a product; nothing is masked here.
-
-        What the connection takes is sent at once. Large products are cut into pieces, so that the executor
-        multiplies one while others travel.
+        """Ask the executor for a product; nothing is masked here. See ``submit_pieces``.
 
         Args:
             operation: PRODUCT, or EFFECT for the product of a mask.
@@ -183,7 +150,6 @@ class RemoteExecutor:
             blocks: on the CPU: [T, D] forward; backward one [T, O_m] for each member. They must not
                 change until the result is here.
             request_class: how urgent it is.
-            channel: one that ``channel`` was, for pieces that shall travel together.
 
         Returns:
             Whose result are writable tensors in the blocks' dtype that nobody else holds: one [T, O_m] for
@@ -192,51 +158,100 @@ class RemoteExecutor:
         Raises:
             ValueError: blocks of other shapes, or without rows.
         """
-        started = time.perf_counter()
         plan = self.shapes[group].plan(direction, members)
         check_shapes(blocks, plan.request_widths)
-        rows, dtype, channel = blocks[0].shape[0], blocks[0].dtype, channel or self.channel_of(group)
-        cut = self.pieces(group, direction, members, rows)
-        if len(cut) == 1:
-            answers = [self._submit(channel, operation, group, direction, members, blocks, request_class)]
-            channel.push()
-        else:
-            answers = []
-            for piece in cut:
-                part = [block[piece] for block in blocks]
-                answers.append(
-                    self._submit(channel, operation, group, direction, members, part, request_class)
-                )
-                channel.push()
-        spent = time.perf_counter() - started
+        rows, dtype = blocks[0].shape[0], blocks[0].dtype
+        pieces = self.pieces(group, direction, members, rows)
+
+        def part_of(piece: slice) -> list[torch.Tensor]:
+            return [block[piece] for block in blocks]
+
+        sent = self.submit_pieces(operation, group, direction, members, pieces, part_of, request_class)
+        if len(pieces) == 1:
+            return sent[0]
 
         def finish() -> list[torch.Tensor]:
-            started = time.perf_counter()
-            if len(cut) == 1:
-                results = answers.pop()().blocks(plan.answer_widths)
-                if dtype != self.wire_dtype:
-                    results = [result.to(dtype) for result in results]
-            else:
-                results = [torch.empty((rows, width), dtype=dtype) for width in plan.answer_widths]
-                for piece in cut:
-                    for result, part in zip(
-                        results, answers.pop(0)().blocks(plan.answer_widths), strict=True
-                    ):
-                        result[piece] = part
-            self._count(operation, len(cut), rows, plan, spent + time.perf_counter() - started)
+            results = [torch.empty((rows, width), dtype=dtype) for width in plan.answer_widths]
+            for piece in pieces:
+                for result, part in zip(results, sent.pop(0).result(), strict=True):
+                    result[piece] = part
             return results
 
         return PendingProduct(finish)
 
-    def _count(self, operation: Operation, requests: int, rows: int, plan: Plan, seconds: float) -> None:
+    def submit_pieces(
+        self,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        pieces: list[slice],
+        blocks_of: Callable[[slice], list[torch.Tensor]],
+        request_class: RequestClass = RequestClass.UNDECLARED,
+    ) -> list[PendingProduct]:
+        """Ask the executor for a product, with a request for each piece, in order and on one connection.
+
+        What the connection takes is sent at once: while a piece travels or is multiplied, the next is made.
+
+        Args:
+            operation, group, direction, members, request_class: see ``submit``.
+            pieces: of the rows, see ``pieces``.
+            blocks_of: makes the blocks that are sent of a piece; called in the order of the pieces.
+
+        Returns:
+            One for each piece.
+        """
+        channel = self._parts.of(group).channel
+        return [
+            self.submit_piece(channel, operation, group, direction, members, blocks_of(piece), request_class)
+            for piece in pieces
+        ]
+
+    def submit_piece(
+        self,
+        channel: Channel,
+        operation: Operation,
+        group: int,
+        direction: Direction,
+        members: int,
+        blocks: list[torch.Tensor],
+        request_class: RequestClass,
+    ) -> PendingProduct:
+        """Send one request as it is; see ``submit``."""
+        started = time.perf_counter()
+        shape, rows, dtype = self.shapes[group], blocks[0].shape[0], blocks[0].dtype
+        plan = shape.plan(direction, members)
+        wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
+
+        def header(protocol: TenantProtocol) -> Header:
+            return protocol.product(
+                operation, group, shape, direction, members, rows, self.wire_dtype, request_class
+            )
+
+        # A list, from which it is taken: the rows are let go as soon as the answer is there.
+        answers = [self._parts.of(group).ask(channel, lambda channel: channel.submit(header, wire))]
+        channel.push()
+        spent = time.perf_counter() - started
+
+        def finish() -> list[torch.Tensor]:
+            started = time.perf_counter()
+            results = answers.pop()().blocks(plan.answer_widths)
+            if dtype != self.wire_dtype:
+                results = [result.to(dtype) for result in results]
+            self._count(operation, rows, plan, spent + time.perf_counter() - started)
+            return results
+
+        return PendingProduct(finish)
+
+    def _count(self, operation: Operation, rows: int, plan: Plan, seconds: float) -> None:
         stats, itemsize = self.stats, self.wire_dtype.itemsize
         with stats.lock:
             stats.seconds_waiting += seconds
             if operation == Operation.EFFECT:
-                stats.effect_requests += requests
+                stats.effect_requests += 1
                 stats.effect_rows += rows
             else:
-                stats.requests += requests
+                stats.requests += 1
                 stats.rows += rows
             stats.bytes_sent += rows * plan.request_columns * itemsize
             stats.bytes_received += rows * plan.answer_columns * itemsize
@@ -286,8 +301,7 @@ class RemoteExecutor:
             )
 
         connection = self._parts.of(group)
-        channel = connection.channel
-        answer = _payload(self._answer(connection, channel, lambda channel: channel.submit(header, seed)))
+        answer = _payload(connection.answer(connection.channel, lambda channel: channel.submit(header, seed)))
         self.stats.add(
             effect_requests=1,
             effect_rows=rows,
@@ -302,87 +316,6 @@ class RemoteExecutor:
         connection, dtype = self._parts.of(group), DTYPE_CODES[torch.float32]
         pieces = self._fetch(connection, "scales", str(group), length, FETCH_BYTES // 4, dtype, 1)
         return torch.cat([piece.view(-1) for piece in pieces])
-
-    def _submit(
-        self,
-        channel: Channel,
-        operation: Operation,
-        group: int,
-        direction: Direction,
-        members: int,
-        blocks: list[torch.Tensor],
-        request_class: RequestClass,
-    ) -> Callable[[], Incoming]:
-        """Send a request; the call that waits for its answer."""
-        wire = [block.to(self.wire_dtype).contiguous() for block in blocks]
-        shape, rows = self.shapes[group], wire[0].shape[0]
-
-        def header(protocol: TenantProtocol) -> Header:
-            return protocol.product(
-                operation, group, shape, direction, members, rows, self.wire_dtype, request_class
-            )
-
-        return self._ask(self._parts.of(group), channel, lambda channel: channel.submit(header, wire))
-
-    def _ask(self, connection: ReconnectingConnection, channel: Channel, ask: Ask) -> Callable[[], Incoming]:
-        """Send a request; the call that waits for its answer."""
-        first: Pending | None = None
-        try:
-            first = ask(channel)
-        except SymbiosisError as error:
-            if not (connection.patience and went_away(error)):
-                raise
-        return lambda: self._answer(connection, channel, ask, first)
-
-    def _answer(
-        self, connection: ReconnectingConnection, channel: Channel, ask: Ask, first: Pending | None = None
-    ) -> Incoming:
-        """An answer; asked for again when the executor says that it is overloaded, or went away.
-
-        Raises:
-            RequestRefused: for anything else, or overloaded for longer than the timeout.
-            ConnectionLost: the part of it that was asked was away for longer than is waited for.
-            SymbiosisError: see ``ReconnectingConnection.after``.
-        """
-        pending, began, attempt, lost, ended = first, time.monotonic(), 0, Lost(), 0
-        asked = began  # for the first time
-        while True:
-            try:
-                answer = channel.wait(pending or ask(channel))
-                connection.answered(channel)
-                return answer
-            except RequestRefused as error:
-                if error.code not in _REASONS or error.retry_after is None:
-                    raise
-                ended += error.code == "unavailable"
-                if ended > MOST_ENDED:
-                    raise
-                seconds = pause(attempt, error.retry_after, self._chance())
-                away, now = error.code == "restarting", time.monotonic()
-                if now + seconds >= (asked + connection.patience if away else began + channel.timeout):
-                    if not away:
-                        raise
-                    raise ConnectionLost(
-                        f"{connection.url} {_REASONS[error.code]}, and was not done after "
-                        f"{now - asked:.0f} s; to wait longer, give patience=SECONDS"
-                    ) from error
-                self._put_off(connection, seconds, error.code)
-                attempt += 1
-            except SymbiosisError as error:
-                if not connection.waits_after(error):
-                    raise  # from here: a frame that held the error would keep rows in a cycle with it
-                channel = connection.after(error, lost)
-                began, attempt = time.monotonic(), 0
-            pending = None
-
-    def _put_off(self, connection: ReconnectingConnection, seconds: float, code: str) -> None:
-        """Wait, and say so now and then."""
-        now = time.monotonic()
-        if now - self._told > TELL_SECONDS:
-            self._told = now
-            log.warning("%s %s; waiting and going on", connection.url, _REASONS[code])
-        connection.sleep(seconds)
-        self.stats.add(refusals=1, seconds_throttled=seconds)
 
     def parameter(self, info: ParameterInfo) -> Iterator[torch.Tensor]:
         """A tenant-side parameter, [n, width] pieces in order of its rows (``info.rows``), in their dtype.
@@ -437,7 +370,7 @@ class RemoteExecutor:
         ahead: deque[Callable[[], Incoming]] = deque()
         for start in range(0, length, step):
             ahead.append(
-                self._ask(connection, connection.channel, partial(submit, start, min(start + step, length)))
+                connection.ask(connection.channel, partial(submit, start, min(start + step, length)))
             )
             if len(ahead) == 4:
                 yield _payload(ahead.popleft()())

@@ -7,7 +7,6 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from ipaddress import ip_address
 
@@ -19,6 +18,7 @@ from shared.wire.header import Header
 from shared.wire.websocket import Control, Incoming, MessageReader, Opcode, encode_control, encode_message
 from tenant_sdk.connection import key_exchange
 from tenant_sdk.connection.channel import Channel, Entropy, Pending
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.quick_poll import QuickPoll
 
 log = logging.getLogger(__name__)
@@ -48,17 +48,20 @@ class WebsocketChannel(Channel):
         peer: the URL, for messages.
         timeout: seconds without any progress after which requests fail and the channel closes.
         entropy: fresh random bytes for websocket masks (RFC 6455 §5.3).
+        clock: for the timeout.
     """
 
     piece_bytes = PIECE_BYTES
 
-    def __init__(self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy) -> None:
+    def __init__(
+        self, sock: ssl.SSLSocket, peer: str, *, timeout: float, entropy: Entropy, clock: Clock = CLOCK
+    ) -> None:
         super().__init__(peer, timeout)
         if not travels(sock):
             self.piece_bytes = 0
         self._sock = sock
         self.key_exchange = key_exchange.agreed(sock)
-        self._entropy = entropy
+        self._entropy, self._clock = entropy, clock
         self._reader = MessageReader(self._protocol.accept, masked=False, max_message_bytes=MAX_ANSWER_BYTES)
         # The leader's own: the message being written.
         self._writing: Iterator[bytes | memoryview] | None = None
@@ -113,22 +116,22 @@ class WebsocketChannel(Channel):
         self._wake_write.close()
 
     def _lead(self, pending: Pending) -> None:
-        last_progress = time.monotonic()
+        last_progress = self._clock.now()
         awake_until = last_progress + SPIN_SECONDS if pending.pressing else 0.0
         while not pending.done:
             blocked = self._send()
-            now = time.monotonic()
+            now = self._clock.now()
             left = last_progress + self.timeout - now
             if left <= 0:
                 raise self._no_progress()
             # What TLS has decrypted already does not wake poll().
             if not self._sock.pending() and self._sleep(blocked, left, now < awake_until):
-                last_progress = time.monotonic()
+                last_progress = self._clock.now()
             before = self._reader.progress
             self._read()
             # Pings do not count: an executor that sends only those is one that does not answer.
             if self._reader.progress != before:
-                last_progress = time.monotonic()
+                last_progress = self._clock.now()
 
     def _sleep(self, blocked: bool, seconds: float, awake: bool) -> bool:
         """Until there is something to read or, if writing is blocked, to write; True for the latter."""

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
+from tenant_sdk.gateway.options import RANKS
 from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
 from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
 from tenant_sdk.storage import check_below, disk_errors
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 USUAL_RANK = 16
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,199}")
 
 
@@ -191,12 +191,12 @@ def _check(config: PeftConfig, source: Path, most_rank: int) -> None:
             "for it, or train one without"
         )
     if (rank := _rank(config)) > most_rank:
+        how = Message("start it with {max_rank}", max_rank=_room(rank))
         raise ConfigurationError(
-            f"the adapter in {source} has rank {rank}; this gateway has room for {most_rank}: "
-            + (
-                f"start it with --max-rank {_room(rank)}"
-                if rank <= RANKS[-1]
-                else "train one of a lower rank"
+            Message(
+                "the adapter in {} has rank {}; this gateway has room for {}: {}",
+                *(str(source), rank, most_rank),
+                how if rank <= RANKS[-1] else "train one of a lower rank",
             )
         )
 

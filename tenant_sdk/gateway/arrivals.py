@@ -10,12 +10,13 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tenant_sdk.gateway.doorkeeper import Door, Refusal, Shares, Strangers
-from tenant_sdk.gateway.front import BODY_BYTES, SMALL_BODY_BYTES
+from tenant_sdk.gateway.front import BODY_BYTES, LEFT, SMALL_BODY_BYTES
 
 HEADER_SECONDS = 10.0
 HEADER_BYTES = 64 << 10
 HEADERS = 128
 UNREAD_SECONDS = 60.0  # until a client that does not read the rest of its answer is given up
+UNREAD_BYTES = 64 << 20  # of answers that clients have not read yet, of all clients
 STRANGERS = 128  # connections that have shown no key
 CONNECTIONS = 1024  # that have shown one, of all clients
 
@@ -28,16 +29,19 @@ class Connections:
         door: says whose a connection is.
         known: places of connections that have shown a key.
         strangers: the others.
+        unread: bytes of answers that known clients have not read yet.
     """
 
     door: Door
     known: Shares
     strangers: Strangers
+    unread: Shares
 
     @classmethod
     def at(cls, door: Door) -> Connections:
         """Those behind a door."""
-        return cls(door, Shares(CONNECTIONS, door.clients), Strangers(STRANGERS))
+        known, unread = (Shares(most, door.clients) for most in (CONNECTIONS, UNREAD_BYTES))
+        return cls(door, known, Strangers(STRANGERS), unread)
 
     def protocol(self) -> type[HttpToolsProtocol]:
         """What uvicorn makes for each connection."""
@@ -53,10 +57,12 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
     _unread: asyncio.TimerHandle | None = None
     _rest: asyncio.TimerHandle | None = None
     _bytes = 0  # of headers that are not complete
+    _held = 0  # bytes that are not read yet
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing is paused until all has left
         self._expect()
         if (first := self.shared.strangers.arrive(self)) is not None:
             assert isinstance(first, _Arrival)  # noqa: S101 - only they arrive
@@ -65,9 +71,9 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
         self._cancel("_late")
-        self._cancel("_unread")
         self._cancel("_rest")
         self.shared.strangers.leave(self)
+        self._read()
         if self._client is not None:
             self.shared.known.give_back(self._client, 1)
             self._client = None
@@ -106,11 +112,12 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         answered = self.cycle is None or self.cycle.response_complete
         if not answered or self.transport.get_write_buffer_size():
             self._refuse()
-        self._cancel("_unread")
         given = dict(self.headers)
         if b"transfer-encoding" in given:  # pieces and trailers have no end, and each takes time
             why = "a request has Content-Length, and is not sent in pieces"
             self._refuse(Refusal(411, "invalid_request_error", why))
+        if b"upgrade" in given:  # its body would be read as the next request
+            self._refuse(Refusal(400, "invalid_request_error", "a request here has no Upgrade"))
         if self._client is None:
             client = self.shared.door.admit(self.headers)
             if not isinstance(client, Refusal):
@@ -123,6 +130,7 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         length = given.get(b"content-length", b"0")
         if len(length) > len(str(most)) or int(length) > most:
             self._refuse(Refusal(413, "invalid_request_error", f"a request here has {most} bytes at most"))
+        self.scope["extensions"] = {LEFT: self.flow.drain}
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -131,31 +139,32 @@ class _Arrival(HttpToolsProtocol):  # type: ignore[misc]
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """See uvicorn; what a client has not read yet lies in memory, and not for ever."""
+        """See uvicorn."""
         super().on_response_complete()
-        if self.transport.get_write_buffer_size():
-            self._expect_to_read()
         if self.cycle.more_body:  # that nobody waits for
             self._rest = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
     def pause_writing(self) -> None:
-        """See asyncio."""
+        """See asyncio; what a client has not read yet lies in memory, and not for ever."""
         super().pause_writing()
-        self._expect_to_read()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+        if self._client is not None:
+            size = self.transport.get_write_buffer_size()
+            if not self.shared.unread.take(self._client, size):
+                self.transport.abort()
+                return
+            self._held = size
 
     def resume_writing(self) -> None:
-        """See asyncio."""
+        """See asyncio; all has left."""
         super().resume_writing()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._cancel("_unread")
+        self._read()
 
-    def _expect_to_read(self) -> None:
-        if self._unread is None:
-            self._unread = self.loop.call_later(UNREAD_SECONDS, self._give_up)
-
-    def _give_up(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
+    def _read(self) -> None:
+        self._cancel("_unread")
+        if self._held and self._client is not None:
+            self.shared.unread.give_back(self._client, self._held)
+        self._held = 0
 
     def send_400_response(self, msg: str) -> None:
         """See uvicorn; nothing is said on a connection that was closed just now."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigurationError
+from shared.secrets import Secret
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.profiles import FIELDS
 from tenant_sdk.trust.operators import SYSTEM
-from tenant_sdk.trust.secrets import Secret
 
 if TYPE_CHECKING:
     from tenant_sdk.session import Session

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shared.encoded import UNREADABLE
+from shared.encoded import DIGITS, UNREADABLE, numbers_fit
 
 SPEC_BYTES = 32 << 10  # of a schema or a grammar
 PATTERN_BYTES = 4 << 10
@@ -119,6 +119,8 @@ def _check(given: Constraint) -> None:
             schema = msgspec.json.decode(given.text)
         except UNREADABLE as error:
             raise ConstraintRefused("the schema is not JSON") from error
+        if not numbers_fit(given.text.encode()):
+            raise ConstraintRefused(f"a number of the schema has more than {DIGITS} digits in a row")
         if not isinstance(schema, dict):
             raise ConstraintRefused("a schema is an object")
         _check_schema(schema)

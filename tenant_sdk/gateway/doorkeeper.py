@@ -259,7 +259,7 @@ class Door:
             origin = found.get(b"origin", "")
             if name in LOOPBACK and (not origin or _host(origin.rpartition("//")[2]) in LOOPBACK):
                 return ""
-            return Refusal(403, "forbidden", "without --api-key-env this gateway answers to localhost alone")
+            return Refusal(403, "forbidden", "without API keys this gateway answers to localhost alone")
         scheme, _, given = found.get(b"authorization", "").partition(" ")
         matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
         if scheme.lower() == "bearer" and any(matches):

@@ -18,7 +18,6 @@ import prometheus_client
 import watchfiles
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.structured_output import backend_guidance
@@ -27,28 +26,29 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, told
+from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.figures import Collector, rates
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front
 from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.trials import Trials
-from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Threads, Turns, asking
+from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Shared, Threads, Turns, asking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from prometheus_client.core import Metric
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
 
     from shared.wire.messages import Manifest
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
+FIGURES_SECONDS = 1.0  # for which metrics and the status are good
 MOST_ADAPTERS = 1024  # names, of all clients
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
-KEPT = GENERATES | TOKENIZES | {"/health", "/version", "/metrics"}
+KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
 # vLLM's counters and gauges that the page shows.
 _SHOWN = {
     "vllm:generation_tokens_total": "tokens",
@@ -122,6 +122,12 @@ class Endpoints:
             raise ConfigurationError("start the gateway with `symbiosis-tenant serve`")
         self._gateway = serving
         self._changing = Turns()
+        # Names of each client, and of the folder if it is watched; and whose each is.
+        door = self._gateway.door
+        self._names = Shares(MOST_ADAPTERS, door.clients + bool(door.keys))
+        self._owners = dict[str, str]()
+        self._metrics_text = Shared(prometheus_client.generate_latest, FIGURES_SECONDS)
+        self._status_text = Shared(self._status_now, FIGURES_SECONDS)
         self._last_id, self._began = 0, int(time.time())
         self._seen: dict[str, object] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -130,7 +136,7 @@ class Endpoints:
         """Take vLLM's other paths away, and add ours."""
         app.router.routes[:] = [route for route in app.routes if getattr(route, "path", "") in KEPT]
         gateway = self._gateway
-        prometheus_client.REGISTRY.register(_Collector(gateway))
+        prometheus_client.REGISTRY.register(Collector(gateway))
         app.add_middleware(
             Front,
             door=gateway.door,
@@ -143,6 +149,7 @@ class Endpoints:
             unserved=self._unserved,
         )
         app.get("/", include_in_schema=False)(self._page)
+        app.get("/metrics", include_in_schema=False)(self._metrics)
         app.get("/status.json", include_in_schema=False)(self._status)
         app.get("/healthz")(self._health)
         app.get("/v1/models")(self._list_models)
@@ -228,17 +235,24 @@ class Endpoints:
             )
             if self._models.is_base_model(adapter.name):
                 raise ConfigurationError(f"{adapter.name} is the base model's name; give the adapter another")
-            if adapter.name not in gateway.served and len(gateway.served) >= MOST_ADAPTERS:
-                raise ConfigurationError(f"{MOST_ADAPTERS} adapters are served, and no more; remove one")
             before = gateway.served.get(adapter.name)
             if before is not None and before.folder == adapter.folder:
                 return before
+            owner = self._owners.get(adapter.name, asking.get())
+            if adapter.name not in self._owners and not self._names.take(owner, 1):
+                mine = self._names.taken.get(owner, 0)
+                raise ConfigurationError(
+                    f"{mine} adapters are yours, and of {MOST_ADAPTERS} a part is kept for others; remove one"
+                )
+            self._owners[adapter.name] = owner
             self._last_id += 1
             # The path is part of what its prefixes are cached under, and no other content has it.
             request = LoRARequest(adapter.name, self._last_id, str(adapter.folder))
             try:
                 await self._engine.add_lora(request)
             except Exception as error:
+                if before is None:
+                    self._disown(adapter.name)
                 why = str(error).removeprefix("Call to add_lora method failed: ")
                 why = why.replace(str(adapter.folder), str(folder))
                 raise ConfigurationError(f"the adapter in {folder} cannot be loaded: {why}") from error
@@ -261,10 +275,15 @@ class Endpoints:
         # Its copy stays until ``_tidy``: the worker may load it again for sequences that use it.
         request = self._models.lora_requests.pop(name, None)
         gone = self._gateway.served.pop(name, None)
+        self._disown(name)
         if request is not None:
             await self._engine.remove_lora(request.lora_int_id)
             self._gateway.say(f"adapter {name} is served no more")
         return gone is not None
+
+    def _disown(self, name: str) -> None:
+        if (owner := self._owners.pop(name, None)) is not None:
+            self._names.give_back(owner, 1)
 
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
@@ -315,15 +334,16 @@ class Endpoints:
         whole = {"object": "list", "data": [card | {"id": base, "root": base, "parent": None}, *adapters]}
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
-    async def _list(self) -> JSONResponse:
-        return JSONResponse({"data": self._shown(), "refused": self._gateway.refused})
+    async def _list(self) -> Response:
+        whole = {"data": self._shown(), "refused": self._gateway.refused}
+        return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def _add(self, request: Request) -> JSONResponse:
         try:
             asked = msgspec.json.decode(await request.body(), type=_Asked)
             folder = self._gateway.adapters
             if folder is None:
-                raise ConfigurationError("this gateway was started without --adapters, so it takes none")
+                raise ConfigurationError("this gateway was started without adapters, so it takes none")
             path = (folder / asked.path).resolve()
             adapter = await self.add(path, asked.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:
@@ -344,9 +364,15 @@ class Endpoints:
     async def _page(self) -> HTMLResponse:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    async def _status(self) -> JSONResponse:
+    async def _metrics(self) -> Response:
+        return Response(await self._metrics_text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def _status(self) -> Response:
+        return Response(await self._status_text(), media_type="application/json")
+
+    def _status_now(self) -> bytes:
         gateway, status = self._gateway, Status.read(self._gateway.folder)
-        return JSONResponse(
+        return msgspec.json.encode(
             {
                 "about": gateway.about,
                 "model": self._models.model_name(),
@@ -360,7 +386,7 @@ class Endpoints:
         )
 
     def _shown(self) -> list[dict[str, Any]]:
-        return [_shown(adapter) for adapter in self._gateway.served.values()]
+        return [_shown(adapter) for adapter in list(self._gateway.served.values())]
 
     async def _sample(self) -> None:
         """One more point of every line of the page, each second."""
@@ -369,7 +395,7 @@ class Endpoints:
             now = {"time": time.time(), "under_way": float(self._gateway.queue.under_way)}
             now |= await asyncio.to_thread(self._counts)
             if before:
-                self._gateway.samples.append(_rates(before, now))
+                self._gateway.samples.append(rates(before, now))
             if not now["under_way"] and not before.get("under_way", 1.0):
                 await self._tidy()
             before = now
@@ -421,62 +447,3 @@ def _shown(adapter: Adapter) -> dict[str, Any]:
 def _answer(refusal: Refusal) -> JSONResponse:
     headers = {"retry-after": str(refusal.retry_after)} if refusal.retry_after else {}
     return JSONResponse(refusal.body(), refusal.status, headers)
-
-
-def _rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
-    """A point of each line: a second's counts, and means of its steps."""
-    seconds = max(now["time"] - before["time"], 1e-3)
-    since = {name: value - before.get(name, 0.0) for name, value in now.items()}
-    steps = since.get("steps", 0.0)
-    return {
-        "time": now["time"],
-        "tokens": since["tokens"] / seconds,
-        "prompt_tokens": since["prompt_tokens"] / seconds,
-        "batch": since.get("sequences", 0.0) / steps if steps else 0.0,
-        "tokens_a_step": since["tokens"] / steps if steps else 0.0,
-        "steps": steps / seconds,
-        "round_trips": since.get("products", 0.0) / seconds,
-        "milliseconds": 1e3 * since.get("seconds_waiting", 0.0) / max(1.0, since.get("products", 0.0)),
-        "masks_ahead": now.get("rows_ahead", 0.0),
-        "waiting": now["waiting"],
-        "running": now["running"],
-        "kv_used": now["kv_used"],
-    }
-
-
-class _Collector:
-    """The worker's status for Prometheus."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
-        status = Status.read(self._gateway.folder)
-        for name, help_ in {
-            "steps": "Steps of the model.",
-            "failed_steps": "Steps that failed, with all requests in them.",
-            "sequences": "Sequences in all steps.",
-            "products": "Requests to the executor: round trips.",
-            "rows": "Rows of these.",
-            "bytes_sent": "Payloads sent to executors.",
-            "bytes_received": "Payloads of their answers.",
-            "seconds_waiting": "Time that steps waited for answers and effects.",
-        }.items():
-            metric = CounterMetricFamily(f"symbiosis_gateway_{name}", help_)
-            metric.add_metric([], getattr(status, name))
-            yield metric
-        for name, help_, value in (
-            ("adapters", "Adapters served.", len(self._gateway.served)),
-            ("sequences_under_way", "Sequences computed or waiting.", self._gateway.queue.under_way),
-            ("masks_ahead", "Rows of masks whose effects are there or ordered.", status.rows_ahead),
-            ("provider_up", "0 after a step failed, until one is done.", not status.failing),
-        ):
-            gauge = GaugeMetricFamily(f"symbiosis_gateway_{name}", help_)
-            gauge.add_metric([], float(value))
-            yield gauge
-        refused = CounterMetricFamily(
-            "symbiosis_gateway_refused", "Requests refused because the queue was full."
-        )
-        refused.add_metric([], self._gateway.queue.refused)
-        yield refused

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.latency import Line
+from shared.latency import LEARNING, OUTLIER, Line
 from tenant_sdk.gateway.doorkeeper import Shares
 
 # How many times as long a step may take for prompts: while others write, and else while others may come.
 BESIDE, ALONE = 1.5, 2.5
 LEAST_ROWS = 16  # of prompts, however long they take
 SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
+FEW_TOKENS = 2048  # attended to in a step; beyond that, attention takes the blame for its time
 LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
 
 
@@ -28,12 +30,25 @@ class Wanted(NamedTuple):
         client: that it is for.
         adapter: a number; 0: none.
         reading: it has begun, and not all of its prompt is read.
+        tokens: that its next row attends to.
+        blocks: of keys and values that it has.
+        more: blocks that it needs for its next step, or to begin.
     """
 
     name: str
     client: str
     adapter: int = 0
     reading: bool = False
+    tokens: int = 0
+    blocks: int = 0
+    more: int = 0
+
+
+class Memory(NamedTuple):
+    """For keys and values; ``blocks``: all there are, ``free``: those that nobody has."""
+
+    blocks: int
+    free: int
 
 
 def in_turn(
@@ -44,11 +59,13 @@ def in_turn(
     clients: int,
     *,
     several: bool = True,
+    memory: Memory | None = None,
 ) -> list[str]:
     """Names of the waiting sequences that may begin now, in order; the others wait for another step.
 
     The client that has the fewest sequences comes first. A part of all seats and places stays free for each
-    client (``Shares``). If there are several clients, one long prompt of each is read at a time.
+    client (``Shares``). If there are several clients, one long prompt of each is read at a time, and what
+    begins stays within its client's equal share of the memory, or is the only one that the client has.
 
     Args:
         running: sequences that have begun, in the order in which they did.
@@ -57,6 +74,7 @@ def in_turn(
         places: different adapters that may run at once.
         clients: how many there may be.
         several: more than one client has had sequences lately.
+        memory: for keys and values; None: is not looked at.
     """
     held = Counter(each.client for each in running)
     seated, placed = Shares(seats, clients, dict(held)), Shares(places, clients)
@@ -71,19 +89,24 @@ def in_turn(
     if several:
         for client in {each.client for each in running if each.reading}:
             queues.pop(client, None)
+    used, share = _used(running), _share((*running, *waiting), memory)
+    room = memory.free - sum(each.more for each in running) if memory else 0
     begin = []
     while queues:
         client = min(
             queues, key=lambda client: held[client]
         )  # of those that have as many, the first that came
         each = queues[client].popleft()
-        if not seated.take(client, 1):
+        own = share is None or used[client] + each.more <= share or not held[client]
+        if not own or (share is not None and each.more > room) or not seated.take(client, 1):
             del queues[client]
             continue
         if each.adapter in adapters or placed.take(client, 1):
             adapters.add(each.adapter)
             begin.append(each.name)
             held[client] += 1
+            used[client] += each.more
+            room -= each.more
         else:
             seated.give_back(client, 1)
         if not queues[client]:
@@ -91,17 +114,117 @@ def in_turn(
     return begin
 
 
-def rows_of_step(line: Line, written: int, most: int, *, beside: bool) -> int:
-    """How many rows a step may have while there are several clients.
+def giving_up(running: Sequence[Wanted], waiting: Sequence[Wanted], memory: Memory) -> list[str]:
+    """Names of the running sequences whose keys and values make room, to be computed again later.
+
+    Clients with more than an equal share give up their newest, if what runs could not go on otherwise, or
+    the next sequence of a client could not begin that has room in its share, or no other sequence.
 
     Args:
-        line: how long steps take.
-        written: rows of sequences whose prompt is read.
-        most: rows of any step.
-        beside: clients other than those whose prompts are read have sequences.
+        running: sequences that have begun, in the order in which they came.
+        waiting: the others, likewise.
+        memory: for keys and values.
     """
-    seconds = (BESIDE if beside and written else ALONE) * line.seconds(max(1, written))
-    return min(most, max(line.rows(seconds), written + LEAST_ROWS))
+    used, share = _used(running), _share((*running, *waiting), memory)
+    if share is None:
+        return []
+    missing = sum(each.more for each in running) - memory.free
+    reading = {each.client for each in running if each.reading}
+    for client in {each.client for each in waiting} - reading:
+        first = next(each for each in waiting if each.client == client)
+        missing += first.more if used[client] + first.more <= share or not used[client] else 0
+    given = []
+    for each in reversed(running):
+        if missing > 0 and used[each.client] > share:
+            given.append(each.name)
+            used[each.client] -= each.blocks + each.more
+            missing -= each.blocks + each.more
+    return given
+
+
+def _used(running: Sequence[Wanted]) -> Counter[str]:
+    """Blocks of each client's sequences after their next step."""
+    used = Counter[str]()
+    for each in running:
+        used[each.client] += each.blocks + each.more
+    return used
+
+
+def _share(there: Sequence[Wanted], memory: Memory | None) -> int | None:
+    """Blocks of one client; None: it is alone."""
+    clients = {each.client for each in there}
+    return memory.blocks // len(clients) if memory and len(clients) > 1 else None
+
+
+@dataclass
+class Steps:
+    """How long a step takes: for its rows, and for what those that are written attend to.
+
+    Args:
+        line: for rows.
+        per_token: seconds for each token that the row of a written sequence attends to.
+    """
+
+    line: Line
+    per_token: float
+
+    def seconds(self, rows: int, tokens: int = 0) -> float:
+        """The forecast."""
+        return self.line.seconds(rows) + self.per_token * tokens
+
+    def observe(self, rows: int, tokens: int, seconds: float, *, prompts: bool) -> None:
+        """Correct it. Prompts are in every step as long as a client sends them: what they add is theirs."""
+        if prompts or tokens <= FEW_TOKENS:
+            self.line.observe(rows, seconds - self.per_token * tokens, fixed=not prompts)
+            return
+        seconds = min(seconds, OUTLIER * self.seconds(rows, tokens))
+        right = max((seconds - self.line.seconds(rows)) / tokens, 0.1 * self.per_token)
+        self.per_token += LEARNING * (right - self.per_token)
+
+    def most(self, written: int, tokens: int = 0, *, beside: bool) -> float:
+        """Seconds that a step may take while there are several clients.
+
+        Args:
+            written: rows of sequences whose prompt is read.
+            tokens: that those of the client attend to which attends to the fewest.
+            beside: clients other than those whose prompts are read have sequences.
+        """
+        return (BESIDE if beside and written else ALONE) * self.seconds(max(1, written), tokens)
+
+    def rows(self, written: int, tokens: int, seconds: float, most: int) -> int:
+        """How many rows such a step may have; ``tokens``: that those attend to whose clients read as well."""
+        return min(most, max(self.line.rows(seconds - self.per_token * tokens), written + LEAST_ROWS))
+
+
+@dataclass
+class Attention:
+    """What clients owe for steps that took longer because of what their sequences attend to."""
+
+    owed: dict[str, float] = field(default_factory=dict)
+
+    def resting(
+        self, going: Sequence[Wanted], steps: Steps, seconds: float, *, clients: int, lightest: str | None
+    ) -> set[str]:
+        """Names of the sequences that wait for a later step; a client that owes nothing has one in this.
+
+        Args:
+            going: sequences that could go on; those that have waited longest first.
+            steps: how long steps take.
+            seconds: beyond that of rows and of the lightest client, for all others together.
+            clients: how many there are.
+            lightest: the client whose sequences attend to the fewest tokens, which never wait.
+        """
+        share, rest = seconds / clients, set[str]()
+        self.owed = {client: owed - share for client, owed in self.owed.items() if owed > share}
+        for each in going:
+            takes, owed = steps.per_token * each.tokens, self.owed.get(each.client, 0.0)
+            if each.client == lightest:
+                continue
+            if owed and owed + takes > share:
+                rest.add(each.name)
+            else:
+                self.owed[each.client] = owed + takes
+        return rest
 
 
 def resting(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[str]:

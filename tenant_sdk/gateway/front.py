@@ -34,6 +34,7 @@ SMALL_BODY_BYTES = 64 << 10
 BODIES_BYTES = 64 << 20  # of all that arrive at once
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0  # until a client that does not read its answer is given up
+LEFT = "symbiosis.left"  # of a scope's extensions: waits until what was sent has left
 LOOKS = 64  # requests for adapters, figures and the like that are answered at once
 # vLLM reads others too: priorities, ranks, formats.
 _HEADERS = frozenset({b"accept", b"content-length", b"content-type", b"host"})
@@ -119,6 +120,7 @@ class Front:
         entered = self._clock()
         try:
             await self._entered(client, wanted, scope, receive, send)
+            await _left(scope)
         finally:
             self._queue.leave(client, wanted.sequences, self._clock() - entered)
 
@@ -129,6 +131,7 @@ class Front:
             return await _refuse(send, Refusal(429, "overloaded", why, 1))
         try:
             await self._application(scope, receive, send)
+            await _left(scope)
         finally:
             self._looks.give_back(client, 1)
 
@@ -270,6 +273,12 @@ async def _unless_gone(answer: Awaitable[Refusal], receive: Receive) -> Refusal 
     finally:
         working.cancel()
         gone.cancel()
+
+
+async def _left(scope: Message) -> None:
+    """Until the client has taken its answer, or is given up: as long it has its place."""
+    if (left := scope.get("extensions", {}).get(LEFT)) is not None:
+        await left()
 
 
 def _until_given_up(receive: Receive, send: Send) -> tuple[Receive, Send]:

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from shared.errors import ModelMismatch, SymbiosisError
+from shared.errors import Message, ModelMismatch, SymbiosisError
 from shared.ring.rows import below
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.gateway.connection import open_here, session_here
@@ -198,7 +198,9 @@ def check_adaptable(model: nn.Module) -> None:
     fine = {id(each) for layer in adapted for each in layer.modules()}
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "quant_method", None), RemoteLinearMethod) and id(layer) not in fine:
-            raise ModelMismatch(f"vLLM takes no adapters on {name}; start the gateway without --adapters")
+            raise ModelMismatch(
+                Message("vLLM takes no adapters on {}; start the gateway without {adapters}", name)
+            )
 
 
 @register_quantization_config(METHOD)

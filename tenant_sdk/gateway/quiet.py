@@ -14,14 +14,14 @@ def leave_words_out() -> None:
     """From now on, in this process: a library's words, and those of an exception, may hold a client's."""
     make = logging.getLogRecordFactory()
 
-    def wordless(*arguments: Any, **options: Any) -> logging.LogRecord:
+    def record_of(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = make(*arguments, **options)
         if record.name.partition(".")[0] not in OURS:
             record.msg, record.args = _told(record), ()
             record.exc_info = record.exc_text = record.stack_info = None
         return record
 
-    logging.setLogRecordFactory(wordless)
+    logging.setLogRecordFactory(record_of)
     warnings.simplefilter("ignore")  # these have words too, and are for developers
 
 
@@ -31,5 +31,9 @@ def _told(record: logging.LogRecord) -> str:
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         return told
-    way = "".join(traceback.format_tb(error.__traceback__))
-    return f"{told}\n{way}{type(error).__name__}"
+    return f"{told}\n{wordless(error)}"
+
+
+def wordless(error: BaseException) -> str:
+    """The way that an exception took, and its kind."""
+    return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__

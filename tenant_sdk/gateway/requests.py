@@ -5,19 +5,23 @@ A request is read with these types and written again from them, so that vLLM rea
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from shared.encoded import UNREADABLE
+from shared.encoded import DIGITS, UNREADABLE, numbers_fit
 from tenant_sdk.gateway.constraints import Constraint, ConstraintRefused, constraint
 from tenant_sdk.gateway.doorkeeper import Refusal
 
 INT32 = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=INT32)]
 Token = Annotated[int, Meta(ge=0, le=INT32)]
-Tokens = Annotated[list[Token], Meta(max_length=1024)]
+Tokens = Annotated[list[Token], Meta(max_length=128)]
+Biases = Annotated[
+    dict[Annotated[str, Meta(pattern=r"\A[0-9]{1,7}\Z")], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=300),
+]
 Likeliest = Annotated[int, Meta(ge=0, le=20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -28,9 +32,13 @@ Plain = str | bool | int | float | None
 MESSAGES = 1024
 PARTS = 4096  # of all messages of a chat
 TOOLS_BYTES = 64 << 10
-# That one answer has: vLLM makes them while all other requests wait.
-LOG_PROBABILITIES = 25_000
-TOKEN_BYTES = 16  # of a text, for each token that it may have; what is cut off is tokenized too
+PROMPTS = 32  # of a request
+PROMPT_TOKENS = 16_384  # of all its prompts, or twice as many as a sequence may have
+SETTINGS = 16_384  # biases and stops of a request, for all its sequences: vLLM has them for each
+ANSWER_BYTES = 4 << 20
+LIKELY_BYTES = 160  # of an answer, for each log-probability
+ID_BYTES = 8  # of an answer, for each token's id
+TOKEN_BYTES = 16  # of a text, for each token that it may have
 FIELDS_BYTES = 4 << 10  # beside
 # OpenAI's that clients send as a matter of course, and that change nothing here.
 IGNORED = frozenset(
@@ -56,16 +64,30 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | UnsetType | None = UNSET
 
 
+class Extent(NamedTuple):
+    """How much a request is.
+
+    Attributes:
+        prompts: how many.
+        tokens: of all prompts, at most.
+        repeated: bytes of each answer to all prompts that repeat them.
+        written: tokens of each sequence's answer, at most.
+        likeliest: log-probabilities of each token.
+    """
+
+    prompts: int
+    tokens: int
+    repeated: int
+    written: int
+    likeliest: int
+
+
 class Sampling(Struct, kw_only=True):
     """What completions and chats have in common; ``UNSET`` and null are not the same to vLLM."""
 
     model: Short | UnsetType | None = UNSET
     frequency_penalty: Penalty | UnsetType | None = UNSET
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
-        | UnsetType
-        | None
-    ) = UNSET
+    logit_bias: Biases | UnsetType | None = UNSET
     max_tokens: Count | UnsetType | None = UNSET
     n: Annotated[int, Meta(ge=1, le=INT32)] | UnsetType | None = UNSET
     presence_penalty: Penalty | UnsetType | None = UNSET
@@ -84,11 +106,6 @@ class Sampling(Struct, kw_only=True):
     min_tokens: Count | UnsetType = UNSET
     skip_special_tokens: bool | UnsetType = UNSET
     spaces_between_special_tokens: bool | UnsetType = UNSET
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32)] | UnsetType | None = UNSET
-    truncation_side: Literal["left", "right"] | UnsetType | None = UNSET
-    allowed_token_ids: Tokens | UnsetType | None = UNSET
-    prompt_logprobs: Likeliest | UnsetType | None = UNSET
-    bad_words: Words | UnsetType = UNSET
     add_special_tokens: bool | UnsetType = UNSET
     return_tokens_as_token_ids: bool | UnsetType | None = UNSET
     return_token_ids: bool | UnsetType | None = UNSET
@@ -96,20 +113,34 @@ class Sampling(Struct, kw_only=True):
     response_format: Any = UNSET
     structured_outputs: Any = UNSET
 
-    def check(self, context: int) -> str:
-        """What is wrong with it that types do not say; empty: nothing."""
-        return "truncate_prompt_tokens is -1, or from 1 on" if self.truncate_prompt_tokens == 0 else ""
+    def extent(self, context: int) -> Extent:
+        """See ``Extent``; ``context``: the most tokens of a sequence."""
+        raise NotImplementedError
 
-    def of_tokens(self, prompt: int, likeliest: int, written: int, own: int) -> int:
-        """How many log-probabilities one answer may have at most.
-
-        Args:
-            prompt: tokens of all prompts.
-            likeliest: log-probabilities of each of them.
-            written: tokens of all answers, with one answer to each prompt.
-            own: log-probabilities of each of them.
-        """
-        return (prompt * likeliest + (0 if self.stream is True else written * own)) * (_given(self.n) or 1)
+    def too_much(self, context: int) -> str:
+        """What goes beyond the budget of a request, in which products count; empty: nothing."""
+        given, answers = self.extent(context), _given(self.n) or 1
+        if given.prompts > PROMPTS:
+            return f"{given.prompts} prompts; a request here has {PROMPTS} at most"
+        if given.tokens > (most := max(2 * context, PROMPT_TOKENS)):
+            return f"prompts of up to {given.tokens} tokens; those of a request have {most} at most"
+        stops = 1 if isinstance(self.stop, str) else len(_given(self.stop) or ())
+        settings = stops + len(_given(self.logit_bias) or ()) + len(_given(self.stop_token_ids) or ())
+        if (found := settings * given.prompts * answers) > SETTINGS:
+            return (
+                f"{settings} entries of logit_bias, stop and stop_token_ids for {given.prompts * answers} "
+                f"sequences are {found}, and {SETTINGS} are the most: ask for fewer, in several requests"
+            )
+        ids = ID_BYTES if self.return_token_ids is True else 0
+        each = TOKEN_BYTES + LIKELY_BYTES * given.likeliest + ids
+        size = given.repeated + ids * given.tokens
+        size += 0 if self.stream is True else given.written * given.prompts * each
+        if answers * size > ANSWER_BYTES:
+            return (
+                f"its answer may have {answers * size} bytes, and {ANSWER_BYTES} are the most: ask for fewer "
+                "answers or log-probabilities, set max_tokens, or have it streamed, which counts echo alone"
+            )
+        return ""
 
     def constraint(self) -> Constraint | None:
         """See ``constraints.constraint``; the request has it in one field afterwards."""
@@ -125,14 +156,8 @@ class Completion(Sampling, kw_only=True):
     echo: bool | UnsetType | None = UNSET
     logprobs: Likeliest | UnsetType | None = UNSET
 
-    @property
-    def prompts(self) -> int:
-        """How many there are."""
-        several = isinstance(self.prompt, list) and any(isinstance(each, (str, list)) for each in self.prompt)
-        return len(self.prompt) if several else 1
-
     def check(self, context: int) -> str:
-        """See ``Sampling``."""
+        """What is wrong with it that types do not say; empty: nothing."""
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if len({type(each) for each in prompts}) != 1:
             return "a list of prompts has texts, or tokens, or lists of tokens, and is not empty"
@@ -144,28 +169,26 @@ class Completion(Sampling, kw_only=True):
         return (
             _too_long(max(lists, default=0), context)
             or _too_large(max(texts, default=0), context)
-            or super().check(context)
+            or self.too_much(context)
         )
 
     @property
     def _sizes(self) -> tuple[list[int], list[int]]:
-        """Bytes of the prompts that are texts, and tokens of the others."""
+        """Bytes of the prompts that are texts, as JSON has them, and tokens of the others."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         prompts: Any = [self.prompt] if one else self.prompt
-        texts = [len(each.encode()) for each in prompts if isinstance(each, str)]
+        texts = [len(msgspec.json.encode(each)) - 2 for each in prompts if isinstance(each, str)]
         return texts, [len(each) for each in prompts if isinstance(each, list)]
 
-    def log_probabilities(self, context: int) -> int:
-        """See ``of_tokens``; a text counts as a token for two bytes, which are seldom less."""
-        own, of_prompt = _likeliest(self.logprobs), _likeliest(self.prompt_logprobs)
-        if not own and not of_prompt:
-            return 0
+    def extent(self, context: int) -> Extent:
+        """See ``Extent``; a text counts as a token for two bytes, which are seldom less."""
         texts, lists = self._sizes
-        tokens = [min(context, each) for each in ([size // 2 + 1 for size in texts] or lists)]
+        tokens = sum(min(context, each) for each in ([size // 2 + 1 for size in texts] or lists))
         written = min(context, 16 if _given(self.max_tokens) is None else _given(self.max_tokens))
-        return self.of_tokens(
-            sum(tokens), max(of_prompt, own if self.echo is True else 0), written * len(tokens), own
-        )
+        likeliest, repeated = _likeliest(self.logprobs), 0
+        if self.echo is True:
+            repeated = (sum(texts) or TOKEN_BYTES * tokens) + LIKELY_BYTES * likeliest * tokens
+        return Extent(len(texts or lists), tokens, repeated, written, likeliest)
 
 
 class Function(Struct):
@@ -239,26 +262,20 @@ class Chat(Sampling, kw_only=True):
         Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | UnsetType | None
     ) = UNSET
     include_reasoning: bool | UnsetType = UNSET
-    echo: bool | UnsetType = UNSET
-
-    @property
-    def prompts(self) -> int:
-        """See ``Completion``."""
-        return 1
 
     def check(self, context: int) -> str:
-        """See ``Sampling``."""
+        """See ``Completion``."""
         return (
             _wrong(self.messages, self.tools, self.chat_template_kwargs)
             or _too_large(len(msgspec.json.encode(self.messages)), context)
-            or super().check(context)
+            or self.too_much(context)
         )
 
-    def log_probabilities(self, context: int) -> int:
-        """See ``of_tokens``."""
+    def extent(self, context: int) -> Extent:
+        """See ``Extent``; of its prompt an answer has nothing."""
         written = [each for each in (self.max_tokens, self.max_completion_tokens) if isinstance(each, int)]
         own = max(1, _likeliest(self.top_logprobs)) if self.logprobs is True else 0
-        return self.of_tokens(context, _likeliest(self.prompt_logprobs), min([context, *written]), own)
+        return Extent(1, 0, 0, min([context, *written]), own)
 
 
 class Tokenizing(Struct, kw_only=True):
@@ -275,7 +292,7 @@ class TokenizeText(Tokenizing, kw_only=True):
     prompt: str
 
     def check(self, context: int) -> str:
-        """See ``Sampling``."""
+        """See ``Completion``."""
         return ""
 
 
@@ -289,7 +306,7 @@ class TokenizeChat(Tokenizing, kw_only=True):
     chat_template_kwargs: ForTemplate | UnsetType | None = UNSET
 
     def check(self, context: int) -> str:
-        """See ``Sampling``."""
+        """See ``Completion``."""
         return _wrong(self.messages, self.tools, self.chat_template_kwargs)
 
 
@@ -300,7 +317,7 @@ class Detokenize(Struct, kw_only=True):
     model: Short | UnsetType | None = UNSET
 
     def check(self, context: int) -> str:
-        """See ``Sampling``."""
+        """See ``Completion``."""
         return _too_long(len(self.tokens), context)
 
 
@@ -337,19 +354,15 @@ def asked(path: str, body: bytes, context: int) -> Asked | Refusal:
             name for name, value in fields.items() if name not in known and bytes(value) != b"null"
         ]:
             return _refused(f"this gateway does not take the field {min(others)[:80]!r} at {path}")
+        if not numbers_fit(body):
+            return _refused(f"a number of the body has more than {DIGITS} digits in a row")
         request = msgspec.json.decode(body, type=kind)
         if wrong := request.check(context):
             return _refused(wrong)
-        wanted, sequences, found = None, 1, 0
+        wanted, sequences = None, 1
         if isinstance(request, Completion | Chat):
-            wanted, sequences = request.constraint(), request.prompts * (_given(request.n) or 1)
-            found = request.log_probabilities(context)
-        if found > LOG_PROBABILITIES:
-            return _refused(
-                f"up to {found} log-probabilities in one answer, and {LOG_PROBABILITIES} are the most: ask "
-                "for fewer of each token, in several requests, or set max_tokens; those of a stream's answer "
-                "do not count"
-            )
+            prompts = request.extent(context).prompts
+            wanted, sequences = request.constraint(), prompts * (_given(request.n) or 1)
     except ConstraintRefused as error:
         return _refused(str(error))
     except (UnicodeError, *UNREADABLE) as error:
@@ -382,13 +395,13 @@ def _too_long(tokens: int, context: int) -> str:
 
 
 def text_bytes(context: int) -> int:
-    """The most bytes of a text, or of a chat's messages, whatever is cut off of it."""
+    """The most bytes of a text, or of a chat's messages, as JSON has them."""
     return FIELDS_BYTES + TOKEN_BYTES * context
 
 
 def _too_large(size: int, context: int) -> str:
     most = text_bytes(context)
-    return f"a text of {size} bytes; {most} are the most here, also if it is truncated" if size > most else ""
+    return f"a text of {size} bytes; {most} are the most here" if size > most else ""
 
 
 def _wrong(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import Line
 from tenant_sdk.gateway.doorkeeper import Allowance
-from tenant_sdk.gateway.fairness import Seen, Wanted, in_turn, resting, rows_of_step
+from tenant_sdk.gateway.fairness import Attention, Memory, Seen, Steps, Wanted, giving_up, in_turn, resting
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended, client_of
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
-GUESSED_LINE = 0.02, 0.0005  # seconds of a step, and more for each row; what is seen corrects them
+# Seconds of a step, for each row, and for each token that a row attends to; what is seen corrects them.
+GUESSED_LINE, GUESSED_TOKEN = (0.02, 0.0005), 1e-6
 # Of a processor, for the constraints of one client's sequences. The first masks take longer than the others.
 GRACE_SECONDS, STEP_SECONDS = 0.2, 0.01
 
@@ -38,7 +40,8 @@ class Scheduler(Base):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         threading.stack_size(ENGINE_STACK)  # of threads that compile constraints, which begin later
         super().__init__(*arguments, **options)
-        self._line, self._seen = Line(*GUESSED_LINE), Seen()
+        self._steps, self._seen = Steps(Line(*GUESSED_LINE), GUESSED_TOKEN), Seen()
+        self._attention, self._attended = Attention(), 0
         self._most_rows: int = self.scheduler_config.max_num_batched_tokens
         self._allowance = Allowance(GRACE_SECONDS, STEP_SECONDS)
         self._folder, self._ended = Path(self.vllm_config.model_config.model), Ended()
@@ -51,25 +54,40 @@ class Scheduler(Base):  # type: ignore[misc]
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """See vLLM; clients take turns. Blocks that a step writes are remembered, since clients hang up."""
+        there = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
+        self._make_room()
         # A sequence that is written needs one row; prompts get what is left.
         self.running.sort(key=_reads)
-        several = self._pace()
-        waiting = {each.request_id: each for each in sorted(self.waiting, key=lambda each: each.arrival_time)}
+        waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
+        running = [self._wanted(each) for each in self.running]
+        several = self._seen.count(there, time.monotonic()) > 1
+        self.max_num_scheduled_tokens, self._for_prompts = self._most_rows, 0
+        rest = self._pace(running, there) if several else set[str]()
         begin = in_turn(
-            [_wanted(each, _reads(each)) for each in self.running],
-            [_wanted(each) for each in waiting.values()],
+            running,
+            [self._wanted(each) for each in waiting.values()],
             self.max_num_running_reqs,
             self.lora_config.max_loras if self.lora_config else 0,
             self.vllm_config.additional_config["clients"],
             several=several,
+            memory=self._memory(),
         )
+        readers = {each.client for each in running if each.reading} | {client_of(name) for name in begin}
+        # What has begun comes first in vLLM, and would take all rows.
+        shared = max(1, self._for_prompts // len(readers)) if several and len(readers) > 1 else 0
+        self.scheduler_config.long_prefill_token_threshold = shared
         self.waiting.clear()
         self.waiting.extend(waiting.pop(name) for name in begin)
-        rest = self._resting() if several else []
-        self.running = [each for each in self.running if each not in rest]
+        resting = [each for each in self.running if each.request_id in rest]
+        self.running = [each for each in self.running if each.request_id not in rest]
         scheduled = super().schedule(*arguments, **options)
-        self.running = rest + self.running  # so that they come first in the next step
+        self.running = resting + self.running  # so that they come first in the next step
         self.waiting.extend(waiting.values())
+        self._attended = sum(
+            each.tokens
+            for each in running
+            if not each.reading and each.name in scheduled.num_scheduled_tokens
+        )
         self._began = time.monotonic()
         cached = self.cache_config.enable_prefix_caching  # else nobody finds them
         self._written = {
@@ -78,27 +96,63 @@ class Scheduler(Base):  # type: ignore[misc]
         }
         return scheduled
 
-    def _resting(self) -> list[Request]:
-        sorting = [(each.request_id, client_of(each.request_id)) for each in self.running if _sorts(each)]
-        names = resting(sorting, self.vllm_config.model_config.get_vocab_size())
-        return [each for each in self.running if each.request_id in names]
+    def _memory(self) -> Memory:
+        pool = self.kv_cache_manager.block_pool
+        return Memory(pool.num_gpu_blocks - 1, pool.get_num_free_blocks())  # one holds nothing
 
-    def _pace(self) -> bool:
-        """Have prompts of one client leave a part of each step to the others; whether there are any."""
-        there = {client_of(each.request_id) for each in (*self.running, *self.waiting)}
-        several = self._seen.count(there, time.monotonic()) > 1
-        written = sum(not _reads(each) for each in self.running) * (1 + self.num_spec_tokens)
-        readers = {client_of(each.request_id) for each in self.running if _reads(each)}
-        readers |= {client_of(each.request_id) for each in self.waiting}
-        rows, beside = self._most_rows, len(there) > 1
-        if several:
-            rows = rows_of_step(self._line, written, self._most_rows, beside=beside)
-        self.max_num_scheduled_tokens = rows
-        # What has begun comes first in vLLM, and would take all rows.
-        self.scheduler_config.long_prefill_token_threshold = (
-            max(1, (rows - written) // len(readers)) if len(readers) > 1 else 0
+    def _make_room(self) -> None:
+        """Take memory from clients that have more than their share, if others wait for it."""
+        running, waiting = (
+            [self._wanted(each) for each in sorted(several, key=_arrived)]
+            for several in (self.running, self.waiting)
         )
-        return several
+        for name in giving_up(running, waiting, self._memory()):
+            request = self.requests[name]
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+
+    def _pace(self, running: list[Wanted], there: Counter[str]) -> set[str]:
+        """Have each client leave a part of each step to the others; names of sequences that wait."""
+        sorting = [
+            (each.name, each.client)
+            for each in running
+            if not each.reading and _sorts(self.requests[each.name])
+        ]
+        rest = resting(sorting, self.vllm_config.model_config.get_vocab_size())
+        going = [each for each in running if each.name not in rest]
+        for each in going:
+            there[each.client] += each.tokens
+        beside, rows = len(there) > 1, 1 + self.num_spec_tokens
+        lightest = min(there, key=there.__getitem__) if beside else None
+        count = rows * sum(not each.reading for each in going)
+        least = there[lightest] if lightest is not None else 0
+        most = self._steps.most(count, least, beside=beside)
+        spare = most - self._steps.seconds(count, least)
+        rest |= self._attention.resting(
+            going, self._steps, spare, clients=max(1, len(there)), lightest=lightest
+        )
+        written = [each for each in going if not each.reading and each.name not in rest]
+        # A client that reads pays with its rows for what else it attends to.
+        readers = {each.client for each in running if each.reading}
+        count, tokens = len(written) * rows, sum(each.tokens for each in written if each.client in readers)
+        self.max_num_scheduled_tokens = self._steps.rows(count, tokens, most, self._most_rows)
+        self._for_prompts = self.max_num_scheduled_tokens - count
+        return rest
+
+    def _wanted(self, request: Request) -> Wanted:
+        name, computed = request.request_id, request.num_computed_tokens
+        groups = self.kv_cache_manager.get_block_ids(name)
+        has = sum(map(len, groups))
+        needs = -(-(request.num_tokens + 1 + self.num_spec_tokens) // self.block_size) * len(groups)
+        return Wanted(
+            name,
+            client_of(name),
+            request.lora_request.lora_int_id if request.lora_request else 0,
+            has > 0 and _reads(request),
+            computed,
+            has,
+            max(0, needs - has),
+        )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -106,9 +160,8 @@ class Scheduler(Base):  # type: ignore[misc]
         """See vLLM; what failed ends with an error, and nothing of it stays in the cache of prefixes."""
         rows = scheduler_output.total_num_scheduled_tokens
         if rows and not isinstance(model_runner_output, FailedStep):
-            # Prompts are in every step as long as a client sends them: what they add is theirs.
             prompts = rows > len(scheduler_output.num_scheduled_tokens) * (1 + self.num_spec_tokens)
-            self._line.observe(rows, time.monotonic() - self._began, fixed=not prompts)
+            self._steps.observe(rows, self._attended, time.monotonic() - self._began, prompts=prompts)
         scheduled = scheduler_output.num_scheduled_tokens.keys()
         lost: dict[str, str] = getattr(model_runner_output, "lost", {})
         failed = scheduled if isinstance(model_runner_output, FailedStep) else lost.keys()
@@ -146,8 +199,8 @@ class Scheduler(Base):  # type: ignore[misc]
 
 
 def _reads(request: Request) -> bool:
-    """Whether not all of its prompt is read."""
-    return bool(request.num_computed_tokens < request.num_prompt_tokens)
+    """Whether not all of its prompt is read, or read again."""
+    return bool(request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1))
 
 
 def _sorts(request: Request) -> bool:
@@ -158,6 +211,5 @@ def _sorts(request: Request) -> bool:
     return not _reads(request) and bool(sorts)
 
 
-def _wanted(request: Request, reading: bool = False) -> Wanted:
-    adapter = request.lora_request.lora_int_id if request.lora_request else 0
-    return Wanted(request.request_id, client_of(request.request_id), adapter, reading)
+def _arrived(request: Request) -> float:
+    return float(request.arrival_time)

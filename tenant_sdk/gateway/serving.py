@@ -11,16 +11,16 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigurationError, SymbiosisError
+from shared.errors import ConfigurationError, Message, SymbiosisError
 from tenant_sdk.connection.urls import party_name
-from tenant_sdk.gateway.adapters import RANKS, largest_rank
+from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.connection import written
-from tenant_sdk.gateway.doorkeeper import LOOPBACK, Door, Queue
+from tenant_sdk.gateway.doorkeeper import Door, Queue
 from tenant_sdk.gateway.folder import METHOD, write_folder
+from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.turns import TOKENIZING_THREADS
 
@@ -31,91 +31,8 @@ if TYPE_CHECKING:
 PATIENCE = 10.0  # seconds; clients wait as long
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
 ADAPTERS_IN_MEMORY = 128  # read from their copies again beyond that
-LOOKUP = "prompt-lookup"
-DTYPES = ("float32", "bfloat16")
-DRAFT_TOKENS = 4
 STEP_ROWS = 512  # of all sequences, in one step
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewayOptions:
-    """What the server is given; fields are the options of ``symbiosis-tenant serve``.
-
-    Attributes:
-        keys: API keys; none: for whoever is on this machine.
-        context: tokens of a sequence at most; None: as many as the model takes.
-        dtype: of embeddings, activations, keys and values.
-        max_sequences: computed in one step.
-        max_waiting: sequences that may wait beside them.
-        kv_memory_gib: for keys and values of all sequences.
-        max_adapters: different ones in one step.
-        max_rank: None: of the adapters that are there at the start.
-        chat_template: Jinja file; None: the tokenizer's.
-        structured_outputs: take JSON schemas, patterns, choices and grammars that answers must match.
-        prefix_cache: keep what was computed of prompts' beginnings; it shows which prompts begin alike.
-        speculate: ``prompt-lookup``, the folder of a draft model, or empty.
-        draft_tokens: guessed at once; None: ``DRAFT_TOKENS``.
-        ready_file: where its URL is written once it answers.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    name: str = ""
-    adapters: Path | None = None
-    allow_other_base: bool = False
-    context: int | None = None
-    dtype: str = "float32"
-    max_sequences: int = 32
-    max_waiting: int = 64
-    kv_memory_gib: float = 1.0
-    max_adapters: int = 16
-    max_rank: int | None = None
-    structured_outputs: bool = True
-    prefix_cache: bool = False
-    speculate: str = ""
-    draft_tokens: int | None = None
-    chat_template: Path | None = None
-    ready_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be, before anything takes time."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        if host not in LOOPBACK and not self.keys:
-            raise ConfigurationError(
-                f"--host {self.host} lets others in: give --api-key-env VAR, the variable with the key that "
-                "they need"
-            )
-        if any(len(key) < 16 or not key.isascii() or not key.isprintable() for key in self.keys):
-            raise ConfigurationError("an API key has at least 16 printable ASCII characters")
-        if self.adapters is not None and not self.adapters.is_dir():
-            raise ConfigurationError(f"there is no such folder: {self.adapters}; make it, it may be empty")
-        sharing = [("--max-sequences", self.max_sequences)]
-        if self.adapters is not None:
-            sharing.append(("--max-adapters", self.max_adapters))
-        for name, most in sharing:
-            if most < len(self.keys):
-                raise ConfigurationError(
-                    f"{name} {most} is less than one for each of {len(self.keys)} keys: give a larger one"
-                )
-        if self.max_rank is not None and self.max_rank not in RANKS:
-            raise ConfigurationError(f"--max-rank is one of {', '.join(map(str, RANKS))}")
-        if self.max_rank is not None and self.adapters is None:
-            raise ConfigurationError("--max-rank is for adapters: give --adapters too")
-        if self.draft_tokens is not None and not self.speculate:
-            raise ConfigurationError("--draft-tokens is for --speculate: give that too")
-        if self.dtype not in DTYPES:
-            raise ConfigurationError(f"--dtype is one of {', '.join(DTYPES)}")
-        if self.chat_template is not None and not self.chat_template.is_file():
-            raise ConfigurationError(f"--chat-template: there is no such file: {self.chat_template}")
-        if not 0 < self.kv_memory_gib < math.inf:
-            raise ConfigurationError("--kv-memory-gib is more than 0")
-        if self.speculate not in ("", LOOKUP) and not (Path(self.speculate) / "config.json").is_file():
-            raise ConfigurationError(
-                f"--speculate {self.speculate}: give {LOOKUP}, or the folder of a small model with the same "
-                "tokenizer, which then runs here"
-            )
 
 
 def check_installed() -> str:
@@ -131,7 +48,8 @@ def check_installed() -> str:
             continue
     raise ConfigurationError(
         "the gateway runs on vLLM, which is not installed: in a checkout of this project `pip install "
-        "'.[gateway]'`, or without a GPU '.[gateway-cpu]', into an environment of its own (docs/gateway.md)"
+        "'.[gateway]'`, or without a GPU '.[gateway-cpu]', into an environment of its own "
+        "(docs/how-to/gateway.md)"
     )
 
 
@@ -148,12 +66,18 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
     installed = check_installed()
     if options.speculate and config.privacy != "one-time":
         raise ConfigurationError(
-            f"--speculate pads requests with rows of zeros, which privacy={config.privacy!r} would show; use "
-            "it with one-time masks"
+            Message(
+                "{speculate} pads requests with rows of zeros, which {privacy} would show; use it with "
+                "one-time masks",
+                privacy=config.privacy,
+            )
         )
     if config.experts not in (None, "local"):
         raise ConfigurationError(
-            f"--experts {config.experts}: a gateway multiplies experts itself; leave it out, or give local"
+            Message(
+                "{experts}: a gateway multiplies experts itself; leave it out, or give local",
+                experts=config.experts,
+            )
         )
     _check_port(options)
     signal.signal(signal.SIGTERM, _end)  # until vLLM has its own: the folder goes, however early that is
@@ -189,7 +113,10 @@ def _check_port(options: GatewayOptions) -> None:
             probe.bind((options.host, options.port))
         except OSError as error:
             raise ConfigurationError(
-                f"cannot listen on {options.host}, port {options.port}: {error.strerror}; give another --port"
+                Message(
+                    "cannot listen on {}, port {}: {}; give another {port}",
+                    *(options.host, options.port, str(error.strerror)),
+                )
             ) from error
 
 
@@ -225,7 +152,7 @@ def _prepare(
         longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
         if options.context is not None and longest is not None and options.context > longest:
             raise ConfigurationError(
-                f"--context {options.context}: this model takes {longest} tokens at most"
+                Message("{context}: this model takes {} tokens at most", longest, context=options.context)
             )
         manifest = session.manifest
     door = Door(options.keys)
@@ -241,7 +168,7 @@ def _prepare(
         about=f"{config.privacy} masks, by way of {party_name(config.provider)}",
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104
         say=say,
-        structured_outputs=options.structured_outputs,
+        structured_outputs=not options.no_constraints,
         ready_file=options.ready_file,
     )
 

@@ -16,7 +16,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.grammars import compiled
 
-REMEMBERED = 16  # compiled constraints
+REMEMBERED = 16  # compiled constraints; more than ``trials`` lets pass without a trial
 _KINDS = {
     StructuredOutputOptions.JSON: "json",
     StructuredOutputOptions.REGEX: "regex",

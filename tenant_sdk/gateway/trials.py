@@ -10,7 +10,7 @@ from tenant_sdk.gateway.beside import Beside
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.turns import Turns
 
-REMEMBERED = 256  # constraints, of 32 KiB each
+REMEMBERED = 8  # constraints; fewer than the engine has compiled, which takes them without turns otherwise
 
 
 class Trials(Beside):
@@ -25,17 +25,19 @@ class Trials(Beside):
     def __init__(self, tokenizer: Path, tokens: int, end: int) -> None:
         super().__init__("tenant_sdk.gateway.grammars", str(tokenizer), str(tokens), str(end))
         self._turns = Turns()
-        self._passed: dict[Constraint, None] = {}  # the newest last; another may pass another time
+        self._passed: dict[Constraint, None] = {}  # the last used last; another may pass another time
 
     async def refusal(self, client: str, given: Constraint) -> str:
         """Why a constraint is refused, or an empty text. A client that leaves has this cancelled."""
-        if given in self._passed:
-            return ""
-        async with self._turns.taken(client):
-            told = await self.ask(msgspec.json.encode(given))
+        if given not in self._passed:
+            async with self._turns.taken(client):
+                told = await self.ask(msgspec.json.encode(given))
+        else:
+            told = b""
         if told is None:
             return "it could not be tried; try again"
         if not told:
+            self._passed.pop(given, None)
             self._passed[given] = None
             if len(self._passed) > REMEMBERED:
                 del self._passed[next(iter(self._passed))]

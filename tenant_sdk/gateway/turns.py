@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -28,6 +30,30 @@ class Turns:
         """Wait for the client's turn, and hold it in this block."""
         async with self._own.setdefault(client, asyncio.Lock()), self._all:
             yield
+
+
+class Shared:
+    """What is made once in a while, in a thread, for all who ask meanwhile.
+
+    Args:
+        make: makes it.
+        seconds: for which it is good.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], bytes], seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make, self._seconds, self._clock = make, seconds, clock
+        self._made, self._until, self._lock = b"", -math.inf, asyncio.Lock()
+
+    async def __call__(self) -> bytes:
+        """It, at most so many seconds old."""
+        async with self._lock:
+            if self._clock() >= self._until:
+                self._made = await asyncio.to_thread(self._make)
+                self._until = self._clock() + self._seconds
+            return self._made
 
 
 class Threads(Executor):

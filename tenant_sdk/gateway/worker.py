@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +16,17 @@ import torch
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.sample import rejection_sampler
 
 from shared.errors import SymbiosisError
-from shared.options import in_options
+from shared.options import flags_of
 from shared.wire.header import RequestClass
 from tenant_sdk.cli_options import NAMES
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.doorkeeper import Failure
 from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, lost_rows, probe
-from tenant_sdk.gateway.quiet import leave_words_out
+from tenant_sdk.gateway.options import GatewayOptions
+from tenant_sdk.gateway.quiet import leave_words_out, wordless
 from tenant_sdk.gateway.status import Status
 
 if current_platform.is_cpu():
@@ -31,6 +35,8 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as Base
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -75,8 +81,7 @@ class Worker(Base):  # type: ignore[misc]
             if self.vllm_config.lora_config is not None:
                 check_adaptable(self.model_runner.model)
         except (SymbiosisError, ValueError) as error:
-            ours = isinstance(error, SymbiosisError)
-            why = in_options(str(error), NAMES) if ours else f"vLLM does not take this: {error}"
+            why = _shown(error) if isinstance(error, SymbiosisError) else f"vLLM does not take this: {error}"
             Status(error=why).write(Path(self.vllm_config.model_config.model))
             raise SystemExit(1) from error  # without pages on how it came there
         if current_platform.is_cpu():
@@ -84,7 +89,11 @@ class Worker(Base):  # type: ignore[misc]
 
             multiply_meanwhile(self.model_runner.model)
         self.model_runner.model.register_forward_hook(_without_lost)
-        self._lost: dict[str, str] = {}
+        constraints = rejection_sampler.apply_sampling_constraints
+        rejection_sampler.apply_sampling_constraints = functools.partial(_if_rows, constraints)
+        if current_platform.is_cpu():
+            rejection_sampler.expand_batch_to_tokens = _for_each_draft
+        self._lost, self._in_step = dict[str, str](), list[str]()
         config = self.vllm_config
         self._folder, self._status = Path(config.model_config.model), Status()
         self._telling = threading.Lock()
@@ -118,11 +127,11 @@ class Worker(Base):  # type: ignore[misc]
         return added
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """See vLLM; a step whose products fail gives a ``FailedStep``."""
+        """See vLLM; a step that fails gives a ``FailedStep``, whatever it fails with."""
         scheduled, status = scheduler_output.num_scheduled_tokens, self._status
         if not scheduled:  # it says who has ended; nothing is asked for, so it does not show who is back
             return super().execute_model(scheduler_output)
-        lost_rows.rows, self._lost = None, {}
+        lost_rows.rows, self._lost, self._in_step = None, {}, list(scheduled)
         status.steps += 1
         status.sequences += len(scheduled)
         try:
@@ -132,22 +141,31 @@ class Worker(Base):  # type: ignore[misc]
                 self._write(failing=False)
             self._lost = self._owners(scheduled)
             return output
-        except (SymbiosisError, LoRAAdapterNotFoundError) as error:
-            log.warning("a step failed: %s", error)
-            status.failed_steps += 1
-            status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)
-            status.failed_at = time.monotonic()
-            self._write(failing=True)  # before the clients are told
-            requests = list(scheduled)
-            return FailedStep(
-                req_ids=requests,
-                req_id_to_index={request: at for at, request in enumerate(requests)},
-                sampled_token_ids=[[] for _ in requests],
-            )
+        except Exception as error:
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> FailedStep:
+        """The output of a step that failed; what a library says of it may be a client's words."""
+        ours, status = isinstance(error, (SymbiosisError, LoRAAdapterNotFoundError)), self._status
+        log.warning("a step failed: %s", error if ours else wordless(error))
+        status.failed_steps += 1
+        status.failure = Failure.of(error)
+        status.error = _shown(error) if ours else ""
+        status.failed_at = time.monotonic()
+        self._write(failing=True)  # before the clients are told
+        return FailedStep(
+            req_ids=self._in_step,
+            req_id_to_index={request: at for at, request in enumerate(self._in_step)},
+            sampled_token_ids=[[] for _ in self._in_step],
+        )
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """See vLLM; sequences whose rows were lost get no token."""
-        output = super().sample_tokens(grammar_output)
+        try:
+            with _for_later(self.model_runner):
+                output = super().sample_tokens(grammar_output)
+        except Exception as error:
+            return self._failed(error)
         if not self._lost or not isinstance(output, ModelRunnerOutput):
             return output
         for sequence in self._lost:
@@ -201,7 +219,7 @@ class Worker(Base):  # type: ignore[misc]
                 try:
                     probe()
                 except SymbiosisError as error:  # which may be another: back with another model, say
-                    status.failure, status.error = Failure.of(error), in_options(str(error), NAMES)
+                    status.failure, status.error = Failure.of(error), _shown(error)
                     continue
                 except Exception:  # or nobody would look again, and all would be refused
                     log.exception("cannot look whether the executor is back")
@@ -223,6 +241,41 @@ class Worker(Base):  # type: ignore[misc]
                 status.write(self._folder)
             except OSError as error:
                 log.warning("cannot write to %s: %s", self._folder, error.strerror)
+
+
+def _shown(error: Exception) -> str:
+    """What it says to the user of the command line."""
+    if isinstance(error, SymbiosisError):
+        error.show_options({**NAMES, **flags_of(GatewayOptions)})
+    return str(error)
+
+
+@contextmanager
+def _for_later(runner: Any) -> Iterator[None]:
+    """Leave the generators of sequences that still read their prompt alone in this block.
+
+    vLLM draws a token for these too, and sets their generators back, which those of a processor cannot be.
+    """
+    generators = runner.input_batch.generators
+    reading = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
+    kept = {int(at): generators.pop(int(at)) for at in reading if int(at) in generators}
+    try:
+        yield
+    finally:
+        generators.update(kept)
+
+
+def _if_rows(constraints: Callable[..., torch.Tensor], logits: torch.Tensor, *more: Any) -> torch.Tensor:
+    """vLLM's top_k of drafts, which fails if a step has none."""
+    return constraints(logits, *more) if len(logits) else logits
+
+
+def _for_each_draft(
+    values: torch.Tensor, ends: torch.Tensor, count: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """vLLM's ``expand_batch_to_tokens``: the value of each sequence for each of its drafts."""
+    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
+    return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)
 
 
 def _without_lost(_: Any, __: Any, hidden: Any) -> Any:

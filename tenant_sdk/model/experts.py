@@ -14,7 +14,7 @@ from torch import nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from shared.compat import transforms_run
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
@@ -56,7 +56,7 @@ class Padding:
         if not self._told:
             self._told, sent, needed = True, most * len(counts), sum(counts)
             log.warning(
-                "experts='padded': each of %d experts gets as many rows as the one with the most, rounded up "
+                "padded experts: each of %d experts gets as many rows as the one with the most, rounded up "
                 "to a power of two; at first %d rows are sent where %d are needed, %.1f times as many",
                 *(len(counts), sent, needed, sent / needed),
             )
@@ -126,8 +126,13 @@ class Experts:
         check_values(rows, direction, [self.name])
         if self._padding and not tokens:
             raise ConfigurationError(
-                f"{self.name}: how many tokens these rows are of is not known, so experts='padded' could not "
-                f"hide where they go; set_experts_implementation({IMPLEMENTATION!r}) tells it"
+                Message(
+                    "{}: how many tokens these rows are of is not known, so {experts} could not hide where "
+                    "they go; set_experts_implementation({!r}) tells it",
+                    self.name,
+                    IMPLEMENTATION,
+                    experts="padded",
+                )
             )
         each = self._padding.rows(counts, tokens) if self._padding else 0
         parts = [
@@ -324,8 +329,12 @@ class RemoteExperts(RemoteWeight):
             numbers: list[int] = counted.tolist()
         except RuntimeError as error:
             raise ConfigurationError(
-                f"which rows of {self.layer} are whose is not known here, as under torch.func.vmap: each "
-                "element goes to other experts. Loop over them, or keep experts here: experts='local'"
+                Message(
+                    "which rows of {} are whose is not known here, as under torch.func.vmap: each element "
+                    "goes to other experts. Loop over them, or keep experts here: {experts}",
+                    self.layer,
+                    experts="local",
+                )
             ) from error
         return numbers
 

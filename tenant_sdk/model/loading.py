@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shared.errors import ConfigurationError, ModelMismatch, peer_text
+from shared.errors import Argument, ConfigurationError, Message, ModelMismatch, peer_text
 from shared.wire.header import Direction
 from shared.wire.messages import TENANT_FILES, Manifest, ParameterInfo
 from tenant_sdk.connection.remote import RemoteExecutor
@@ -189,13 +189,13 @@ def _check_memory(
     size = numbers * dtype.itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
+        padded, routed = Argument("experts", "padded"), Argument("experts", "routed")
+        elsewhere = Message(". Much of it are experts: {} or {} leaves them with it", padded, routed)
         raise ModelMismatch(
-            f"the executor lists parameters of {size / 2**30:.1f} GiB for this machine, which has "
-            f"{memory / 2**30:.1f} GiB of memory"
-            + (
-                ". Much of it are experts: experts='padded' or 'routed' leaves them with it"
-                if experts and not placement.remote
-                else ""
+            Message(
+                "the executor lists parameters of {:.1f} GiB for this machine, which has {:.1f} GiB of "
+                "memory{}",
+                *(size / 2**30, memory / 2**30, elsewhere if experts and not placement.remote else ""),
             )
         )
 

@@ -277,9 +277,9 @@ def _warn_about_local(model: nn.Module, placement: Placement, exclude: Sequence[
     size = sum(each.numel() * each.element_size() for each in here.values()) / 2**20
     if here and not placement.remote:
         log.warning(
-            "the weights of experts stay in this machine's memory, %.1f MiB: experts='local'. 'padded' "
+            "the weights of experts stay in this machine's memory, %.1f MiB: experts are local. 'padded' "
             "leaves them with the provider, which is sent more rows than are needed; 'routed' shows it how "
-            "many tokens each expert gets, which depends on the text (docs/privacy.md)",
+            "many tokens each expert gets, which depends on the text (docs/explanation/privacy.md)",
             size,
         )
     elif here:

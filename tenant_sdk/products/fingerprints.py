@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch, Word
 from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
@@ -55,7 +55,11 @@ class StoredFingerprints:
     def __init__(self, path: str | Path, key: str | None) -> None:
         if not key:
             raise ConfigurationError(
-                f"{path} is encrypted: give fingerprint_key=KEY, as `symbiosis-tenant fingerprint` printed it"
+                Message(
+                    "{} is encrypted: give {fingerprint_key}, as `symbiosis-tenant fingerprint` printed it",
+                    str(path),
+                    fingerprint_key=Word("KEY"),
+                )
             )
         check_own(path)
         try:
@@ -88,7 +92,7 @@ class StoredFingerprints:
         """
         if manifest.numerics != self._numerics:
             raise ConfigurationError(
-                f"the fingerprints {self._path} are for --numerics {self._numerics}, and the executor "
+                f"the fingerprints {self._path} are for {self._numerics} numerics, and the executor "
                 f"computes in {manifest.numerics}; make others with `symbiosis-tenant fingerprint --numerics "
                 f"{manifest.numerics}`"
             )

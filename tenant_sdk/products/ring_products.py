@@ -61,13 +61,12 @@ class RingGroup:
 
 
 class _Piece(NamedTuple):
-    """A part of a request."""
+    """Rows of a request that are hidden together."""
 
     rows: slice
     mask: Mask
     exponents: torch.Tensor
     expected: torch.Tensor | None  # by the check
-    pending: PendingProduct
 
 
 class RingProducts:
@@ -113,25 +112,31 @@ class RingProducts:
             raise again(self._failed)
         kind = Kind(group, direction, members)
         check_shapes(rows, self._widths(transposed(kind)))
-        print_, channel = self._fingerprint(kind), self._remote.channel_of(group)
-        count, spent = rows[0].shape[0], 0.0
-        cut = self._remote.pieces(*kind, count)
-        if len(cut) > 1 and not all(below(block, self._group(group).ordinary) for block in rows):
-            cut = [slice(0, count)]  # or a piece that cannot be sent might follow others that were
-        pieces = []
-        for piece in cut:
+        print_, count = self._fingerprint(kind), rows[0].shape[0]
+        hidden: list[_Piece] = []
+        spent = 0.0
+
+        def hide_piece(piece: slice) -> list[torch.Tensor]:
+            nonlocal spent
             started = time.perf_counter()
             mask = self._masks.take(kind, piece.stop - piece.start, request_class=request_class)
             request = mask.request()
-            part = rows if len(cut) == 1 else [block[piece] for block in rows]
-            exponents, expected = self._hide(kind, part, request, print_)
+            exponents, expected = self._hide(kind, [block[piece] for block in rows], request, print_)
+            hidden.append(_Piece(piece, mask, exponents, expected))
             spent += time.perf_counter() - started
-            # It travels while the next one is hidden.
-            pending = self._remote.submit(Operation.PRODUCT, *kind, [request], request_class, channel)
-            pieces.append(_Piece(piece, mask, exponents, expected, pending))
+            return [request]
+
+        cut = self._remote.pieces(*kind, count)
+        ready: list[list[torch.Tensor]] = []
+        if len(cut) > 1 and not all(below(block, self._group(group).ordinary) for block in rows):
+            ready = [
+                hide_piece(piece) for piece in cut
+            ]  # all, or one that cannot be sent might follow others
+        next_piece = (lambda _: ready.pop(0)) if ready else hide_piece
+        sent = self._remote.submit_pieces(Operation.PRODUCT, *kind, cut, next_piece, request_class)
         if group not in self._unforeseen:
             self._masks.asked(kind, count)
-        return PendingProduct(lambda: self._finish(kind, pieces, print_, spent))
+        return PendingProduct(lambda: self._finish(kind, hidden, sent, print_, spent))
 
     def _hide(
         self, kind: Kind, rows: list[torch.Tensor], request: torch.Tensor, print_: Fingerprint | None
@@ -157,7 +162,12 @@ class RingProducts:
         return hidden
 
     def _finish(
-        self, kind: Kind, pieces: list[_Piece], print_: Fingerprint | None, masking: float
+        self,
+        kind: Kind,
+        pieces: list[_Piece],
+        sent: list[PendingProduct],
+        print_: Fingerprint | None,
+        masking: float,
     ) -> list[torch.Tensor]:
         """Take the effects off the answers and check them."""
         scales = self._group(kind.group).scales_of(kind.members)
@@ -168,7 +178,7 @@ class RingProducts:
             if self._failed is not None:  # another product of this session
                 raise again(self._failed)
             piece = pieces.pop(0)
-            (answer,) = piece.pending.result()
+            (answer,) = sent.pop(0).result()
             effects, first = piece.mask.effects(), piece.rows.start
             while True:
                 started = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shared.compat import cache_name
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
 from tenant_sdk.model.recording import Recording
 from tenant_sdk.sequences.pieces import piece_tokens
 from tenant_sdk.sequences.planning import GIB, Shapes
@@ -108,7 +108,9 @@ def memory_left(memory_gib: float | None, device: torch.device) -> int:
         memory_gib: what it may have there in all; None: ``FRACTION`` of what is free.
     """
     if memory_gib is not None and memory_gib <= 0:
-        raise ConfigurationError(f"memory_gib={memory_gib}: give what this process may have, in GiB")
+        raise ConfigurationError(
+            Message("{memory_gib}: give what this process may have, in GiB", memory_gib=memory_gib)
+        )
     if device.type == "cuda":
         taken = torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message, Word
 from shared.wire.messages import GroupInfo
 
 # A pass over all groups costs the same round trips for any number of rows. So few rows waste them, and from
@@ -57,12 +57,15 @@ class Demand:
             needed = (LEAST * self.bytes_a_token(context) + self.copies) / 2**30 * 1.05  # two digits suffice
             copied = (
                 f" (keys and values copied for every head take {self.copies / 2**30:.2g} GiB, see "
-                "docs/long-contexts.md)"
+                "docs/how-to/long-contexts.md)"
             )
             raise ConfigurationError(
-                f"{memory / 2**30:.2g} GiB are not enough to read {LEAST} tokens of a prompt with a context "
-                f"of {context:,}{copied if self.copies else ''}: give memory_gib={needed:.2g} or more, or a "
-                "smaller context"
+                Message(
+                    "{:.2g} GiB are not enough to read {} tokens of a prompt with a context of {:,}{}: give "
+                    "{memory_gib} or more, or a smaller context",
+                    *(memory / 2**30, LEAST, context, copied if self.copies else ""),
+                    memory_gib=Word(f"{needed:.2g}"),
+                )
             )
         return min(fit, MOST)
 

@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from shared.errors import ConfigurationError
+from shared.errors import Argument, ConfigurationError, Message, Word
 from tenant_sdk.connection.urls import over_tls, split_url
 
 # What can show that two parties are one operator, or lets one of them act as the other. The words are those
@@ -29,6 +29,7 @@ SIGNS = {
     "authority": "certificate authority",
     "token": "token",
 }
+ALL = "all"  # of these signs
 _SYSTEMS = "the operating system"
 SYSTEM = "system"  # as a mask source's authority: those of the operating system
 
@@ -88,19 +89,25 @@ class Operators:
                     if signs := _equal(mine, theirs):
                         self.same = f"{url} and {other} have the same {_words(signs)}"
                     if forbidden := [sign for sign in signs if sign not in self._allowed]:
-                        raise ConfigurationError(f"{self.same}: {_advice(forbidden, self._allowed)}")
+                        raise ConfigurationError(
+                            Message("{}: {}", self.same, _advice(forbidden, self._allowed))
+                        )
             self._known.setdefault(party or url, {})[mine] = url
 
 
-def allowed_signs(allow_same: Collection[str], allow_same_operator: bool) -> frozenset[str]:
+def allowed_signs(allow_same: Collection[str]) -> frozenset[str]:
     """Which signs are waived.
 
     Raises:
-        ConfigurationError: a name that is none of ``SIGNS``.
+        ConfigurationError: a name that is none of ``SIGNS``, nor ``ALL``.
     """
-    if isinstance(allow_same, str) or not set(allow_same) <= SIGNS.keys():
-        raise ConfigurationError(f"allow_same={allow_same!r} cannot be: it is some of {', '.join(SIGNS)}")
-    return frozenset(SIGNS if allow_same_operator else allow_same)
+    if isinstance(allow_same, str) or not set(allow_same) <= {*SIGNS, ALL}:
+        raise ConfigurationError(
+            Message(
+                "{allow_same} must be some of {}", ", ".join([*SIGNS, ALL]), allow_same=_listed(allow_same)
+            )
+        )
+    return frozenset(SIGNS if ALL in allow_same else allow_same)
 
 
 def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]) -> list[str]:
@@ -117,14 +124,20 @@ def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]
         return [each or token for each in given]
     if None in given or "" in given:
         raise ConfigurationError(
-            "give the mask source's own token: mask_source_token=TOKEN. The provider's is not sent to "
-            "another operator, who could then act as this tenant there; "
-            f"{_waiver(['token'], allowed)}"
+            Message(
+                "give the mask source's own token: {mask_source_token}. The provider's is not sent to "
+                "another operator, who could then act as this tenant there; {}",
+                _waiver(["token"], allowed),
+                mask_source_token=Word("TOKEN"),
+            )
         )
     if len({token, *given}) <= len(given):
         raise ConfigurationError(
-            "provider and mask sources have the same token: each operator could act as this tenant at the "
-            f"other. Ask each for a token of its own; {_waiver(['token'], allowed)}"
+            Message(
+                "provider and mask sources have the same token: each operator could act as this tenant at "
+                "the other. Ask each for a token of its own; {}",
+                _waiver(["token"], allowed),
+            )
         )
     return [str(each) for each in given]
 
@@ -151,9 +164,14 @@ def own_authorities(
         return [ca if each is None else None if str(each) == SYSTEM else each for each in given]
     if ca is not None and None in given:
         raise ConfigurationError(
-            "give the mask source's own authority: mask_source_ca=FILE, or the word system there for those "
-            f"of the operating system. The provider's, ca={ca}, could sign a certificate for the "
-            f"mask source's address, and read what is sent there; {_waiver(['authority'], allowed)}"
+            Message(
+                "give the mask source's own authority: {mask_source_ca}, or the word system there for those "
+                "of the operating system. The provider's, {ca}, could sign a certificate for the mask "
+                "source's address, and read what is sent there; {}",
+                _waiver(["authority"], allowed),
+                mask_source_ca=Word("FILE"),
+                ca=ca,
+            )
         )
     chosen = [None if str(each) == SYSTEM else each for each in given]
     seen: dict[bytes, str | Path] = {}
@@ -164,9 +182,13 @@ def own_authorities(
         keys = _keys_of(file, "mask_source_ca" if at else "ca")
         for key in keys & seen.keys():
             raise ConfigurationError(
-                f"{file or _SYSTEMS} and {seen[key]} hold the same certificate authority, which could take "
-                "the place of either party and read both. Ask each operator for its own; "
-                f"{_waiver(['authority'], allowed)}"
+                Message(
+                    "{} and {} hold the same certificate authority, which could take the place of either "
+                    "party and read both. Ask each operator for its own; {}",
+                    str(file or _SYSTEMS),
+                    str(seen[key]),
+                    _waiver(["authority"], allowed),
+                )
             )
         seen |= dict.fromkeys(keys, file or _SYSTEMS)
     return chosen
@@ -186,7 +208,12 @@ def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
         keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigurationError(
-            f"cannot use the authority's certificate file {file} ({option}=FILE): {error}"
+            Message(
+                "cannot use the authority's certificate file {} ({}): {}",
+                str(file),
+                Argument(option, Word("FILE")),
+                str(error),
+            )
         ) from error
     return found | keys
 
@@ -218,18 +245,27 @@ def _words(signs: Iterable[str]) -> str:
     return ", ".join(SIGNS[sign] for sign in signs)
 
 
-def _advice(signs: list[str], allowed: Collection[str]) -> str:
-    return (
-        "provider and mask sources must be run by operators that do not collude, or whoever runs both "
-        f"subtracts every mask. Name executors of different operators; {_waiver(signs, allowed)}"
+def _advice(signs: list[str], allowed: Collection[str]) -> Message:
+    return Message(
+        "provider and mask sources must be run by operators that do not collude, or the operator of both "
+        "subtracts every mask. Name executors of different operators; {}",
+        _waiver(signs, allowed),
     )
 
 
-def _waiver(signs: list[str], allowed: Collection[str]) -> str:
+def _waiver(signs: list[str], allowed: Collection[str]) -> Message:
     """``allow_same`` with these signs too; whoever follows this replaces what was given before."""
     every = [*signs, *(sign for sign in SIGNS if sign in allowed and sign not in signs)]
-    names = "{" + ", ".join(map(repr, every)) + "}"
-    return f"if that is meant, allow_same={names}; to try it out on one machine, allow_same_operator=True"
+    return Message(
+        "if that is meant, {}; to try it out on one machine, {}",
+        Argument("allow_same", every),
+        Argument("allow_same", [ALL]),
+    )
+
+
+def _listed(allow_same: Collection[str]) -> Any:
+    """As a message shows it, which is the same in each run."""
+    return allow_same if isinstance(allow_same, str) else sorted(allow_same)
 
 
 _THIS_MACHINE = Identity("", "", b"", here=True)

@@ -1,29 +1,35 @@
 """Conversations as token ids and labels: for each answer, what inference sends before it and what follows.
 
-Labels are made of token ids. The conversation up to an answer is rendered with the generation prompt and
-tokenized, as `generate` and the gateway do. What the template writes for the answer goes on from these ids.
-So an adapter learns just the tokens that the model must write when it is asked.
+There is one rule. The prompt is what the chat template writes of the messages before an answer, with what
+begins an answer: inference sends this. What the template writes of the messages up to the answer must begin
+with the prompt. The rest is learned, up to the first end behind the answer's last part. A record is refused
+if it does not begin so, or if the template leaves out or changes a part of the conversation.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import ConfigurationError
-from tenant_sdk.tuning.parts import Parts, Sample
+from shared.errors import ConfigurationError, Message, Word
+from tenant_sdk.tuning.parts import Part, Words
 
 IGNORED = -100  # a label that takes no part in the loss
 Example = dict[str, list[int]]  # input_ids and, as long, labels: the same ids, or IGNORED
 Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
-# How transformers itself looks for marks of what assistants say.
-_MARKED = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
-_PROBE = "Go on."  # a user's next turn, to see how a template begins it
-_MOST_PARTS = 3  # named in an error
+# Marks of what assistants say, as transformers looks for them.
+_MARK, _MARK_END = (re.compile(rf"\{{%(-?)\s*{name}\s*(-?)%\}}") for name in ("generation", "endgeneration"))
+_BEGIN, _END = "\ue0b1", "\ue0b2"  # characters that stand for them in a text
+_SIGNS = re.compile(f"([{_BEGIN}{_END}])")
+_OPENED = re.compile(r"<(\w+)>\s+$")  # the end of a prompt that opens a thought
+_MOST_ANSWERS = 256  # of a record: for each, all that is before it is rendered
+_SHOWN = 30  # characters of what a template writes, in an error
 
 
 def whole(tokens: Sequence[int]) -> Example:
@@ -51,18 +57,24 @@ def continued(tokenizer: Any, text: str, ids: list[int], more: str, *, special: 
     return alone[len(newline) :] if alone[: len(newline)] == newline else encode(tokenizer, more)
 
 
-def chat_template(tokenizer: Any, where: str, instead: str = "use a prompt (and completion) instead") -> str:
-    """The tokenizer's chat template.
+def chat_template(
+    tokenizer: Any, where: str, instead: str = "use a prompt (and completion) instead", tools: Tools = None
+) -> str:
+    """The tokenizer's chat template, which may be another one where there are tools.
 
     Raises:
         ConfigurationError: it has none.
     """
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=tools))
     except (ValueError, AttributeError):  # none, or several and none of them the default
         raise ConfigurationError(
-            f"{where}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has "
-            f"one with --tokenizer FOLDER, or {instead}"
+            Message(
+                "{}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has one "
+                "with {tokenizer}, or {}",
+                *(where, instead),
+                tokenizer=Word("FOLDER"),
+            )
         ) from None
 
 
@@ -72,7 +84,7 @@ def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
     Raises:
         ConfigurationError: there is no chat template, or it does not take the messages.
     """
-    return _render(tokenizer, messages, tools, where, answer=True)[0]
+    return _render(tokenizer, messages, tools, where, add_generation_prompt=True)
 
 
 @dataclass(frozen=True)
@@ -83,203 +95,285 @@ class Conversations:
         tokenizer: has a chat template.
         ends: ids of the tokens at which `generate` stops. The first is learned if a template ends an answer
             without any of them.
+        length: tokens of an example at most.
     """
 
     tokenizer: Any
     ends: Sequence[int]
+    length: int = sys.maxsize
 
     def examples(self, messages: Messages, tools: Tools, where: str) -> list[Example]:
         """What assistants say is learned, but for turns with ``weight`` 0.
 
         Answers share an example as long as each prompt begins with what is there already. A template that
         writes earlier turns otherwise than the last, without their reasoning for example, makes several.
+        The first prompt that is too long ends the work: the last example is then the whole conversation.
 
         Raises:
-            ConfigurationError: the template does not take the messages, or does not write an answer; or no
-                answer is to be learned.
+            ConfigurationError: the template does not take the messages, leaves out or changes a part, or
+                begins an answer otherwise than it asks for it; or no answer is to be learned.
         """
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers or answers[0] == 0:
             raise ConfigurationError(
                 f"{where}: `messages` has no turn of the role assistant that answers one"
             )
+        chat = _Chat(self, messages, tools, where)
         found: list[Example] = []
-        for at in answers:
-            if messages[at].get("weight") == 0:
-                continue
-            prompt, answer, labels = _Turn(self, messages[: at + 1], tools, where).tokens()
-            if all(label == IGNORED for label in labels):
-                raise ConfigurationError(
-                    f"{where}: the chat template marks parts with {{% generation %}}, and nothing of an "
-                    "answer. Use a tokenizer whose template marks it (--tokenizer FOLDER), or write "
-                    "`weight`: 0 if it is not to be learned"
-                )
-            before = found[-1] if found else {"input_ids": [], "labels": []}
-            shared = len(before["input_ids"])
-            if prompt[:shared] == before["input_ids"]:
-                labels = before["labels"] + [IGNORED] * (len(prompt) - shared) + labels
+        for count, at in enumerate(at for at in answers if messages[at].get("weight") != 0):
+            before = chat.asked(at)
+            prompt = encode(self.tokenizer, before)
+            if fits := len(prompt) <= self.length:
+                if count == _MOST_ANSWERS:
+                    raise ConfigurationError(
+                        f"{where}: the record has more than {_MOST_ANSWERS} answers within "
+                        f"{self.length:,} tokens: make several records of it"
+                    )
+                answer, labels = chat.answer(at, before, prompt)
+            else:
+                everything = encode(self.tokenizer, chat.written(chat.messages))
+                prompt, answer, labels = max(prompt, everything, key=len), [], []
+            earlier = found[-1] if found else {"input_ids": [], "labels": []}
+            if prompt[: len(earlier["input_ids"])] == earlier["input_ids"]:
+                labels = earlier["labels"] + [IGNORED] * (len(prompt) - len(earlier["labels"])) + labels
                 found[-1:] = [{"input_ids": prompt + answer, "labels": labels}]
             else:
                 found.append({"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + labels})
+            if not fits:
+                break
         return found
 
     def everything(self, messages: Messages, tools: Tools, where: str) -> Example:
         """The whole conversation is learned, also what is asked.
 
         Raises:
-            ConfigurationError: the template does not take the messages, or does not write an answer; or a
-                turn has ``weight`` 0.
+            ConfigurationError: the template does not take the messages, or leaves out or changes a part; or
+                a turn has ``weight`` 0.
         """
         if any(message.get("weight") == 0 for message in messages):
             raise ConfigurationError(
                 f"{where}: `weight`: 0 of a message says that it is not learned, and training on the prompt "
                 "learns everything; remove it, or train on answers alone"
             )
-        text, _ = _render(self.tokenizer, messages, tools, where)
-        for at, message in enumerate(messages):
-            if message["role"] == "assistant":
-                _check(self.sample(messages, at, tools, where), text, text, where)
-        if messages[-1]["role"] == "assistant" and len(messages) > 1:
-            prompt, answer, _ = _Turn(self, messages, tools, where).tokens()
-            return whole(prompt + answer)
-        return whole(encode(self.tokenizer, text))
-
-    def sample(self, messages: Messages, at: int, tools: Tools, where: str) -> Sample:
-        """Messages as the template writes them with words in the place of the parts of the answer ``at``."""
-        parts = Parts(messages[at])
-        with_words = [*messages[:at], parts.sample, *messages[at + 1 :]]
-        return Sample(parts, _render(self.tokenizer, with_words, tools, where)[0])
+        chat = _Chat(self, messages, tools, where)
+        text = chat.written(chat.messages)
+        chat.check(
+            _render(self.tokenizer, chat.words.messages, chat.words.tools, where), text, lambda part: True
+        )
+        last = len(messages) - 1
+        if last == 0 or messages[last]["role"] != "assistant":
+            return whole(encode(self.tokenizer, text))
+        before = chat.asked(last)
+        prompt = encode(self.tokenizer, before)
+        return whole(prompt + chat.answer(last, before, prompt)[0])
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """An answer, which is the last of ``messages``."""
+class _Chat:
+    """A record's conversation, as the chat template writes it."""
 
-    of: Conversations
-    messages: Messages
-    tools: Tools
-    where: str
+    def __init__(self, of: Conversations, messages: Messages, tools: Tools, where: str) -> None:
+        self.tokenizer, self.where = of.tokenizer, where
+        self.tools = tools or None  # a template may write that there are tools, though the list is empty
+        self.messages = _in_form(of.tokenizer, messages, self.tools, where)
+        self.words = Words(self.messages, self.tools)
+        self.ends = [end for end in map(of.tokenizer.decode, of.ends) if end]
 
-    def tokens(self) -> tuple[list[int], list[int], list[int]]:
-        """The ids that inference sends before the answer, the answer's ids, and their labels."""
-        before = asked(self.of.tokenizer, self.messages[:-1], self.tools, self.where)
-        prompt = encode(self.of.tokenizer, before)
-        answered, marks = self._rendered(self.messages)
-        sample = self.of.sample(self.messages, len(self.messages) - 1, self.tools, self.where)
-        written = _written(sample, before, answered)
-        _check(sample, answered, written, self.where)
-        if marks is None:
-            answer = self._answer(before, prompt, written, sample)
-            return prompt, answer, answer
-        answer, labels = [], []
-        begin = len(before)
-        if not answered.startswith(before):
-            # The prompt opens the answer otherwise: it begins with the first mark that is its own.
-            _, earlier = self._rendered(self.messages[:-1])
-            begin = min((first for first, _ in sorted(marks)[len(earlier or ()) :]), default=len(answered))
-        for piece, learned in _marked(begin, answered, marks):
-            ids = continued(self.of.tokenizer, before, prompt + answer, piece)
-            before, answer = before + piece, answer + ids
-            labels += ids if learned else [IGNORED] * len(ids)
-        return prompt, answer, labels
+    def asked(self, at: int) -> str:
+        """What inference sends before the answer ``at``."""
+        return asked(self.tokenizer, self.messages[:at], self.tools, self.where)
 
-    def _rendered(self, messages: Messages) -> tuple[str, list[tuple[int, int]] | None]:
-        return _render(self.of.tokenizer, messages, self.tools, self.where)
+    def written(self, messages: Messages, **options: Any) -> str:
+        return _render(self.tokenizer, messages, self.tools, self.where, **options)
 
-    def _answer(self, before: str, prompt: list[int], written: str, sample: Sample) -> list[int]:
-        """The ids of an answer and of its end."""
-        tokenizer, ends = self.of.tokenizer, self.of.ends
-        own = sum(token in ends for token in encode(tokenizer, sample.filled(before)))
+    def check(self, sample: str, text: str, needed: Callable[[Part], bool]) -> int:
+        """Where the last part ends in a text that is the sample with the parts in the words' places.
 
-        def to_its_end(text: str) -> list[int]:
-            """Up to the first end behind the answer's last part; empty: there is none."""
-            ids = continued(tokenizer, before, prompt, text)
-            stops = [at for at, token in enumerate(ids) if token in ends]
-            return ids[: stops[own] + 1] if own < len(stops) else []
+        Raises:
+            ConfigurationError: a part is not in it as it was given; the message names it.
+        """
+        end, changed = 0, ""
+        lost = self.words.left_out(sample, needed)
+        if not lost:
+            end, changed = self.words.end(sample, text)
+        if lost or changed:
+            raise ConfigurationError(
+                Message(
+                    "{}: the chat template does not write the whole conversation: it {} {}. Use a tokenizer "
+                    "whose template writes it ({tokenizer}), or remove it from the record, or write the "
+                    "record with `prompt` and `completion`. Some templates leave parts out of earlier "
+                    "answers only: then train on answers alone",
+                    *(self.where, "leaves out" if lost else "changes", lost or changed),
+                    tokenizer=Word("FOLDER"),
+                )
+            )
+        return end
 
-        ended = to_its_end(written) or (ends and to_its_end(self._with_next_turn(before, written)))
-        if ended:
-            return list(ended)
-        # Without the white space that the template writes behind the answer.
-        kept = len(written) - len(sample.behind) if written.endswith(sample.behind) else len(written)
-        text = written[:kept] + written[kept:].rstrip()
-        return continued(tokenizer, before, prompt, text) + list(ends[:1])
+    def answer(self, at: int, before: str, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """The ids of the answer ``at`` and their labels.
 
-    def _with_next_turn(self, before: str, written: str) -> str:
-        """The answer and what begins a user's next turn, which is the end of an answer in some families."""
-        try:
-            longer, _ = self._rendered([*self.messages, {"role": "user", "content": _PROBE}])
-        except ConfigurationError:  # some want another order of roles
-            return written
-        end = longer.rfind(_PROBE)
-        at = len(before) if longer.startswith(before + written) else longer.rfind(written, 0, end)
-        return longer[at:end] if at >= 0 else written
+        Args:
+            before: what inference sends before it.
+            prompt: its ids.
+        """
+        words = self.words
+        sample = asked(self.tokenizer, words.messages[:at], words.tools, self.where)
+        self.check(sample, before, lambda part: part.at < at and not part.thought)
+        answered = self.written(self.messages[: at + 1])
+        with_words = self.written([*self.messages[:at], words.messages[at]])
+        begin, ahead = _begin(before, answered), _begin(before, with_words)
+        if begin is None or ahead is None:
+            raise self._begun_otherwise(at, sample)
+        end = begin + self.check(with_words[ahead:], answered[begin:], lambda part: part.at == at)
+        ids: list[int] = []
+        labels: list[int] = []
+        for piece, learned in self._pieces(at, answered, begin, end):
+            more = continued(self.tokenizer, before, prompt + ids, piece)
+            before, ids = before + piece, ids + more
+            labels += more if learned else [IGNORED] * len(more)
+        if all(label == IGNORED for label in labels):
+            raise ConfigurationError(
+                Message(
+                    "{}: the chat template marks parts with {{% generation %}}, and nothing of an answer. "
+                    "Use a tokenizer whose template marks it ({tokenizer}), or write `weight`: 0 if it is "
+                    "not to be learned",
+                    self.where,
+                    tokenizer=Word("FOLDER"),
+                )
+            )
+        return ids, labels
 
-
-def _written(sample: Sample, before: str, answered: str) -> str:
-    """What the template writes for an answer, after what inference sends."""
-    if answered.startswith(before):
-        return answered[len(before) :]
-    # The prompt opens the answer otherwise than the conversation keeps it, with a thought perhaps.
-    return answered[len(sample.ahead) :] if answered.startswith(sample.ahead) else ""
-
-
-def _check(sample: Sample, answered: str, written: str, where: str) -> None:
-    """Refuse a template that leaves out a part of an answer.
-
-    Raises:
-        ConfigurationError: it does; the message names the part.
-    """
-    if missing := sample.left_out(answered, written):
-        more = len(missing) - _MOST_PARTS
-        named = " and ".join(missing[:_MOST_PARTS]) + (f" and {more} more" if more > 0 else "")
-        raise ConfigurationError(
-            f"{where}: the chat template does not write the whole answer: it leaves out {named}, or begins "
-            "an answer otherwise than it asks for one. Use a tokenizer whose template writes it "
-            "(--tokenizer FOLDER), or remove it from the record, or write the record with `prompt` and "
-            "`completion`. Some templates leave it out of earlier answers only: then train on answers alone"
+    def _begun_otherwise(self, at: int, sample: str) -> ConfigurationError:
+        """``sample``: the prompt with words, so that the message shows no text of the data."""
+        words = self.words
+        answered = _render(self.tokenizer, words.messages[: at + 1], words.tools, self.where)
+        prompt, text = words.hidden(sample), words.hidden(answered)
+        pairs = enumerate(zip(prompt, text, strict=False))
+        same = next((n for n, (one, other) in pairs if one != other), min(len(prompt), len(text)))
+        same = max(prompt.rfind(">", 0, same) + 1, same - _SHOWN)  # not in the middle of a marker
+        return ConfigurationError(
+            Message(
+                "{}: the chat template begins the answer of message {} otherwise than it asks for it: the "
+                "prompt ends with {!r}, and the conversation has {!r} where the prompt has {!r}. Give the "
+                "answer a `reasoning_content` if the prompt opens a thought, or none if the prompt closes "
+                "it; or use a tokenizer with another template ({tokenizer}); or write the record with "
+                "`prompt` and `completion`",
+                *(self.where, at + 1, prompt[-_SHOWN:]),
+                *(text[same : same + _SHOWN], prompt[same : same + _SHOWN]),
+                tokenizer=Word("FOLDER"),
+            )
         )
 
+    def _pieces(self, at: int, answered: str, begin: int, end: int) -> list[tuple[str, bool]]:
+        """An answer up to the first end behind its last part, in pieces, each with whether it is learned.
 
-def _marked(begin: int, answered: str, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
-    """The pieces of an answer from ``begin``, each with whether the template marks it as an assistant's."""
-    pieces = []
-    for first, last in sorted(marks):
-        if last > begin:
-            first = max(first, begin)
-            pieces += [(answered[begin:first], False), (answered[first:last], True)]
-            begin = last
-    return [(text, learned) for text, learned in pieces if text]
+        Args:
+            answered: the conversation up to the answer, which has its ``begin`` and its last part's ``end``.
+        """
+        stop = _stop(answered[end:], self.ends)
+        template = chat_template(self.tokenizer, self.where, tools=self.tools)
+        if _MARK.search(template):
+            until = end + stop if stop else len(answered)
+            return self._marked(at, _with_signs(template), answered[begin:until], begin)
+        if stop:
+            return [(answered[begin : end + stop], True)]
+        turns = [*self.messages[:at], self.words.messages[at], self.words.next_turn(at)]
+        try:
+            behind = self.words.behind(self.written(turns), at)
+        except ConfigurationError:  # some want another order of roles
+            behind = ""
+        if stop := _stop(behind, self.ends):
+            return [(answered[begin:end] + behind[:stop], True)]
+        return [(answered[begin:end] + answered[end:].rstrip() + "".join(self.ends[:1]), True)]
+
+    def _marked(self, at: int, template: str, answer: str, begin: int) -> list[tuple[str, bool]]:
+        """Pieces of an answer that begins at ``begin``; the template marks those that are learned."""
+        text = self.written(self.messages[: at + 1], chat_template=template)
+        found, place, learned = [], 0, False
+        for piece in _SIGNS.split(text):
+            if piece in (_BEGIN, _END):
+                learned = piece == _BEGIN
+                continue
+            own = piece[max(begin - place, 0) : max(begin + len(answer) - place, 0)]
+            found += [(own, learned)] if own else []
+            place += len(piece)
+        if "".join(own for own, _ in found) != answer:
+            raise ConfigurationError(
+                Message(
+                    "{}: it does not show what the chat template marks with {{% generation %}}: with signs "
+                    "in place of the marks it writes another text. Use a tokenizer whose template marks "
+                    "less, or nothing ({tokenizer})",
+                    self.where,
+                    tokenizer=Word("FOLDER"),
+                )
+            )
+        return found
 
 
-def _render(
-    tokenizer: Any, messages: Messages, tools: Tools, where: str, *, answer: bool = False
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """Messages as the chat template writes them, and the spans that it marks as assistants', if it does.
+def _in_form(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> Messages:
+    """Messages with the arguments of calls as objects, or as texts of JSON if the template wants that."""
+    at = next((at for at, message in enumerate(messages) if message.get("tool_calls")), None)
+    if at is not None:
+        for form in (messages, [_with_texts(message) for message in messages]):
+            words = Words(form, None)
+            try:
+                sample = _render(tokenizer, [*form[:at], words.messages[at]], tools, where)
+            except ConfigurationError:
+                continue
+            if not words.left_out(sample, lambda part: part.at == at):
+                return form
+    return messages
 
-    ``answer``: with what begins the next answer.
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [call["function"] for call in calls]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    given = zip(calls, functions, texts, strict=True)
+    return {
+        **message,
+        "tool_calls": [{**call, "function": {**each, "arguments": text}} for call, each, text in given],
+    }
+
+
+def _begin(before: str, answered: str) -> int | None:
+    """Where an answer begins in a conversation, behind what inference sends; None: it has something else.
+
+    One difference is none to a model: a prompt may open a thought with white space that the template does not
+    write in an empty one (``<think>`` and a line's end; ``<think></think>``). Inference sends the white
+    space, and what closes the thought is the first that the model must write.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    if answered.startswith(before):
+        return len(before)
+    if opened := _OPENED.search(before):
+        begin = opened.end(1) + 1
+        if answered.startswith(f"{before[:begin]}</{opened[1]}>"):
+            return begin
+    return None
 
-    template = chat_template(tokenizer, where)
+
+def _stop(text: str, ends: Sequence[str]) -> int:
+    """Where the first end of an answer ends in a text; 0: there is none."""
+    first = min(((text.find(each), -len(each)) for each in ends if each in text), default=(0, 0))
+    return first[0] - first[1]
+
+
+def _with_signs(template: str) -> str:
+    """A template that writes signs where it marks what assistants say.
+
+    An empty condition trims the white space that the mark trimmed.
+    """
+    begin = rf'{{%\1 generation %}}{{{{ "{_BEGIN}" }}}}{{% if 0 %}}{{% endif \2%}}'
+    end = rf'{{%\1 if 0 %}}{{% endif %}}{{{{ "{_END}" }}}}{{% endgeneration \2%}}'
+    return _MARK_END.sub(end, _MARK.sub(begin, template))
+
+
+def _render(tokenizer: Any, messages: Messages, tools: Tools, where: str, **options: Any) -> str:
+    """Messages as the chat template writes them; ``options`` are those of transformers."""
+    template = chat_template(tokenizer, where, tools=tools)
     described: Any = tools
-    marks = None
     try:
-        if _MARKED.search(template):
-            rendered: Any = render_jinja_template(
-                [list(messages)],
-                tools=described,
-                chat_template=template,
-                add_generation_prompt=answer,
-                return_assistant_tokens_mask=True,
-                **tokenizer.special_tokens_map,
-            )
-            (text,), (marks,) = rendered
-        else:
-            text = tokenizer.apply_chat_template(
-                list(messages), tools=described, tokenize=False, add_generation_prompt=answer
-            )
+        return str(tokenizer.apply_chat_template(list(messages), tools=described, tokenize=False, **options))
     except Exception as error:  # whatever a template does; its own words, not those that it was given
         words = str(error) if str(error) and str(error) in template else type(error).__name__
         raise ConfigurationError(f"{where}: the chat template does not take the messages: {words}") from None
-    return text, marks

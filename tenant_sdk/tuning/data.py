@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shared.errors import ConfigurationError, peer_text
+from shared.errors import ConfigurationError, Message, peer_text
 from tenant_sdk.tuning.conversations import (
     IGNORED,
     Conversations,
@@ -117,7 +117,7 @@ def chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     Raises:
         ConfigurationError: the tokenizer has no chat template, or it takes no such message.
     """
-    chat_template(tokenizer, "the prompt", "leave out --chat")
+    chat_template(tokenizer, "the prompt", Message("leave out {chat}"))
     return encode(tokenizer, asked(tokenizer, [{"role": "user", "content": prompt}], None, "the prompt"))
 
 
@@ -193,8 +193,11 @@ class ReadFile:
         if long := [entry for entry in self.entries if entry.left_out]:
             longest = max(len(entry.example["input_ids"]) for entry in long)
             lines.append(
-                f"{self.path}: {len({entry.line for entry in long})} {longer} (the longest has {longest}) "
-                "and were left out; --sequence-length says how long they may be"
+                Message(
+                    "{}: {} {} (the longest has {}) and were left out; {sequence_length} says how long "
+                    "they may be",
+                    *(str(self.path), len({entry.line for entry in long}), longer, longest),
+                )
             )
         if endless := {entry.line for entry in self.entries if not entry.ended}:
             lines.append(
@@ -271,7 +274,8 @@ class Reader:
             unread |= {*record.unread}
             passed |= {*record.passed}
             examples = self._encode(record, where(path, line))
-            if not examples or not all(map(trained_tokens, examples)):
+            fitting = [each for each in examples if len(each["input_ids"]) <= self.length]
+            if not examples or not all(map(trained_tokens, fitting)):
                 raise ConfigurationError(
                     f"{where(path, line)}: there is nothing to learn: no answer that follows something"
                 )
@@ -282,7 +286,7 @@ class Reader:
 
     def _fitted(self, example: Example, line: int) -> list[Entry]:
         learned = [label for label in example["labels"] if label != IGNORED]
-        ended = learned[-1] in self._ends
+        ended = not learned or learned[-1] in self._ends
         if len(example["input_ids"]) <= self.length:
             return [Entry(line, example, ended=ended)]
         if example["labels"] == example["input_ids"]:
@@ -293,7 +297,7 @@ class Reader:
     def _encode(self, record: Record, place: str) -> list[Example]:
         """Usually one example; what is too long is the caller's matter."""
         if record.messages is not None:
-            chats = Conversations(self.tokenizer, self._ends)
+            chats = Conversations(self.tokenizer, self._ends, self.length)
             tools = record.tools if isinstance(record.tools, list) else None
             if self.train_on_prompt:
                 return [chats.everything(record.messages, tools, place)]
@@ -302,6 +306,11 @@ class Reader:
             return [whole(self._ended(self.tokenizer(record.text, verbose=False)["input_ids"]))]
         prompt, completion = record.prompt or "", record.completion or ""
         start = prompt_tokens(self.tokenizer, prompt)
+        if not start:
+            raise ConfigurationError(
+                f"{place}: the prompt is empty and the tokenizer begins no text with a token, so that "
+                "nothing predicts the completion's first token: write a prompt, or the whole as `text`"
+            )
         answer = self._ended(continued(self.tokenizer, prompt, start, completion, special=True))
         if self.train_on_prompt:
             return [whole(start + answer)]

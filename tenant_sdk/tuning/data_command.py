@@ -15,8 +15,8 @@ from rich.markup import escape
 from shared import imports
 from shared.encoded import path_text
 from tenant_sdk import cli_options as options
-from tenant_sdk import context_options as contexts
 from tenant_sdk.terminal import Terminal
+from tenant_sdk.tuning.options import ReadingOptions
 from tenant_sdk.tuning.records import check_data, where
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ _NAMED = 20  # records of which something is said one by one
 @options.command_line.takes
 def data(
     connection: options.SessionOptions,
+    reading: ReadingOptions,
     files: Annotated[list[Path], typer.Argument(help="As for finetune --data.")],
     head: Annotated[
         Optional[int],  # noqa: UP045
@@ -42,9 +43,6 @@ def data(
             "each). A record whose answers cannot share an example has several lines.",
         ),
     ] = False,
-    sequence_length: contexts.SequenceLength = contexts.LENGTH,
-    max_length: contexts.MaxLength = None,
-    train_on_prompt: contexts.TrainOnPrompt = False,
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Show what is learned of files, and what is left out, split or there twice.
@@ -64,8 +62,8 @@ def data(
     else:
         with open_session(config) as session:
             words = words_of(session)
-    length = contexts.text_length(sequence_length, max_length)
-    reader = Reader(words.tokenizer, length, train_on_prompt, ends=words.ends, embeddings=words.embeddings)
+    length, whole = reading.sequence_length, reading.train_on_prompt
+    reader = Reader(words.tokenizer, length, whole, ends=words.ends, embeddings=words.embeddings)
     read = [reader.file(path) for path in files]
     if as_json:
         for file in read:

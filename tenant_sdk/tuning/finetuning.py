@@ -28,7 +28,7 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from shared.errors import ConfigurationError, StorageError, SymbiosisError
+from shared.errors import Argument, ConfigurationError, Message, StorageError, SymbiosisError, Word
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import NotInParts
 from tenant_sdk.sequences.tuning import long_tuning
@@ -44,67 +44,37 @@ from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method,
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Collate, Reader, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import save_adapter
+from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate, last_loss
 from tenant_sdk.tuning.resuming import ExactResume, state_bytes
 from tenant_sdk.tuning.sampling import ends_of
 from tenant_sdk.tuning.trackers import check_trackers, where_reports_go
 
 _FEW = 32  # tokens that show how a model attends
+_NO_BASE = Message(
+    "the adapter's card does not say where its base is found; {base} would have it said",
+    base=Word("FOLDER|hub:NAME[@REVISION]"),
+)
 _LOSSES = 50  # that a training shows, each the mean over as many steps
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
-    """Options of a training; see the help of `symbiosis-tenant finetune`.
+def check_reports(names: Sequence[str]) -> None:
+    """Refuse what the Trainer cannot report to.
 
-    ``data`` and ``held_out``: text files and JSONL, see ``tenant_sdk.tuning.data``. ``steps`` None:
-    ``epochs`` passes over the data. ``learning_rate`` None: the method's own. ``packing``: a batch is one row
-    without padding. ``memory_gib``: of the process in all, see ``long_tuning``. ``report_to``: names of what
-    the Trainer reports to.
+    Raises:
+        ConfigurationError: it knows no such thing, or its package is not installed.
     """
-
-    data: tuple[Path, ...]
-    output: Path
-    held_out: tuple[Path, ...] = ()
-    method: str = "lora"
-    rank: int = 8
-    targets: tuple[str, ...] = ("all-linear",)
-    virtual_tokens: int = 20
-    learning_rate: float | None = None
-    steps: int | None = None
-    epochs: float = 3.0
-    batch_size: int = 8
-    sequence_length: int = 256
-    memory_gib: float | None = None
-    seed: int = 0
-    save_steps: int = 50
-    resume: bool = False
-    train_on_prompt: bool = False
-    packing: bool = False
-    report_to: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be packed, and what the Trainer cannot report to."""
-        if self.packing and find_method(self.method).prompt_like:
+    for name in names:
+        given = Argument("report_to", name)
+        if name not in INTEGRATION_TO_CALLBACK:
             raise ConfigurationError(
-                f"--packing does not go with --method {self.method}: its virtual tokens "
-                "stand before a row, not before each record in it"
+                Message("{} must be one of {}", given, ", ".join(INTEGRATION_TO_CALLBACK))
             )
-        for name in self.report_to:
-            if name not in INTEGRATION_TO_CALLBACK:
-                raise ConfigurationError(
-                    f"--report-to knows no {name!r}; choose from {', '.join(INTEGRATION_TO_CALLBACK)}"
-                )
-            if name not in get_available_reporting_integrations():
-                raise ConfigurationError(
-                    f"--report-to {name} needs its package, which is not installed: `pip install {name}`"
-                )
-        check_trackers(self.report_to)
-
-    @property
-    def collate(self) -> Collate:
-        """Makes a batch of examples."""
-        return collate_packed if self.packing else collate
+        if name not in get_available_reporting_integrations():
+            raise ConfigurationError(
+                Message("{} needs its package, which is not installed: `pip install {}`", given, name)
+            )
+    check_trackers(names)
 
 
 @dataclass(frozen=True)
@@ -162,8 +132,10 @@ def check_packing(model: Any, examples: Sequence[Example]) -> None:
     model.train(was_training)
     if (one - other).norm() > 1e-3 * one.norm():  # floats are summed in another order, and rounded again
         raise ConfigurationError(
-            "with this model packed records would see each other: its layers do not keep apart what "
-            "`position_ids` does. Leave out --packing"
+            Message(
+                "with this model packed records would see each other: its layers do not keep apart what "
+                "`position_ids` does. Leave out {packing}"
+            )
         )
 
 
@@ -232,24 +204,11 @@ def finetune(
         ConfigurationError: an option does not fit the text, the model or the output folder.
         StorageError: the disk is full or not writable; no half-written adapter is left.
     """
+    check_reports(training.report_to)
     output = check_new_folder(training.output)
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
-    if length < training.sequence_length:
-        say(
-            f"--sequence-length {training.sequence_length} is cut to {length}: the model's context has no "
-            "room for more"
-        )
-    reader = Reader(
-        tokenizer,
-        length,
-        training.train_on_prompt,
-        ends=ends_of(model.generation_config, tokenizer),
-        embeddings=model.get_input_embeddings().weight.shape[0],
-        say=say,
-    )
-    examples = reader.read(training.data)
-    held_out = replace(reader, keep_tail=True).read(training.held_out)
+    examples, held_out = _read(training, model, tokenizer, length, say)
     preview(examples[0])
     steps = training.steps or max(
         1, math.ceil(training.epochs * math.ceil(len(examples) / training.batch_size))
@@ -260,31 +219,14 @@ def finetune(
     for line in where_reports_go(training.report_to):
         say(line)
 
-    set_seed(training.seed)
-    model = add_adapter(
-        model,
-        AdapterOptions(
-            training.method, training.rank, training.targets, training.virtual_tokens, steps, training.seed
-        ),
-    )
-    if training.packing:
-        model.config.use_cache = False
-        check_packing(model, examples)
+    model = _with_adapter(training, model, examples, steps)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{training.method} adapter with {trained:,} trained parameters{other_ranks(model)}")
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
-    settings = asdict(training) | {
-        "data": hashlib.sha256(repr(examples).encode()).hexdigest()[:16],
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "sequence_length": length,
-        "base_model": session.manifest.digest[:16],
-    }
-    for name in ("output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib"):
-        del settings[name]
-    settings["targets"] = list(training.targets)
+    settings = _settings(training, examples) | {"steps": steps, "learning_rate": learning_rate}
+    settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
     if training.resume and resume_from is None:
@@ -300,7 +242,9 @@ def finetune(
         if done < steps:
             batch, left = training.batch_size, steps - done
             say(
-                estimate(model, examples, batch, left, training.seed, lambda: session.stats, training.collate)
+                estimate(
+                    model, examples, batch, left, training.seed, lambda: session.stats, _collate(training)
+                )
             )
         started = time.perf_counter()
         first, last = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
@@ -311,22 +255,71 @@ def finetune(
             say(f"held-out perplexity after: {after:.2f}")
         tokens = sum(len(example["input_ids"]) for example in examples)
         report = TrainingReport(steps, seconds, done, trained, first, last, before, after)
-        resume = "Then run the same command with --resume: the trained adapter is in the last checkpoint."
-        with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
-            save_adapter(
-                model,
-                folder,
-                session,
-                training=_figures(training, settings, tokens, report),
-                tokenizer=tokenizer if keep_tokenizer else None,
-            )
+        figures = _figures(training, settings, tokens, report)
+        _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
     checkpoints.remove()
     if not base_of(model).name:
-        say(
-            "the adapter's card does not say where its base is found; "
-            "--base FOLDER or hub:NAME[@REVISION] would have it said"
-        )
+        say(_NO_BASE)
     return report
+
+
+def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], tokenizer: Any) -> None:
+    """Make the adapter's folder; a tokenizer goes there unless it is None."""
+    resume = Message(
+        "Then run the same training with {resume}: the trained adapter is in the last checkpoint.",
+        resume=True,
+    )
+    with disk_errors(output, "the adapter", resume), whole_folder(output) as folder:
+        save_adapter(model, folder, session, training=figures, tokenizer=tokenizer)
+
+
+def _read(
+    training: TrainingOptions, model: Any, tokenizer: Any, length: int, say: Callable[[str], None]
+) -> tuple[list[Example], list[Example]]:
+    """The examples to learn from, and those that are held out, of so many tokens at most."""
+    if length < training.sequence_length:
+        say(
+            Message(
+                "{sequence_length} is cut to {}: the model's context has no room for more",
+                length,
+                sequence_length=training.sequence_length,
+            )
+        )
+    reader = Reader(
+        tokenizer,
+        length,
+        training.train_on_prompt,
+        ends=ends_of(model.generation_config, tokenizer),
+        embeddings=model.get_input_embeddings().weight.shape[0],
+        say=say,
+    )
+    return reader.read(training.data), replace(reader, keep_tail=True).read(training.held_out)
+
+
+def _with_adapter(training: TrainingOptions, model: Any, examples: Sequence[Example], steps: int) -> Any:
+    """The model with a fresh adapter."""
+    set_seed(training.seed)
+    model = add_adapter(
+        model,
+        AdapterOptions(
+            training.method, training.rank, training.targets, training.virtual_tokens, steps, training.seed
+        ),
+    )
+    if training.packing:
+        model.config.use_cache = False
+        check_packing(model, examples)
+    return model
+
+
+def _settings(training: TrainingOptions, examples: Sequence[Example]) -> dict[str, Any]:
+    """What must be the same if the training is resumed."""
+    settings = asdict(training)
+    other = ("output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib", "base")
+    for name in (*other, "target_modules"):
+        del settings[name]
+    settings["targets"] = list(training.targets)
+    settings["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()[:16]
+    return settings
 
 
 def _figures(
@@ -344,13 +337,23 @@ def _figures(
     return {name: value for name, value in figures.items() if value is not None}
 
 
+def _collate(training: TrainingOptions) -> Collate:
+    """What makes a batch of examples."""
+    return collate_packed if training.packing else collate
+
+
 def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int) -> int:
     limit = getattr(model.config, "max_position_embeddings", None) or training.sequence_length
     length = min(training.sequence_length, limit - virtual_tokens)
-    if length < 2 or training.batch_size < 1 or training.rank < 1:
+    if length < 2:
         raise ConfigurationError(
-            f"no room for text: --sequence-length is {training.sequence_length}, the model takes {limit} "
-            f"positions, {virtual_tokens} of them for virtual tokens; batch size and rank are at least 1"
+            Message(
+                "no room for text: the model takes {} positions, {} of them for virtual tokens, and "
+                "{sequence_length}",
+                limit,
+                virtual_tokens,
+                sequence_length=training.sequence_length,
+            )
         )
     return length
 
@@ -381,8 +384,11 @@ def _check_space(output: Path, state: int) -> None:
     free = free_megabytes(output.parent)
     if free < needed:
         raise StorageError(
-            f"only {free:.0f} MB are free at {output.parent}, the training needs up to {needed:.0f} MB for "
-            "checkpoints and the adapter; free some space or choose another --output"
+            Message(
+                "only {:.0f} MB are free at {}, the training needs up to {:.0f} MB for checkpoints and the "
+                "adapter; free some space or choose another {output}",
+                *(free, str(output.parent), needed),
+            )
         )
 
 
@@ -421,7 +427,7 @@ def _train(
         model=model,
         args=arguments,
         train_dataset=list(examples),
-        data_collator=training.collate,
+        data_collator=_collate(training),
         callbacks=[
             ExactResume(),
             between,
@@ -431,7 +437,9 @@ def _train(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    resume = "Then run the same command with --resume: it goes on from the last whole checkpoint."
+    resume = Message(
+        "Then run the same training with {resume}: it goes on from the last whole checkpoint.", resume=True
+    )
     with disk_errors(checkpoints.folder, "a checkpoint", resume):
         try:
             if resume_from and resume_from.name == f"checkpoint-{steps}":  # the Trainer would do another step
@@ -440,7 +448,7 @@ def _train(
             else:
                 trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         except (KeyboardInterrupt, SymbiosisError):
-            if between.unsaved:  # so that --resume loses nothing
+            if between.unsaved:  # so that nothing is lost when the training is resumed
                 between.forget_draws()
                 trainer._save_checkpoint(model, trial=None)
             raise
@@ -449,7 +457,9 @@ def _train(
                 raise
             # torch and the Trainer have many errors for a damaged file.
             raise ConfigurationError(
-                f"cannot go on from {resume_from}: {error}; remove it and leave out --resume"
+                Message(
+                    "cannot go on from {}: {}; remove it and leave out {resume}", str(resume_from), str(error)
+                )
             ) from error
     history = trainer.state.log_history
     return last_loss(history[:1], 1), last_loss(history, shown)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Message
 from tenant_sdk.terminal import visible
 from tenant_sdk.tuning.data import chat_prompt, check_embedded, prompt_tokens
 from tenant_sdk.tuning.sampling import Sampling
@@ -55,7 +55,7 @@ class Written:
 
     tokens: int
     seconds: float
-    end: str
+    end: Message
 
 
 def stream(
@@ -87,12 +87,12 @@ def stream(
     if limit is not None and ids.shape[1] + sampling.max_new_tokens > limit:
         room = limit - ids.shape[1]
         if room > 0:
-            todo = f"ask for at most {room} with --max-new-tokens"
+            todo = Message("ask for at most {} with {max_new_tokens}", room)
         else:
             fewer = f"{1 - room} token{'s'[: room != 0]}"
-            todo = f"shorten the prompt by at least {fewer}, or more for a longer answer"
+            todo = Message("shorten the prompt by at least {}, or more for a longer answer", fewer)
         raise ConfigurationError(
-            f"the prompt has {ids.shape[1]} tokens and the model's context {limit}: {todo}"
+            Message("the prompt has {} tokens and the model's context {}: {}", ids.shape[1], limit, todo)
         )
     loop = _Loop(ids.shape[1])
     more = fitting(ids.shape[1] + sampling.max_new_tokens) if fitting is not None else {}
@@ -104,17 +104,17 @@ def stream(
         attention_mask=torch.ones_like(ids),
         generation_config=config,
         tokenizer=tokenizer if sampling.stop else None,
-        stopping_criteria=StoppingCriteriaList([loop] if sampling.stop_loops else []),
+        stopping_criteria=StoppingCriteriaList([] if sampling.allow_loops else [loop]),
         streamer=_Terminal(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **more,
     )
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     if new[-1] in (config.eos_token_id or ()):
-        end = "the model ended its text"
+        end = Message("the model ended its text")
     elif loop.found:
-        end = "the text repeated itself (--allow-loops goes on)"
+        end = Message("the text repeated itself ({allow_loops} goes on)", allow_loops=True)
     elif len(new) == sampling.max_new_tokens:
-        end = "--max-new-tokens"
+        end = Message("{max_new_tokens}")
     else:
-        end = "--stop"
+        end = Message("{stop}")
     return Written(len(new), seconds, end)

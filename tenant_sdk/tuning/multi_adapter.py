@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from shared.errors import ConfigurationError, NonFiniteError
+from shared.errors import ConfigurationError, Message, NonFiniteError
 from tenant_sdk.model.virtual import without_padding
 from tenant_sdk.sequences.pieces import shifted
 from tenant_sdk.session import Session
@@ -188,7 +188,7 @@ class MultiAdapter:
             if len(batches) > 1:
                 _refuse(tuple(name for name in batches if not self._can_run(name, batches[name])), "a row")
             raise NonFiniteError(
-                f"{error.message} (adapter {', '.join(batches)})", adapters=tuple(batches)
+                Message("{} (adapter {})", error.told, ", ".join(batches)), adapters=tuple(batches)
             ) from error
 
     def _can_run(self, name: str, batch: Batch) -> bool:

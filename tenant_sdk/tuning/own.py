@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
+from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch
 from shared.hub import checkpoint_folder, lies_within
 from shared.recipes import config_in, few_modules
 from tenant_sdk.model.configuration import read_configuration
@@ -89,8 +89,11 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
     folder = checkpoint_folder(name)
     if (folder / ADAPTER_CONFIG).exists():  # transformers would put that into the model, unsaid
         raise CheckpointError(
-            f"{folder} holds an adapter beside the model: move it to a folder of its own, and give that with "
-            "--adapter"
+            Message(
+                "{} holds an adapter beside the model: move it to a folder of its own, and give that with "
+                "{adapter}",
+                str(folder),
+            )
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -102,15 +105,21 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
             )
     except (ImportError, OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
-            f"no model of your own in {folder}: {_reason(str(error))}. Leave out --model: then the "
-            "provider's dense weights are used"
+            Message(
+                "no model of your own in {}: {}. Leave out {model}: then the provider's dense weights are "
+                "used",
+                *(str(folder), _reason(str(error))),
+            )
         ) from error
     try:
         open_checkpoint(folder, session.manifest)
     except ModelMismatch as error:
         raise ModelMismatch(
-            f"{error.message}. Give the very checkpoint that the executor serves, or none: then all that is "
-            "needed of it is downloaded"
+            Message(
+                "{}. Give the very checkpoint that the executor serves, or none: then all that is needed "
+                "of it is downloaded",
+                error.told,
+            )
         ) from error
     session.attach(model.requires_grad_(False).eval())
     if base is not None:
@@ -203,11 +212,13 @@ def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
     return tokenizer
 
 
-def not_used(adapter: Path) -> str:
+def not_used(adapter: Path) -> Message:
     """What to say of a tokenizer that came with an adapter, whose author may be the provider."""
-    return (
-        f"the tokenizer in {adapter} is not used: it decides how many tokens a text has, which the provider "
-        f"sees. If you trust its author: --tokenizer {shlex.quote(str(adapter))}"
+    return Message(
+        "the tokenizer in {} is not used: it decides how many tokens a text has, which the provider sees. If "
+        "you trust its author: {tokenizer}",
+        str(adapter),
+        tokenizer=shlex.quote(str(adapter)),
     )
 
 

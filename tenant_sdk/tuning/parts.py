@@ -1,7 +1,8 @@
-"""The parts of an answer, and whether a chat template writes them.
+"""The parts of a conversation, and whether a chat template writes them.
 
-A word of its own is put in the place of each part, and the conversation is rendered once more. If the
-template does not write a word, it does not write the part. The words also show where an answer ends.
+A word of its own is put in the place of each part, and the conversation is rendered once more: that is the
+sample. If the template does not write a word, it does not write the part. Where it writes the word, the
+conversation itself must hold the part.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,138 +19,165 @@ from shared.errors import peer_text
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message that templates may write
 _LONGEST_KEY = 40  # of an argument's name in an error
+_MOST_NAMES = 3  # in an error
 # Words stay the same when they are trimmed, escaped or written as JSON. What is no text becomes a number.
 _TEXT, _NUMBER = "part5r81c{}e", 581_274_903_000_000
 _WORDS = re.compile(r"part5r81c\d+e|581274903\d{6}")
-
-
-@dataclass
-class Parts:
-    """What an assistant's message says: its content, its reasoning, and its calls' names and arguments.
-
-    ``said``: by the word in its place, a part's name for errors and its value. ``sample``: the message with
-    the words.
-    """
-
-    message: dict[str, Any]
-    said: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    sample: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.sample.update(self.message)
-        words: dict[str, str] = {}  # reasoning under several keys is one part if it is the same
-        for key in REASONING:
-            if text := self.message.get(key):
-                words[text] = words.get(text) or self._word(text, f"`{key}`")
-                self.sample[key] = words[text]
-        if calls := self.message.get("tool_calls"):
-            self.sample["tool_calls"] = [self._call(call) for call in calls]
-        if self.message["content"] or not self.said:
-            self.sample["content"] = self._word(self.message["content"], "`content`")
-
-    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
-        name = peer_text(str(function.get("name")), _LONGEST_KEY)
-        function["name"] = self._word(function.get("name"), f"the call of the tool `{name}`")
-        if arguments := function.get("arguments"):
-            function["arguments"] = self._within(arguments, f"an argument of a call of the tool `{name}`")
-        return {**call, "function": function}
-
-    def _within(self, value: Any, name: str) -> Any:
-        if isinstance(value, dict):
-            return {key: self._within(each, name) for key, each in value.items()}
-        if isinstance(value, list):
-            return [self._within(each, name) for each in value]
-        return self._word(value, name)
-
-    def _word(self, value: Any, name: str) -> Any:
-        at = len(self.said)
-        word: Any = _TEXT.format(at) if isinstance(value, str) else _NUMBER + at
-        self.said[str(word)] = (name, value)
-        return word
+_THOUGHT = re.compile(r"(</?think>)")  # templates take thoughts out of what is said
+_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A conversation as the template writes it with words in the place of an answer's parts."""
+class Part:
+    """Something that a message says, or a tool's name.
 
-    parts: Parts
-    text: str
+    ``at``: which message, from 0; -1: a tool. ``thought``: templates may leave it out of earlier answers.
+    """
+
+    at: int
+    name: str
+    value: Any
+    thought: bool = False
 
     @cached_property
-    def _spans(self) -> list[tuple[int, int]]:
-        return [word.span() for word in _WORDS.finditer(self.text) if word[0] in self.parts.said]
+    def forms(self) -> list[str]:
+        """How a template may write it: as it is, or escaped; trimmed. The longest is first."""
+        if isinstance(self.value, str):
+            escaped = (json.dumps(self.value, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+            forms = {self.value, *escaped, repr(self.value)[1:-1], html.escape(self.value)}
+        else:
+            forms = {str(self.value), json.dumps(self.value)}
+        return sorted({form.strip() for form in forms}, key=len, reverse=True)
 
-    @property
-    def ahead(self) -> str:
-        """What stands before the first part."""
-        return self.text[: self._spans[0][0]] if self._spans else self.text
 
-    @property
-    def behind(self) -> str:
-        """What stands behind the last part."""
-        return self.text[self._spans[-1][1] :] if self._spans else ""
+class Words:
+    """A conversation with words in the place of its parts: ``messages``, ``tools``.
 
-    def filled(self, before: str) -> str:
-        """The answer up to the end of its last part.
+    A part is the content of a message, and of an assistant's also the reasoning, and each call's name and
+    arguments. Of a tool it is the name.
+    """
 
-        It begins behind ``before``, or behind ``ahead`` if the template writes other text before an answer.
+    def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> None:
+        self._parts: dict[str, Part] = {}  # by the word in its place
+        self._roles = [message["role"] for message in messages]
+        self.tools = [self._tool(tool) for tool in tools] if tools else None
+        self.messages = [self._message(at, message) for at, message in enumerate(messages)]
+
+    def next_turn(self, at: int) -> dict[str, Any]:
+        """The message behind the message ``at``, or a user's, so that a template begins a turn."""
+        if at + 1 < len(self.messages):
+            return self.messages[at + 1]
+        return {"role": "user", "content": _TEXT.format(len(self._parts))}
+
+    def left_out(self, sample: str, needed: Callable[[Part], bool]) -> str:
+        """Names of the parts of the first message of which the template leaves some out; or empty."""
+        there = {word[0] for word in _WORDS.finditer(sample)}
+        lost = [part for word, part in self._parts.items() if needed(part) and word not in there]
+        return self._named([part for part in lost if part.at == lost[0].at])
+
+    def end(self, sample: str, text: str) -> tuple[int, str]:
+        """Where the last part ends in a text, and the name of a part that is not there as it was given.
+
+        The text must be the sample with the parts in the words' places. White space may differ at their
+        beginnings and ends alone, which templates trim.
         """
-        begin = len(before) if self.text.startswith(before) else len(self.ahead)
-        answer = self.text[begin : len(self.text) - len(self.behind)]
-        said = self.parts.said
-        return _WORDS.sub(lambda word: str(said[word[0]][1]) if word[0] in said else word[0], answer)
+        at = end = done = 0
+        part = None
+        for word in _WORDS.finditer(sample):
+            if word[0] in self._parts:
+                part, ahead = self._parts[word[0]], sample[done : word.start()].strip()
+                done = word.end()
+                end = _after(text, _after(text, at, [ahead]), part.forms)
+                if end < 0 and ahead[-1:] == "'" == sample[done : done + 1]:  # Python quotes otherwise
+                    done += 1
+                    end = _after(text, _after(text, at, [ahead[:-1]]), [repr(part.value)])
+                if end < 0:
+                    return end, self._named([part])
+                at = end
+        behind = sample[done:]
+        if _after(text, _after(text, at, [behind.strip()]), [""]) != len(text) and part is not None:
+            return end, self._named([part])
+        # White space behind the part is the part's own, but for what the sample has too.
+        return max(end, len(text) - len(behind)) if text.endswith(behind) else end, ""
 
-    def left_out(self, answered: str, written: str) -> list[str]:
-        """Names of the parts that the template does not write.
+    def behind(self, sample: str, at: int) -> str:
+        """What stands between the last part of the message ``at`` and the next word."""
+        words = [*_WORDS.finditer(sample)]
+        own = [n for n, word in enumerate(words) if word[0] in self._parts and self._parts[word[0]].at == at]
+        after = words[own[-1] + 1 :] if own else []
+        return sample[words[own[-1]].end() : after[0].start()] if after else ""
 
-        Args:
-            answered: the conversation as the template writes it.
-            written: of it, what the template writes for the answer.
-        """
-        there = {self.text[begin:end] for begin, end in self._spans}
-        missing = [name for word, (name, _) in self.parts.said.items() if word not in there]
-        if not missing and not self._fits(answered):
-            missing = list(self._lost(written))
-        return list(dict.fromkeys(missing))
+    def hidden(self, text: str) -> str:
+        """A text with dots in the places of its words."""
+        return _WORDS.sub("...", text)
 
-    def _fits(self, answered: str) -> bool:
-        """Whether the conversation is the sample with the parts in the words' places."""
-        text, at, done = _squeezed(answered), 0, 0
-        for begin, end in [*self._spans, (len(self.text), len(self.text))]:
-            around = _squeezed(self.text[done:begin])
-            forms = _forms(self.parts.said[self.text[begin:end]][1]) if begin < end else [""]
-            found = next((form for form in forms if text.startswith(around + form, at)), None)
-            if found is None:
-                return False
-            at, done = at + len(around + found), end
-        return at == len(text)
+    def _named(self, parts: Sequence[Part]) -> str:
+        names = list(dict.fromkeys(part.name for part in parts))
+        more = len(names) - _MOST_NAMES
+        named = " and ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        if not parts or parts[0].at < 0:
+            return named
+        return f"{named} of message {parts[0].at + 1} (role `{self._roles[parts[0].at]}`)"
 
-    def _lost(self, written: str) -> Iterator[str]:
-        """Parts that have no place of their own in an answer that the template takes apart.
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        inner = tool.get("function")
+        named = inner if isinstance(inner, dict) else tool
+        if not isinstance(name := named.get("name"), str):
+            return tool
+        worded = {**named, "name": self._word(-1, f"the tool `{peer_text(name, _LONGEST_KEY)}`", name)}
+        return {**tool, "function": worded} if named is inner else worded
 
-        Some templates look for a thought in the content, for example. The longest part is looked for first.
-        """
-        text = _squeezed(written)
-        texts = [(name, value) for name, value in self.parts.said.values() if isinstance(value, str)]
-        for name, value in sorted(texts, key=lambda part: -len(part[1])):
-            form = next((form for form in _forms(value) if form in text), None)
-            if form is None:
-                yield name
-            elif form:
-                text = text.replace(form, "\n", 1)
+    def _message(self, at: int, message: dict[str, Any]) -> dict[str, Any]:
+        worded, content = dict(message), message["content"]
+        if message["role"] != "assistant":
+            return {**worded, "content": self._word(at, "`content`", content)}
+        words: dict[str, str] = {}  # reasoning under several keys is one part if it is the same
+        for key in REASONING:
+            if text := message.get(key):
+                words[text] = words.get(text) or self._word(at, f"`{key}`", text, thought=True)
+                worded[key] = words[text]
+        if calls := message.get("tool_calls"):
+            worded["tool_calls"] = [self._call(at, call) for call in calls]
+        if content or not (words or calls):
+            worded["content"] = self._content(at, content)
+        return worded
+
+    def _content(self, at: int, content: str) -> str:
+        pieces = _THOUGHT.split(content)
+        said = [n for n in range(0, len(pieces), 2) if pieces[n].strip()]
+        if not said:
+            return str(self._word(at, "`content`", content))
+        for n in said:
+            word = self._word(at, "`content`", pieces[n], thought="</think>" in pieces[n:])
+            # A prompt may hold the white space behind what opens a thought.
+            pieces[n] = pieces[n].replace(pieces[n].strip(), word) if len(pieces) > 1 else word
+        return "".join(pieces)
+
+    def _call(self, at: int, call: dict[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        name = f"of the tool `{peer_text(str(function.get('name')), _LONGEST_KEY)}`"
+        function["name"] = self._word(at, f"the call {name}", function.get("name"))
+        if arguments := function.get("arguments"):
+            function["arguments"] = self._within(at, arguments, f"an argument of a call {name}")
+        return {**call, "function": function}
+
+    def _within(self, at: int, value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: self._within(at, each, name) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._within(at, each, name) for each in value]
+        return self._word(at, name, value)
+
+    def _word(self, at: int, name: str, value: Any, *, thought: bool = False) -> Any:
+        number = len(self._parts)
+        word: Any = _TEXT.format(number) if isinstance(value, str) else _NUMBER + number
+        self._parts[str(word)] = Part(at, name, value, thought)
+        return word
 
 
-def _squeezed(text: str) -> str:
-    """Without white space: templates may put other white space between an answer's parts."""
-    return "".join(text.split())
-
-
-def _forms(value: Any) -> list[str]:
-    """How a template may write a value: as it is, or escaped. The longest is first."""
-    if isinstance(value, str):
-        escaped = (json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-        forms = {value, *escaped, repr(value)[1:-1], html.escape(value)}
-    else:
-        forms = {str(value), json.dumps(value)}
-    return sorted(map(_squeezed, forms), key=len, reverse=True)
+def _after(text: str, at: int, literals: Iterable[str]) -> int:
+    """Where the first of the literals that stands at a place, behind white space, ends; -1: none does."""
+    if at < 0 or (space := _SPACE.match(text, at)) is None:
+        return -1
+    begin = space.end()
+    return next((begin + len(each) for each in literals if text.startswith(each, begin)), -1)

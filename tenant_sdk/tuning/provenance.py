@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shared.command_line import version
 from shared.encoded import UNREADABLE
-from shared.errors import ConfigurationError, ModelMismatch
-from shared.options import version
+from shared.errors import ConfigurationError, Message, ModelMismatch
 from tenant_sdk.model.naming import Base, plain_name
 
 if TYPE_CHECKING:
@@ -98,11 +98,15 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.weights != manifest.weights:
             raise ModelMismatch(
-                f"the adapter in {folder} was made for {plain_name(self.model)} (weights "
-                f"{plain_name(self.weights[:16])}), but this session's base is {plain_name(manifest.model)} "
-                f"(weights {manifest.weights[:16]}). Connect to an executor of that base; if the two are the "
-                "same model all the same, such as in another precision: --allow-other-base (in Python "
-                "allow_other_base=True)"
+                Message(
+                    "the adapter in {} was made for {} (weights {}), but this session's base is {} "
+                    "(weights {}). Connect to an executor of that base; if the two are the same model all "
+                    "the same, such as in another precision: {allow_other_base}",
+                    str(folder),
+                    *(plain_name(self.model), plain_name(self.weights[:16])),
+                    *(plain_name(manifest.model), manifest.weights[:16]),
+                    allow_other_base=True,
+                )
             )
         if self.digest != manifest.digest:
             return (

@@ -35,7 +35,7 @@ _HEADER_BYTES = 16 << 20  # of a file of weights: what it has beside numbers
 _NAME_LENGTH = 500
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _WIDEST = 8  # bytes of a number
-# What PEFT calls the base model's own layers inside of its own.
+# PEFT's names for the base model's layers inside of its own.
 _INNER = frozenset({"base_layer", "original_module"})
 
 
@@ -95,8 +95,7 @@ def receive(
             take(WEIGHTS, tried.most_bytes)
             written = _check_weights(folder / WEIGHTS, tried, own)
     except SymbiosisError as error:
-        error.message = error.message.replace(str(folder), str(source))
-        error.args = (error.message,)
+        error.told = error.told.replaced(str(folder), str(source))
         raise
     return Received(config, written, digest.hexdigest())
 
@@ -129,7 +128,7 @@ class _Tried:
         return name in self.state and not self.state[name].is_meta
 
     def place(self, given: Mapping[str, Tensor], file: Path) -> tuple[list[str], list[str]]:
-        """What PEFT has no place for of tensors without values, and has places for that stay empty.
+        """Names that PEFT has no place for, and names of places that stay empty, of tensors without values.
 
         Raises:
             ModelMismatch: some do not fit.
@@ -166,7 +165,7 @@ def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Itera
     trained = [(each, each.requires_grad) for each in model.parameters()]
     before = [(each, dict(each._modules), dict(each._parameters)) for each in model.modules()]
     base = {id(each) for each in (*model.parameters(), *model.buffers())}
-    # What a kind adds for its task it finds in transformers' models alone.
+    # Classes for a task expect transformers' models.
     task = tried.task_type if isinstance(model, PreTrainedModel) else None
     kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task or "", PeftModel)
     try:
@@ -257,7 +256,7 @@ def _same(held: Tensor | None, values: Tensor) -> bool:
 
 
 def _plain(name: str) -> str:
-    """What the base model calls a tensor."""
+    """The base model's name for a tensor."""
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(part for part in parts if part not in _INNER)
 

@@ -26,6 +26,7 @@ from tenant_sdk.tuning.parts import REASONING
 _NAMES = (".jsonl", ".ndjson", ".json")
 _KEYS = ("text", "prompt", "completion", "messages", "conversations")  # a record needs one of these
 _MOST_KEYS, _LONGEST_KEY = 8, 40  # in a message
+_DEEPEST = 64  # lists and objects within each other, in a call's arguments
 # Keys of a message that are read. The chat template is given others too.
 _READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *REASONING}
 # Other tools' keys for what is learned, and keys that hold what was said.
@@ -33,6 +34,8 @@ _LEARNED = (
     *("train", "train_detail", "training", "training_detail", "trainable"),
     *("loss", "loss_mask", "loss_weight", "mask", "masked"),
 )
+# Keys of a record that say the same, unless they are 1 or true; a grade must be above 0.
+_JUDGED, _GRADES, _PAIRED = ("weight", "label", *_LEARNED), ("score", "reward"), ("chosen", "rejected")
 _SAID = {
     "function_call": "write it as `tool_calls`",
     "refusal": "write it as `content`",
@@ -170,7 +173,7 @@ def _decode(line: str, place: str) -> Record:
         fields = msgspec.json.decode(line.encode(), type=dict[str, Any])
         record = msgspec.convert(fields, Record)
         if isinstance(record.tools, str):
-            tools = msgspec.json.decode(record.tools.encode(), type=list[dict[str, Any]])
+            tools = msgspec.json.decode(record.tools.encode() or b"[]", type=list[dict[str, Any]])
             record = replace(record, tools=tools)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:  # which quote no value
         raise ConfigurationError(f"{place}: {error}; a line holds one record, a JSON object") from None
@@ -179,6 +182,7 @@ def _decode(line: str, place: str) -> Record:
         raise ConfigurationError(
             f"{place}: a record has `text`, or `prompt` and `completion`, or `messages`; {_has(fields)}"
         )
+    _check_judged(fields, place)
     read = {*given, "tools"} if given & {"messages", "conversations"} else given
     messages = record.messages
     if record.conversations is not None:
@@ -194,6 +198,25 @@ def _decode(line: str, place: str) -> Record:
         messages = [_message(each, place) for each in messages]
     others = {key for each in messages or () for key, value in each.items() if value is not None} - _READ
     return replace(record, messages=messages, unread=_names(fields.keys() - read), passed=_names(others))
+
+
+def _check_judged(fields: dict[str, Any], place: str) -> None:
+    """Refuse a record that says of itself that it is not to be learned, or not as it is.
+
+    Raises:
+        ConfigurationError: it does; the message names the key.
+    """
+    bad = [name for name in _PAIRED if fields.get(name) is not None]
+    bad += [name for name in _JUDGED if fields.get(name) not in (None, 1)]
+    for name in _GRADES:
+        grade = fields.get(name)
+        if grade is not None and not (isinstance(grade, int | float) and grade > 0):
+            bad.append(name)
+    if bad:
+        raise ConfigurationError(
+            f"{place}: `{bad[0]}` of a record is not obeyed: all records are learned alike. Remove the "
+            f"record if it is not to be learned, or else remove `{bad[0]}`"
+        )
 
 
 def _names(keys: Iterable[str]) -> tuple[str, ...]:
@@ -236,7 +259,11 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     content = given.get("content")
     if content is None and given["role"] == "assistant":
         content = ""  # beside a call of a tool
-    message = {**given, "content": _content(content, place)}
+    # Templates ask whether a key is there: None and no calls are nothing.
+    there = {
+        key: value for key, value in given.items() if value is not None and (key != "tool_calls" or value)
+    }
+    message = {**there, "content": _content(content, place)}
     if message.get("weight", 1) not in (0, 1):
         raise ConfigurationError(f"{place}: `weight` of a message is 0, not to learn it, or 1")
     calls = message.get("tool_calls") or []
@@ -250,6 +277,8 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place}: `tool_calls` is a list of objects whose `function` has a `name` and `arguments`, a "
             "JSON object"
         ) from None
+    if any(_deeper(each, _DEEPEST) for each in arguments):
+        raise ConfigurationError(f"{place}: `arguments` of a call are nested more than {_DEEPEST} deep")
     if calls:
         message["tool_calls"] = [
             {**call, "function": {**function, "arguments": each}}
@@ -309,3 +338,9 @@ def _arguments(given: Any) -> dict[str, Any]:
     """The arguments of a call, which may be written as JSON."""
     decoded = msgspec.json.decode(given.encode()) if isinstance(given, str) and given else given or {}
     return msgspec.convert(decoded, dict[str, Any])
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether a value has more than so many lists and objects within each other."""
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return within is not None and (most == 0 or any(_deeper(each, most - 1) for each in within))

@@ -2,46 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from shared.errors import ConfigurationError
-from shared.options import check_text
+from shared.errors import ConfigurationError, Message
+from shared.options import Option, check_fields, check_text
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+
+_GROUP = "Sampling"
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How to choose tokens, and when to stop.
 
-    ``temperature`` 0 takes the most likely token, whatever the seed. ``repetition_penalty`` divides the
-    scores of tokens that were there before, those of the prompt too; 1 leaves them alone. ``stop``: texts
-    after which to stop, and which are printed. ``stop_loops``: stop when the text only repeats itself.
+    Raises:
+        ConfigurationError: a value is out of bounds.
     """
 
-    max_new_tokens: int = 100
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    stop_loops: bool = True
+    max_new_tokens: Annotated[
+        int, Option(_GROUP, "Stop after so many tokens at the latest.", least=1, unit="TOKENS")
+    ] = 100
+    temperature: Annotated[
+        float, Option(_GROUP, "0: always the most likely token, with any seed.", least=0, unit="NUMBER")
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        Option(
+            _GROUP,
+            "Choose among the likeliest tokens of this share.",
+            least=0,
+            above=True,
+            most=1,
+            unit="SHARE",
+        ),
+    ] = 1.0
+    seed: Annotated[int, Option(_GROUP, "Of everything random except masks.", unit="NUMBER")] = 0
+    repetition_penalty: Annotated[
+        float,
+        Option(
+            _GROUP,
+            "Above 1: divide the scores of tokens that the prompt or the text has already, which makes them "
+            "less likely. It also keeps an adapter from copying out of the prompt, so 1, off, is the "
+            "default.",
+            least=0,
+            above=True,
+            unit="NUMBER",
+        ),
+    ] = 1.0
+    stop: Annotated[
+        Sequence[str],
+        Option(
+            _GROUP,
+            "Stop after this text, which is printed, besides where the model ends its own.",
+            unit="TEXT",
+            single="stop",
+        ),
+    ] = ()
+    allow_loops: Annotated[
+        bool,
+        Option(
+            _GROUP,
+            "Go on when the text only repeats itself (its end three times over, 32 tokens or more); without "
+            "this it ends there, and says so.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""
-        if self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ConfigurationError(
-                "--max-new-tokens is at least 1, --temperature not negative, --top-p above 0 and at most 1"
-            )
-        if not self.repetition_penalty > 0 or not all(self.stop):
-            raise ConfigurationError(
-                "--repetition-penalty is above 0, and --stop is a text that is not empty"
-            )
-
+        check_fields(self)
+        if not all(self.stop):
+            raise ConfigurationError(Message("{stop} must be a text that is not empty"))
         for text in self.stop:
-            check_text("--stop", text)
+            check_text("stop", text)
 
     def config(self, model: Any, tokenizer: Any) -> GenerationConfig:
         """What ``generate`` takes; a text ends with what the model or the tokenizer says ends one."""

@@ -1,4 +1,4 @@
-"""What a training reports to: trackers, each of which has a configuration of its own.
+"""Trackers, to which a training reports: each has a configuration of its own.
 
 Some read files of the folder in which they run. Whoever wrote such a file, perhaps as a part of an archive,
 chooses the server that gets the reports, and the user's key with them.
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shared.errors import ConfigurationError
+from shared.errors import Argument, ConfigurationError, Message
 from tenant_sdk.profiles import check_approved
 
 _DVC = (".dvc/config", ".dvc/config.local")
@@ -34,7 +34,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("azure_ml", "clearml", "kubeflow", "mlflow", "neptune", "tensorboard", "trackio"), ()),
 }
 _ABOVE = (*_DVC, ".git/config")  # which are looked for in the folders above, too
-# What says where reports go, if it is set.
+# Variables that name the server.
 _SERVERS = {
     "wandb": "WANDB_BASE_URL",
     "comet_ml": "COMET_URL_OVERRIDE",
@@ -53,16 +53,20 @@ def check_trackers(names: Sequence[str]) -> None:
         ConfigurationError: there is one; or it is not known what the tracker reads.
     """
     for name in names:
+        given = Argument("report_to", name)
         if name not in _FILES:
             raise ConfigurationError(
-                f"--report-to {name}: it is not known which files of this folder it reads, and their author "
-                f"would choose where reports go; choose from {', '.join(_FILES)}"
+                Message(
+                    "{}: it is not known which files of this folder it reads, and their author would choose "
+                    "where reports go; choose from {}",
+                    *(given, ", ".join(_FILES)),
+                )
             )
         for file in _there(name):
             check_approved(
                 file,
                 f"{name} reads it, and it can choose the server that gets the reports and your key",
-                f"leave out --report-to {name}",
+                Message("leave out {}", given),
             )
 
 
@@ -72,11 +76,10 @@ def where_reports_go(names: Sequence[str]) -> Iterator[str]:
         variable = _SERVERS.get(name, "")
         said = [f"{variable}={os.environ[variable]}"] if os.environ.get(variable) else []
         said += [f"{file} (approved)" for file in _there(name)]
-        yield f"--report-to {name}: reports go where " + (
-            f"{' and '.join(said)} says"
-            if said
-            else f"{name} is configured to send them, by nothing in this folder"
+        where = (
+            f"{' and '.join(said)} says" if said else f"{name} is configured to, by nothing in this folder"
         )
+        yield f"{name} reports to where {where}"
 
 
 def _there(name: str) -> Iterator[Path]:

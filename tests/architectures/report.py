@@ -1,4 +1,4 @@
-"""What a sweep found, as a document for people: ``docs/architectures.md``."""
+"""What a sweep found, as a document for people."""
 
 from __future__ import annotations
 

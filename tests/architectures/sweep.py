@@ -29,7 +29,8 @@ from tiny import architectures
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
-RESULTS, DOCUMENT = ROOT / "out/architectures/results.jsonl", ROOT / "docs/architectures.md"
+OUT = ROOT / "out" / "architectures"
+RESULTS, DOCUMENT = OUT / "results.jsonl", OUT / "architectures.md"
 SECONDS = 120.0  # for one architecture, of which most take one or two
 MEMORY = 12 << 30  # bytes of addresses: shared libraries alone take several
 Architecture = tuple[str, str, str]
@@ -51,7 +52,8 @@ def main() -> int:
     if not options.only and len(results) == len(architectures()):
         results = {}  # that run was finished
     todo = [each for each in wanted if options.only or each not in results]
-    options.results.parent.mkdir(parents=True, exist_ok=True)
+    for file in (options.results, options.document):
+        file.parent.mkdir(parents=True, exist_ok=True)
     if not results:
         options.results.unlink(missing_ok=True)
     with options.results.open("a") as file, tqdm(total=len(todo), unit="model", smoothing=0.05) as bar:

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -14,7 +15,9 @@ import uvicorn
 from tenant_sdk.gateway import arrivals
 from tenant_sdk.gateway.arrivals import Connections
 from tenant_sdk.gateway.doorkeeper import Door, Shares, Strangers
+from tenant_sdk.gateway.front import LEFT
 
+left: list[str] = []  # paths of answers that clients have taken
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
 arrivals.HEADER_SECONDS = 0.5
 
@@ -26,6 +29,8 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
         await send({"type": "http.response.body", "body": body})
+        await scope["extensions"][LEFT]()
+        left.append(scope["path"])
 
 
 def connected() -> socket.socket:
@@ -54,7 +59,7 @@ def asks(connection: socket.socket, key: int) -> bytes:
 
 
 door = Door(KEYS)
-connections = Connections(door, Shares(8, door.clients), Strangers(4))
+connections = Connections(door, Shares(8, door.clients), Strangers(4), Shares(160 << 20, door.clients))
 sockets = [socket.create_server(("127.0.0.1", 0))]
 port = sockets[0].getsockname()[1]
 config = uvicorn.Config(
@@ -91,6 +96,7 @@ pipelined.close()
 for more, status in (
     (b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"411"),
     (b"Content-Length: 10000000\r\n\r\n", b"413"),
+    (b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 20\r\n\r\n", b"400"),
     (b"a: b\r\n" * 200, b"431"),
 ):
     refused = connected()
@@ -119,6 +125,43 @@ for _ in range(600):
     time.sleep(0.1)
 assert not connections.known.total, "a request while the last answer is not read"
 asking.close()
+
+
+def unread_by(key: int) -> socket.socket:
+    """A connection with a large answer that has begun, or a closed one."""
+    asking = connected()
+    asking.sendall(
+        f"GET /large HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[key]}\r\n\r\n".encode()
+    )
+    return asking
+
+
+def settles(done: Callable[[], bool]) -> bool:
+    """Whether it becomes true."""
+    for _ in range(600):
+        if done():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+# Of 160 MiB one key has 120: the second answer of 64 MiB is one too many, and another key's is not.
+left.clear()
+first, second, third = (unread_by(key) for key in (0, 0, 1))
+assert first.recv(1)
+assert third.recv(1)
+assert settles(lambda: connections.known.taken == {"0": 1, "1": 1}), connections.known.taken
+assert all(taken > 50 << 20 for taken in connections.unread.taken.values())
+assert settles(lambda: len(left) == 1), "that of the connection that was closed; the others keep their places"
+reading = first.makefile("rb")
+while reading.readline().strip():
+    continue
+assert len(reading.read(64 << 20)) == 64 << 20
+assert settles(lambda: len(left) == 2)
+for each in (first, second, third):
+    each.close()
+assert settles(lambda: not connections.unread.total)
+assert settles(lambda: not connections.known.total)
 
 arrivals.UNREAD_SECONDS = 0.1
 unread = connected()

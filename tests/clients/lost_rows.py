@@ -6,12 +6,14 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tenant_sdk.gateway import worker
 from tenant_sdk.gateway.linear import RemoteLinearMethod, lost_rows
 from tenant_sdk.gateway.segmented import SegmentedLora
+from tenant_sdk.gateway.status import Status
 from tenant_sdk.tuning.segmented import Segments
 
 INFINITY = float("inf")
@@ -55,13 +57,27 @@ torch.testing.assert_close(out[:3], x[:3])
 assert out[3:].eq(0).all()
 assert worker._without_lost(None, None, rows)[3:].eq(0).all()
 
+# A sequence that reads its prompt keeps its generator as it is, and no error of a sampler ends the engine.
 batch = ["first", "second", "third"]
+generators = {at: torch.Generator().manual_seed(at) for at in range(2)}
+seen: list[Any] = []
+
+
+def sample(given: Any) -> ModelRunnerOutput:
+    """Whatever is raised, or a token for each sequence."""
+    seen.append(set(generators))
+    if given is not None:
+        raise given
+    return ModelRunnerOutput(batch, {n: i for i, n in enumerate(batch)}, [[1], [2], [3]])
+
+
 this = worker.Worker.__new__(worker.Worker)
 lora_request = SimpleNamespace(lora_name="spoiled")
 this.model_runner = SimpleNamespace(
-    input_batch=SimpleNamespace(req_ids=batch),
+    input_batch=SimpleNamespace(req_ids=batch, num_reqs=3, generators=generators),
+    discard_request_mask=SimpleNamespace(np=np.array([False, True, True, True])),
     requests={each: SimpleNamespace(lora_request=lora_request) for each in batch},
-    sample_tokens=lambda _: ModelRunnerOutput(batch, {n: i for i, n in enumerate(batch)}, [[1], [2], [3]]),
+    sample_tokens=sample,
 )
 this._lost = this._owners({"second": 1, "third": 2, "first": 2})
 output = this.sample_tokens(None)
@@ -70,6 +86,18 @@ assert set(output.lost) == {"second", "third"}
 assert "adapter spoiled" in output.lost["second"]
 this._lost = {}
 assert this.sample_tokens(None).sampled_token_ids == [[1], [2], [3]]
+this._status, this._in_step, this._write = Status(), batch, lambda failing: None
+failed = this.sample_tokens(RuntimeError("a client's word"))
+assert isinstance(failed, worker.FailedStep)
+assert failed.sampled_token_ids == [[], [], []]
+assert (this._status.failed_steps, this._status.error) == (1, "")
+assert seen == [{0}, {0}, {0}]
+assert set(generators) == {0, 1}
+empty = worker._if_rows(lambda *_: torch.empty(0).max(), torch.empty(0, 4), None)
+assert empty.shape == (0, 4)
+ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+assert worker._for_each_draft(torch.tensor([7, 8, 9]), ends, 5).tolist() == [7, 7, 9, 9, 9]
+assert worker._for_each_draft(torch.tensor([0.0, 1.0, 0.5]), ends, 5, 0, 1).tolist() == [1, 1, 0.5, 0.5, 0.5]
 
 # An adapter is tried when it is added.
 assert worker._sane(torch.randn(8, 16), torch.randn(16, 8))

@@ -182,7 +182,7 @@ def test_a_load_is_measured() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
         load = processes.submit(hostile_files.measured, _takes).result()
     assert (load.error, load.typed) == ("KeyError", False)
-    assert 40 < load.grown_mib < 80
+    assert load.grown_mib > 40
 
 
 def test_differences_under_one_mask() -> None:

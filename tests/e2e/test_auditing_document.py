@@ -1,4 +1,4 @@
-"""The example of ``docs/auditing.md``, run on two sessions that were made up."""
+"""The example of ``docs/how-to/auditing.md``, run on two sessions that were made up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recordings import Recording, activations, masked
 
 from security.verdicts.plan import AuditResult
 
-DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "auditing.md"
+DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "how-to" / "auditing.md"
 
 
 def test_an_attack_of_ones_own(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, get_type_hints
@@ -19,7 +18,7 @@ from provider.config import ServeConfig
 from provider.observe.metrics import Metrics
 from provider.serve.provider import ALIVE_SECONDS
 
-DOCUMENT = (CHART.parents[2] / "docs" / "operations.md").read_text()
+DOCUMENT = (CHART.parents[2] / "docs" / "how-to" / "operations.md").read_text()
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 needs_helm = pytest.mark.skipif(
     find_spec("helm_python") is None, reason="Helm's library is not installed (pip install -e '.[deploy]')"
@@ -254,8 +253,8 @@ def test_the_schema_knows_the_values_and_the_options() -> None:
 
 def test_the_chart_has_the_version_of_the_project() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    project = tomllib.loads((CHART.parents[2] / "pyproject.toml").read_text())["project"]
-    assert chart["version"] == chart["appVersion"] == project["version"]
+    changes = (CHART.parents[2] / "CHANGELOG.md").read_text()
+    assert chart["version"] == chart["appVersion"] == re.findall(r"(?m)^## (\S+)$", changes)[0]
 
 
 def test_the_document_names_values_that_there_are() -> None:

@@ -27,7 +27,7 @@ import tenant_sdk
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILE = DEPLOY / "compose.yaml"
-DOCUMENT = DEPLOY.parent / "docs" / "operations.md"
+DOCUMENT = DEPLOY.parent / "docs" / "how-to" / "operations.md"
 HAPROXY, COMPOSE = shutil.which("haproxy"), shutil.which("docker-compose")
 REPLICAS = ("provider-1", "provider-2")
 EXECUTORS = (*REPLICAS, "mask-source")

@@ -63,7 +63,7 @@ def test_dashboard_and_alerts_name_metrics_that_there_are(
     assert shows | warns <= there
     families = {re.sub("_(bucket|sum|count)$", "", name) for name in shows}
     assert {re.sub("_(bucket|sum|count)$", "", name) for name in there} == families  # none is left out
-    document = named((DEPLOY.parent / "docs" / "operations.md").read_text())
+    document = named((DEPLOY.parent / "docs" / "how-to" / "operations.md").read_text())
     assert document == families
 
 
@@ -96,7 +96,7 @@ def test_every_alert_says_what_it_means() -> None:
         for rule in group["rules"]:
             assert rule["annotations"].keys() == {"summary", "description"}
             assert rule["labels"]["severity"] in ("page", "ticket")
-            assert rule["alert"] in (DEPLOY.parent / "docs" / "operations.md").read_text()
+            assert rule["alert"] in (DEPLOY.parent / "docs" / "how-to" / "operations.md").read_text()
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian package prometheus)")
@@ -126,7 +126,7 @@ def test_systemd_understands_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
 
 def test_the_steps_of_the_document_place_what_the_unit_needs(tmp_path: Path) -> None:
     """They are run, but for users and the service, in a folder that stands for the root."""
-    text = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    text = (DEPLOY.parent / "docs" / "how-to" / "operations.md").read_text()
     (steps,) = re.findall(r"(?s)```\n(useradd .*?)```", text)
     (options,) = re.findall(r"(?s)```toml\n(.*?)```", text)
     for name in ("MODEL/config.json", "TLS/server.pem", "TLS/server.key"):

@@ -93,7 +93,7 @@ def test_who_comes_when_there_are_none_left_is_told_to_come_back(
     assert "503 overloaded" in seen
     log = " ".join(executor.log.read_text().split())  # lines are folded
     assert "out of file descriptors; raise the limit of open files (ulimit -n" in log
-    assert "--max-connections" in log
+    assert "allow fewer connections" in log
     assert "Traceback" not in log
     assert "not a token file" not in log
 

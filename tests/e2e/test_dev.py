@@ -179,7 +179,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             "choose another --port NUMBER": start("provider.cli", *dev, cwd=tmp_path),
             "leave out --tls-dir t": start("provider.cli", *dev, "--tls-dir", "t", cwd=tmp_path),
             "leave out --token-file t": start("provider.cli", *dev, "--token-file", "t", cwd=tmp_path),
-            "--host 0.0.0.0 is none of": start("provider.cli", *dev, "--host", "0.0.0.0", cwd=tmp_path),
+            "--host 0.0.0.0 must be one of": start("provider.cli", *dev, "--host", "0.0.0.0", cwd=tmp_path),
             "leave out --numerics float32": start(
                 "provider.cli", *dev, "--numerics", "float32", cwd=tmp_path
             ),
@@ -193,7 +193,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     status, _, err = finish(
         start("provider.cli", "serve", BASE_MODEL, "--dev", "--port", 0, "--dev-dir", ".", cwd=tmp_path)
     )
-    assert (status, "is a profile of somebody's" in err) == (78, True)
+    assert (status, "is a profile that this command did not make" in err) == (78, True)
     assert [path.name for path in tmp_path.iterdir()] == ["symbiosis.toml"]
 
 

@@ -142,8 +142,6 @@ def test_no_value_of_any_field_is_an_error_of_the_server(
 # Values that are fine by themselves, and do not fit all the others.
 TOGETHER: dict[str, list[Any]] = {
     "add_special_tokens": [False],
-    "allowed_token_ids": [[1, 2]],
-    "bad_words": [["the"]],
     "cache_salt": ["x"],
     "ignore_eos": [True],
     "include_stop_str_in_output": [True],
@@ -151,7 +149,8 @@ TOGETHER: dict[str, list[Any]] = {
     "max_tokens": [0, 1],
     "min_tokens": [1, 5],
     "n": [2],
-    "prompt_logprobs": [0, 20],
+    "seed": [1],
+    "top_k": [5],
     "return_token_ids": [True],
     "return_tokens_as_token_ids": [True],
     "skip_special_tokens": [False],
@@ -160,14 +159,11 @@ TOGETHER: dict[str, list[Any]] = {
     "stream": [True],
     "structured_outputs": [{"choice": ["a"]}, {"regex": "a+"}],
     "temperature": [0, 1.0],
-    "truncate_prompt_tokens": [-1, 1, 3],
-    "truncation_side": ["left"],
 }
 OF_TEXTS = {"echo": [True], "logprobs": [0, 3], "prompt": ["", [""], ["And", ""], [[]], [1], [[1], []]]}
 OF_CHATS: dict[str, list[Any]] = {
     "add_generation_prompt": [False],
     "continue_final_message": [True],
-    "echo": [True],
     "logprobs": [True],
     "messages": [[{"role": "user"}], [{"role": "assistant", "content": "x"}], [{"role": "x", "content": []}]],
     "tools": [[], [{"type": "function", "function": {"name": "x"}}]],
@@ -188,6 +184,12 @@ def test_no_values_together_are_an_error_of_the_server(
         if status not in (200, 400, 422) or b"failed" in told:
             found[json.dumps(body)] = (status, told[-200:])
     assert found == {}
+
+
+def test_a_prompt_of_several_steps_with_a_seed(client: Client, other: Client) -> None:
+    """A generator of a processor has no place to be set back to."""
+    long = {"prompt": [[5] * 250] * 3, "temperature": 1, "seed": 1, "max_tokens": 4}
+    assert client.ask(TEXT, USUAL[TEXT] | long)[0] == 200
 
 
 def test_paths_that_are_not_named_are_closed(client: Client, vllm: dict[str, Any]) -> None:
@@ -298,7 +300,7 @@ def test_connections_and_their_headers_have_limits() -> None:
 
 def test_nothing_is_compiled_for_a_request(running: RunningGateway, client: Client) -> None:
     """A compiler would stop every stream."""
-    client.text(echo=True, logprobs=1, prompt_logprobs=1)
+    client.text(echo=True, logprobs=1)
     client.text(top_k=3, top_p=0.5, temperature=1.0, seed=1, min_p=0.1)
     assert not [each for each in (private(running) / "compiled").rglob("*") if each.is_file()]
 

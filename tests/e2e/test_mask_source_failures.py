@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,19 +74,16 @@ def test_a_session_goes_on_after_its_executors_were_killed(
     ):
         models = [add_lora(session.load_model(progress=False)) for session in (one, other)]
         before = [gradients(model, token_ids()) for model in models]
-        killed_at: list[float] = []
 
         def kill(*_: Any) -> None:
             assert victim.process is not None
             victim.process.send_signal(signal.SIGKILL)
             victim.process.wait()
-            killed_at.append(time.monotonic())
 
         def fail(model: nn.Module, meanwhile: Callable[..., None]) -> None:
             hook = second_block(model).register_forward_pre_hook(meanwhile)
-            with pytest.raises(GONE):
+            with pytest.raises(GONE):  # and not that of the timeout
                 fixed_result(model, token_ids())
-            assert time.monotonic() - killed_at[0] < options["timeout"]
             hook.remove()
 
         fail(models[0], lambda *_: fail(models[1], kill))
@@ -179,16 +175,23 @@ def test_a_slow_source_is_waited_for(
 
 @pytest.mark.parametrize("budget", [0.0, 64.0])
 def test_a_source_that_stalls_is_a_timeout_that_names_it(
-    budget: float, trio: Callable[[str], Trio], proxy: Proxy, threads: ThreadPoolExecutor
+    budget: float, trio: Callable[[str], Trio], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if orders for later are in front of what is needed now."""
+    timeouts = list[str]()
+    no_progress = Channel._no_progress
+
+    def counted(channel: Channel) -> RequestTimeout:
+        timeouts.append(channel.peer)
+        return no_progress(channel)
+
+    monkeypatch.setattr(Channel, "_no_progress", counted)
     provider, source, _ = trio("llama")
     middle = proxy(source)
     with one_time(provider, middle.executor, mask_budget_mib=budget, timeout=2.0) as session:
         model = session.load_model(progress=False)
         fixed_result(model, token_ids())
         middle.gate.clear()
-        started = time.monotonic()
 
         def go_on() -> None:
             for seed in range(50):
@@ -197,8 +200,8 @@ def test_a_source_that_stalls_is_a_timeout_that_names_it(
         with pytest.raises(RequestTimeout, match="made no progress") as caught:
             go_on()
         assert middle.executor.url in str(caught.value)
-        # Twice: one timeout of what was under way, one of what is needed; and twenty for a slow machine.
-        assert time.monotonic() - started < 22.0
+        # One of what was under way, and one of what is needed.
+        assert timeouts in ([middle.executor.url], [middle.executor.url] * 2)
         middle.gate.set()
 
 
@@ -218,8 +221,7 @@ def test_closing_while_effects_are_under_way(
         middle.gate.clear()
         waiting = threads.submit(fixed_result, model, token_ids(4, 100))
         eventually(lambda: middle.held > 0)
-        started = time.monotonic()
-    assert time.monotonic() - started < 20.0
+        threads.submit(session.close).result(SECONDS)
     with pytest.raises(ConnectionLost):
         waiting.result(SECONDS)
     # close() does not wait for them: one may be opening a connection, which the other side can make slow.

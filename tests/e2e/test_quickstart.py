@@ -1,4 +1,4 @@
-"""The examples run as they stand there, the README's and those of TRL, against `serve --dev`."""
+"""The examples run as they stand there, the tutorial's and those of TRL, against `serve --dev`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from developments import Development, development
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
+TUTORIAL = ROOT / "docs" / "tutorial" / "first-session.md"
 
 
-def test_the_readme_shows_the_example_verbatim() -> None:
+def test_the_tutorial_shows_the_example_verbatim() -> None:
     _docstring, code = QUICKSTART.read_text().split('"""\n\n', 1)
-    assert f"```python\n{code}```" in (ROOT / "README.md").read_text()
+    assert f"```python\n{code}```" in TUTORIAL.read_text()
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
 
 

@@ -55,7 +55,7 @@ def test_one_is_killed_and_the_next_one_drained_and_no_tenant_notices(
         sessions = []
         for _ in range(TENANTS):
             options = {"token": own[0].token, "ca": own[0].ca, "mask_sources": [source.url], "timeout": 20.0}
-            made = tenant_sdk.connect(urls, **options, allow_same_operator=True)  # type: ignore[arg-type]
+            made = tenant_sdk.connect(urls, **options, allow_same=["all"])  # type: ignore[arg-type]
             sessions.append(opened.enter_context(made))
 
         def work(number: int) -> None:

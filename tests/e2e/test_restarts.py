@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -204,7 +203,10 @@ def test_ctrl_c_and_resume_end_with_the_same_adapter(
     status, _, err = rest(run)
     assert status != 0
     (step,) = re.findall(
-        rf"^interrupted\nstep (\d) is kept in {output}.checkpoints; to go on from it, add --resume", err, re.M
+        rf"^interrupted\nstep (\d) is kept in {output}.checkpoints; to go on from it, run the same training "
+        "with --resume",
+        err,
+        re.M,
     )
     assert (output.with_name("adapter.checkpoints") / f"checkpoint-{step}").is_dir()
     assert "training" not in err.partition("interrupted")[2]
@@ -231,7 +233,8 @@ def test_an_executor_that_comes_back_and_refuses_the_token(
     assert error.startswith("error: ")
     assert "token" in error
     assert re.match(
-        rf"step \d is kept in {output}.checkpoints; to go on from it, add --resume to the same command", note
+        rf"step \d is kept in {output}.checkpoints; to go on from it, run the same training with --resume",
+        note,
     )
 
 
@@ -244,12 +247,11 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     until(run.stderr, f"step 2 of {STEPS}")
     phoenix.kill()
     until(run.stderr, "is away")
-    started = time.monotonic()
     run.send_signal(signal.SIGINT)
     status, _, err = rest(run)
-    assert time.monotonic() - started < 30.0  # a checkpoint is written, on a busy machine
     assert status != 0
-    assert "add --resume" in err
+    assert "again and again" not in err  # it did not wait until the end
+    assert "run the same training with --resume" in err
     phoenix.restart()
     phoenix.settle()
     run = finetune(phoenix.executor, output, "--resume", "--patience", 2)
@@ -258,6 +260,6 @@ def test_ctrl_c_while_it_waits_and_patience_that_runs_out(
     status, _, err = rest(run)
     assert status == 1, err
     assert f"error: {phoenix.executor.url} was tried again and again for 2." in err
-    assert f"is kept in {output}.checkpoints; to go on from it, run the same command again" in err
+    assert f"is kept in {output}.checkpoints; to go on from it, run the same training again" in err
     ok_here(*learning(base, output, "--resume"))
     assert weights(output) == undisturbed

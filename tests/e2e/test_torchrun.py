@@ -27,9 +27,9 @@ import tenant_sdk
 from provider.workers import distributed
 from provider.workers.distributed import Rank, join
 from provider.workers.rank import LOST
+from shared.command_line import version
 from shared.errors import ConfigurationError
 from shared.launching import free_port
-from shared.options import version
 
 SECONDS = 60.0
 MASKED = {"privacy": "one-time", "mask_sources": [f"local:{BASE_MODEL}"], "patience": SECONDS}
@@ -133,10 +133,8 @@ def test_a_machine_that_vanishes(
             assert torch.equal(logits(session, 0), expected[0])
             for pid in tree(machine.pid):
                 os.kill(pid, signal.SIGSTOP)
-            began = time.monotonic()
             wait_until(lambda: "worker 1 is being started again" in ready(executor))
             assert f"rank 1 on {socket.gethostname()} is silent" in ready(executor)
-            assert time.monotonic() - began < 10
             with other_rank(SERVE, RANK="1", **world):
                 assert torch.equal(logits(session, 1), expected[1])
                 assert not ready(executor)

@@ -223,7 +223,7 @@ def test_an_adapter_of_another_base_is_refused(
         model = session.load_model(progress=False)
         with pytest.raises(ModelMismatch) as refused:
             tenant_sdk.load_adapter(model, saved, session)
-        for part in (folder.name, "base is other", session.manifest.weights[:16], "--allow-other-base"):
+        for part in (folder.name, "base is other", session.manifest.weights[:16], "allow_other_base=True"):
             assert part in str(refused.value)
         loaded = tenant_sdk.load_adapter(model, saved, session, allow_other_base=True)
         assert not any(parameter.requires_grad for parameter in loaded.parameters())

@@ -57,7 +57,7 @@ def test_a_file_that_nobody_else_has_is_refused(
 ) -> None:
     """With an honest source, the checkpoint, its fingerprints or its digest."""
     provider = hostile(CHANGES[what])
-    options: dict[str, Any] = {"privacy": "one-time", "allow_same_operator": True}
+    options: dict[str, Any] = {"privacy": "one-time", "allow_same": ["all"]}
     if attested == "source":
         options["mask_sources"] = [serve(trusted, numerics=RING).url]
     elif attested == "local":
@@ -82,7 +82,7 @@ def test_a_parameter_that_nobody_else_has_is_refused(
 ) -> None:
     """An embedding or a norm changed, or two of one shape exchanged."""
     folder = checkpoint("llama")
-    options: dict[str, Any] = {"privacy": "one-time", "allow_same_operator": True}
+    options: dict[str, Any] = {"privacy": "one-time", "allow_same": ["all"]}
     if attested == "source":
         options["mask_sources"] = [serve(folder, numerics=RING).url]
     elif attested == "local":

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import tenant_sdk
 from provider.serve.certificates import write_certificates
 from shared.errors import SymbiosisError, TlsError
-from shared.options import in_options
 from tenant_sdk.cli import app
 from tenant_sdk.cli_options import NAMES
 
@@ -42,7 +41,7 @@ def test_authorities_of_a_profile_go_by_its_keys(other: Path, llama: Executor, t
         assert str(typed.exception) == str(caught.value)
         return str(caught.value)
 
-    assert "than the authority in `ca` in clinic.toml; ask its operator" in errors(str(other))
+    assert "than that in `ca` in clinic.toml; ask its operator" in errors(str(other))
     missing = errors("deep/../none.pem")
     assert f"certificate file {tmp_path.resolve()}/none.pem (`ca` in clinic.toml): [Errno 2]" in missing
 
@@ -61,12 +60,12 @@ def test_a_wrong_authority_and_none(
     options: dict[str, Any] = {option: other if given else "system" if source else None}
     if source:
         url = executor.url.replace("127.0.0.1", "localhost")
-        options |= {"privacy": "one-time", "mask_sources": [url], "allow_same_operator": True}
+        options |= {"privacy": "one-time", "mask_sources": [url], "allow_same": ["all"]}
     with pytest.raises(TlsError) as caught:
         executor.connect(**options)
     error = str(caught.value)
     assert caught.value.untrusted
     assert error.startswith("mask source wss://localhost" if source else "the certificate of 127.0.0.1")
-    said = f"than the authority in {option}={other}; ask" if given else f"{option}=FILE was not given, and no"
+    said = f"than that in {option}={str(other)!r}; ask" if given else f"{option}=FILE was not given, and no"
     assert said in error
-    assert f"--{option.replace('_', '-')} {other if given else 'FILE'}" in in_options(error, NAMES)
+    assert f"--{option.replace('_', '-')} {other if given else 'FILE'}" in caught.value.told.shown(NAMES)

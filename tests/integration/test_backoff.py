@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 from channels import ask, channel_to
+from clocks import SimulatedClock
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_peers import ERROR, Peer
 from ring_sessions import Trio, one_time, products, seeds, taken_down
 
-import tenant_sdk.connection.remote as remote_module
 from shared.errors import RequestRefused, peer_seconds
 from shared.wire.header import Direction, Operation
-from tenant_sdk.connection.backoff import GROWTH_ENDS, LEAST, pause
-from tenant_sdk.connection.remote import RemoteExecutor
+from tenant_sdk.connection import channel as channel_module
+from tenant_sdk.connection.replicas import reconnecting
+from tenant_sdk.connection.replicas.backoff import GROWTH_ENDS, LEAST, pause
+from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
+from tenant_sdk.connection.stats import Stats
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -66,27 +69,10 @@ def test_a_negative_time_from_an_executor_is_none(tls_dir: Path) -> None:
     assert caught.value.retry_after is None
 
 
-class Clock:
-    """Time that passes when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now, self.slept = 0.0, list[float]()
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds >= 0
-        self.slept.append(seconds)
-        self.now += seconds
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
-
-
 class Refusing:
-    """Of a channel what asks and answers: refuses so many times, then answers."""
+    """Of a channel what a connection sees: it refuses so many times, then it answers."""
 
-    timeout, peer = 60.0, "wss://executor"
+    timeout, peer, key_exchange, broken = 60.0, "wss://executor", "", False
 
     def __init__(self, refusals: float, retry_after: float | None) -> None:
         self.refusals, self.retry_after, self.sent = refusals, retry_after, 0
@@ -100,53 +86,47 @@ class Refusing:
             raise RequestRefused("overloaded", "wait", retry_after=self.retry_after)
         return self
 
-    payload, url = torch.ones(1), peer
 
-    sleep: Callable[[float], None]  # as a connection
-
-    def answered(self, channel: Any) -> None:
-        assert channel is self
-
-
-def wait_for(channel: Refusing, clock: Clock, monkeypatch: pytest.MonkeyPatch, chance: float = 0.0) -> Any:
-    """What a RemoteExecutor does with this channel's refusals."""
-    monkeypatch.setattr(remote_module, "time", clock)
-    remote: Any = object.__new__(RemoteExecutor)
-    remote.stats, remote._told, remote.connection = remote_module.Stats(), math.inf, channel
-    channel.sleep = clock.sleep
-    remote._chance = lambda: chance
+def wait_for(
+    channel: Any, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, chance: float = 0.0
+) -> tuple[Any, Stats]:
+    """What a connection does with this channel's refusals; without an answer None."""
+    monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
+    stats = Stats()
+    connection = ReconnectingConnection(single_replica(lambda: channel), stats, 0.0, clock=clock)
+    connection.policy.chance = lambda: chance
     try:
-        return remote._answer(channel, channel, channel.ask), remote
+        return connection.answer(channel, channel.ask), stats
     except RequestRefused:
-        return None, remote
+        return None, stats
 
 
 @pytest.mark.parametrize("retry_after", [0.0, 1e-9])
 def test_an_executor_that_asks_for_no_pause_does_not_get_upload_after_upload(
     retry_after: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel, clock = Refusing(math.inf, retry_after), Clock()
-    payload, _ = wait_for(channel, clock, monkeypatch)
-    assert payload is None
+    channel, clock = Refusing(math.inf, retry_after), SimulatedClock()
+    answer, _ = wait_for(channel, clock, monkeypatch)
+    assert answer is None
     assert channel.sent < 40
-    assert 50 < clock.now < channel.timeout
+    assert 50 < sum(clock.waited) < channel.timeout
 
 
 def test_pauses_are_counted_and_then_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    channel, clock = Refusing(3, 0.06), Clock()
-    payload, remote = wait_for(channel, clock, monkeypatch, chance=0.5)
-    assert payload is not None
-    assert clock.slept == pytest.approx([0.075, 0.125, 0.25])
-    assert (remote.stats.refusals, remote.stats.seconds_throttled) == (3, pytest.approx(0.45))
+    channel, clock = Refusing(3, 0.06), SimulatedClock()
+    answer, stats = wait_for(channel, clock, monkeypatch, chance=0.5)
+    assert answer is channel
+    assert clock.waited == pytest.approx([0.075, 0.125, 0.25])
+    assert (stats.refusals, stats.seconds_throttled) == (3, pytest.approx(0.45))
 
 
 @pytest.mark.parametrize("retry_after", [None, 60.0, 1e308])
 def test_what_cannot_come_in_time_is_an_error_at_once(
     retry_after: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel, clock = Refusing(math.inf, retry_after), Clock()
-    payload, _ = wait_for(channel, clock, monkeypatch)
-    assert (payload, channel.sent, clock.slept) == (None, 1, [])
+    channel, clock = Refusing(math.inf, retry_after), SimulatedClock()
+    answer, _ = wait_for(channel, clock, monkeypatch)
+    assert (answer, channel.sent, clock.waited) == (None, 1, [])
 
 
 def test_what_is_sent_again_is_the_same_bytes_to_the_same_executor(
@@ -155,7 +135,7 @@ def test_what_is_sent_again_is_the_same_bytes_to_the_same_executor(
     """Masked rows and a source's seed; a mask that served them serves nothing else."""
     provider, source, _ = trio("llama")
     refused: set[bytes] = set()
-    wait = remote_module.Channel.wait
+    wait = channel_module.Channel.wait
 
     def first_refused(self: Any, pending: Any) -> Any:
         answer = wait(self, pending)
@@ -165,7 +145,7 @@ def test_what_is_sent_again_is_the_same_bytes_to_the_same_executor(
         return answer
 
     armed = False
-    monkeypatch.setattr(remote_module.Channel, "wait", first_refused)
+    monkeypatch.setattr(channel_module.Channel, "wait", first_refused)
     with one_time(provider, source, mask_budget_mib=0.0) as session:
         rows = torch.randn((2, 64), generator=torch.Generator().manual_seed(0))
         expected = session.products.submit(0, Direction.FORWARD, 1, [rows]).result()[0]

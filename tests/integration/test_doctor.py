@@ -19,7 +19,7 @@ from provider.serve.listening import bound, listen
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
 from tenant_sdk.checks import CheckResult
-from tenant_sdk.cli_options import Target
+from tenant_sdk.cli_options import NAMES, Target
 from tenant_sdk.doctor import examine
 from tenant_sdk.profiles import Secret
 
@@ -78,7 +78,7 @@ def test_without_a_token_it_checks_what_it_can(llama: Executor) -> None:
     assert list(found) == [*TLS, "protocol", "token"]
     assert found["protocol"].ok
     assert found["token"].ok is None
-    assert "--token-env" in found["token"].remedy
+    assert "--token-env" in found["token"].remedy.shown(NAMES)
 
 
 def test_small_limits_are_kept(serve: Callable[..., Executor], checkpoint: Callable[[str], Path]) -> None:
@@ -94,7 +94,7 @@ def test_small_limits_are_kept(serve: Callable[..., Executor], checkpoint: Calla
         ({"ca": Path("missing.pem")}, "authority", "missing.pem", "--ca"),
         ({"url": "wss://a..b:1"}, "dns", "cannot resolve", "typing error"),
         ({"ca": None}, "tls", "The server shows: CN=Symbiosis server", "ca.pem that belongs to this server"),
-        ({"ca": None}, "tls", "ca=FILE was not given", "and give ca=FILE"),
+        ({"ca": None}, "tls", "ca=FILE was not given", "and give --ca FILE"),
         ({"wire_dtype": "float16"}, "manifest", "float16", "options"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_can_be_wrong(
     found = failure(llama, **options)  # type: ignore[arg-type]
     assert found.step == step
     assert wrong in found.detail
-    assert remedy in found.remedy
+    assert remedy in found.remedy.shown(NAMES)
 
 
 def test_a_token_with_white_space(llama: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_a_client_certificate_that_is_asked_for(
     executor = with_certificates(client_ca=True)
     found = failure(executor)
     assert found.step == "client cert"
-    assert "give --client-certificate FILE --client-key FILE" in found.remedy
+    assert "give --client-certificate FILE --client-key FILE" in found.remedy.shown(NAMES)
     assert "token" not in found.remedy
     pair = (tmp_path / "client.pem", tmp_path / "client.key")
     assert list(look(executor, client_certificate=pair)) == [*ALL, *SPEED]
@@ -259,7 +259,7 @@ def test_it_waits_until_somebody_listens(llama: Executor) -> None:
         assert [result.step for result in found[-2:]] == ["waiting", "tcp"]
         assert "nobody listens at wss://127.0.0.1:" in found[-2].detail
         assert "0.3 s (--wait)" in found[-2].detail
-        assert "compare --provider" in found[-1].remedy
+        assert "compare --provider" in found[-1].remedy.shown(NAMES)
         steps = []
         with closing(examine(Target(url, llama.ca, wait=60))) as results:  # type: ignore[type-var]
             for result in results:
@@ -282,4 +282,4 @@ def test_a_mask_source_is_called_one(llama: Executor) -> None:
         (replace(there, url=llama.url, token=Secret("it", "UNSET")), "`export UNSET=...` with the token"),
         (replace(there, url=llama.url), "give --mask-source-token-env VAR to check"),
     ):
-        assert remedy in list(examine(target))[-1].remedy
+        assert remedy in list(examine(target))[-1].remedy.shown(NAMES)

@@ -283,7 +283,7 @@ def test_nothing_said_keeps_experts_here_and_says_what_they_take(
 ) -> None:
     with one_time(*pair("mixtral")) as session:
         assert rows_of_experts(session, token_ids()) == []
-    assert "stay in this machine's memory, 0.6 MiB: experts='local'" in caplog.text
+    assert "stay in this machine's memory, 0.6 MiB: experts are local" in caplog.text
     caplog.clear()
     with pair("mixtral")[0].connect() as session:  # 'plain' shows everything anyway
         assert rows_of_experts(session, token_ids())

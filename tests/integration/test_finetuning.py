@@ -32,7 +32,8 @@ from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.storage import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
-from tenant_sdk.tuning.finetuning import TrainingOptions, TrainingReport, finetune, perplexity
+from tenant_sdk.tuning.finetuning import TrainingReport, check_reports, finetune, perplexity
+from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
 
 
@@ -135,7 +136,7 @@ def test_one_time_masks_train_the_same_adapter(
 ) -> None:
     one, other = (serve(checkpoint("llama"), numerics=RING) for _ in range(2))
     plain, _ = train(session, options(text, "plain"))
-    masks: dict[str, Any] = {"mask_sources": [other.url], "allow_same_operator": True}
+    masks: dict[str, Any] = {"mask_sources": [other.url], "allow_same": ["all"]}
     with one.connect(privacy="one-time", **masks) as hidden:
         report, _ = train(hidden, options(text, "hidden"))
         stats = hidden.stats
@@ -173,7 +174,7 @@ def test_resumed_training_gives_the_adapter_of_an_uninterrupted_one(
         train(session, options(text, "resumed"), stop_in_step_3)
     assert (text.parent / "resumed.checkpoints" / "checkpoint-3").is_dir()  # not only the one of step 2
     assert not (text.parent / "resumed").exists()
-    with pytest.raises(ConfigurationError, match="--resume"):
+    with pytest.raises(ConfigurationError, match="resume=True"):
         train(session, options(text, "resumed"))
     with pytest.raises(ConfigurationError, match="rank was 2, now 3"):
         train(session, options(text, "resumed", rank=3, resume=True))
@@ -204,7 +205,7 @@ def test_whatever_ends_a_training_says_how_it_goes_on(
     with pytest.raises(type(error)) as ended:
         train(session, options(text, "adapter"), stop_in_step_3)
     folder = text.parent / "adapter.checkpoints"
-    note = f"step 3 is kept in {folder}; to go on from it, add --resume to the same command"
+    note = f"step 3 is kept in {folder}; to go on from it, run the same training with resume=True"
     assert ended.value.__notes__ == [note]
 
 
@@ -227,7 +228,7 @@ def test_checkpoints_that_are_in_the_way_show_before_there_is_a_session(
         train(session, options(text, "adapter", save_steps=1), stop)
     checkpoints = TrainingCheckpoints(text.parent / "adapter", {})
     checkpoints.check(resume=True)
-    with pytest.raises(ConfigurationError, match="holds an interrupted training; go on with --resume"):
+    with pytest.raises(ConfigurationError, match="holds an interrupted training; go on with resume=True"):
         checkpoints.check(resume=False)
     with pytest.raises(ConfigurationError, match="there is nothing to resume"):
         TrainingCheckpoints(text.parent / "other", {}).check(resume=True)
@@ -248,7 +249,7 @@ def test_a_disk_that_is_full_at_the_end(
         patch.setattr(peft.PeftModel, "save_pretrained", full)
         with pytest.raises(StorageError, match="No space left on device; free some space there") as caught:
             train(session, options(text, "adapter"))
-    assert "--resume" in str(caught.value)
+    assert "resume" in str(caught.value)
     assert {path.name for path in text.parent.iterdir()} == {"notes.txt", "adapter.checkpoints"}
     report, _ = train(session, options(text, "adapter", resume=True))  # nothing left to train
     assert report.steps == 4
@@ -268,7 +269,7 @@ def test_a_sequence_length_beyond_the_context_is_cut_and_said(
     session: tenant_sdk.Session, text: Path
 ) -> None:
     _, said = train(session, options(text, "adapter", sequence_length=100_000, steps=1))
-    assert "--sequence-length 100000 is cut to 128: the model's context has no room for more" in said
+    assert "sequence_length=100000 is cut to 128: the model's context has no room for more" in said
     assert any("in 2 blocks of 128" in line for line in said)
     prompt = options(text, "prompt", method="prompt", virtual_tokens=8, sequence_length=128, steps=1)
     assert any("is cut to 120:" in line for line in train(session, prompt)[1])
@@ -339,9 +340,9 @@ def test_reports(session: tenant_sdk.Session, text: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         ConfigurationError, match="needs its package, which is not installed: `pip install wand"
     ):
-        options(text, "adapter", report_to=("wandb",))
-    with pytest.raises(ConfigurationError, match=r"knows no 'paper'; choose from .*tensorboard"):
-        options(text, "adapter", report_to=("paper",))
+        check_reports(["wandb"])
+    with pytest.raises(ConfigurationError, match=r"report_to='paper' must be one of .*tensorboard"):
+        train(session, options(text, "adapter", report_to=["paper"]))
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Recorder)
     monkeypatch.setattr(
         "tenant_sdk.tuning.finetuning.get_available_reporting_integrations", lambda: ["wandb"]
@@ -375,10 +376,10 @@ def test_packing_is_refused_where_records_would_see_each_other(
     data = records(tmp_path)
     with (
         serve(checkpoint("opt")).connect() as opened,
-        pytest.raises(ConfigurationError, match="Leave out --packing"),
+        pytest.raises(ConfigurationError, match="Leave out packing"),
     ):
         train(opened, options(data, "opt", packing=True, sequence_length=64))
-    with pytest.raises(ConfigurationError, match="--packing does not go with --method prefix"):
+    with pytest.raises(ConfigurationError, match="packing does not go with method='prefix'"):
         options(data, "prefix", packing=True, method="prefix")
 
 

@@ -81,13 +81,14 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
     with taken_down() as sent, session_in(way, trio("llama"), checkpoint("llama"), **options) as session:
         model: Any = session.load_model(progress=False)
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
-        channels, requests = open_channels(), session.stats.requests
-        before = [bytes_sent(channel._sock) for channel in channels]
         linear = model.model.layers[0].self_attn.q_proj
         layer, rows, remote = linear._group, torch.arange(128.0).view(2, 64), session.executor
-        unsent = remote._submit(
+        under_way = remote.submit_piece(
             remote.channel, Operation.PRODUCT, 0, FORWARD, 1, [rows], RequestClass.UNDECLARED
         )
+        remote.submit(Operation.PRODUCT, 0, FORWARD, 1, [rows + 128]).result()  # the one before is sent
+        channels, requests = open_channels(), session.stats.requests
+        before = [bytes_sent(channel._sock) for channel in channels]
 
         def child() -> None:
             refused(
@@ -96,7 +97,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
                 lambda: session.products.submit(layer.identity, FORWARD, 1, [rows]).result(),
                 lambda: remote.scales(0),
                 lambda: session.load_model(progress=False),
-                unsent,
+                under_way.result,
                 *(lambda c=channel: submit(c) for channel in channels),  # type: ignore[misc]
                 *(channel.ping for channel in channels),
             )
@@ -112,7 +113,7 @@ def test_a_child_with_its_parents_process_id_sends_nothing(
             in_child(child)
         assert [bytes_sent(channel._sock) for channel in channels] == before
         assert session.stats.requests == requests
-        assert unsent().payload.any()
+        assert under_way.result()[0].any()
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-3, atol=1e-3)
         assert session.stats.requests > requests
     if way in ("one source", "two sources", "local"):

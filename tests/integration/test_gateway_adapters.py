@@ -98,8 +98,8 @@ def test_other_content_is_another_copy(own: Path, copies: Path, manifest: Manife
         ({"r": 0}, "`r`"),
         ({"r": "8"}, "r is '8'"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
-        ({"r": 32}, "--max-rank 32"),
-        ({"rank_pattern": {"q_proj": 300}}, "--max-rank 320"),
+        ({"r": 32}, "max_rank=32"),
+        ({"rank_pattern": {"q_proj": 300}}, "max_rank=320"),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -188,7 +188,7 @@ def test_what_vllm_is_told(own: Path, copies: Path, manifest: Manifest) -> None:
 def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
     record = json.loads((own / "symbiosis.json").read_text())
     (own / "symbiosis.json").write_text(json.dumps(record | {"weights": "0" * 64}))
-    with pytest.raises(ModelMismatch, match="--allow-other-base"):
+    with pytest.raises(ModelMismatch, match="allow_other_base=True"):
         take(own, copies, manifest)
     assert take(own, copies, manifest, allow_other_base=True).rank == 4
 

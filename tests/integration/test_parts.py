@@ -90,5 +90,5 @@ def test_every_group_is_in_one_part(count: int) -> None:
 
 
 def test_more_parts_than_groups_cannot_be() -> None:
-    with pytest.raises(ConfigurationError, match="part=1/3"):
+    with pytest.raises(ConfigurationError, match="part='1/3'"):
         part_of([GroupInfo(8, (Member("a", 1, "t"),))] * 2, 1, 3)

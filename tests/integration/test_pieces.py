@@ -310,3 +310,16 @@ def test_nothing_is_sent_of_rows_that_the_ring_cannot_hold(trio: Callable[[str],
         with taken_down() as sent, pytest.raises(NonFiniteError):
             session.products.submit(*QKV, rows)
         assert not sent
+
+
+def test_rows_of_unusual_size_are_cut_like_others(trio: Callable[[str], Trio], cut: Cut) -> None:
+    """They are hidden before anything is sent, because they might have been too large."""
+    with one_time(*trio("llama")[:2], mask_budget_mib=0) as session:
+        rows = floats(session, QKV)
+        rows[0][-1, 0] = 1e31
+        expected = session.products.submit(*QKV, rows).result()
+        cut(True)
+        before = session.stats
+        assert same(session.products.submit(*QKV, rows).result(), expected)
+        assert session.stats.requests - before.requests == PIECES
+        assert session.stats.verified_rows - before.verified_rows == ROWS

@@ -30,9 +30,10 @@ import tenant_sdk
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.tuning.adapters import METHODS
-from tenant_sdk.tuning.finetuning import TrainingOptions, TrainingReport
+from tenant_sdk.tuning.finetuning import TrainingReport
+from tenant_sdk.tuning.options import TrainingOptions
 
-README = Path(__file__).parents[2] / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "tenants.md"
 STEPS = 12  # two epochs
 Stopped = Callable[..., tuple[TrainingOptions, Path]]
 
@@ -320,7 +321,7 @@ def test_a_resumed_training_that_ends_says_how_it_goes_on(
 
     with pytest.raises(SymbiosisError):
         train(session, again, stop)
-    note = f"step 4 is kept in {checkpoint.parent}; to go on from it, run the same command again"
+    note = f"step 4 is kept in {checkpoint.parent}; to go on from it, run the same training again"
     assert error.__notes__ == [note]
     assert train(session, again)[0].resumed_at == 4
 
@@ -424,8 +425,8 @@ def test_the_best_model_is_loaded_at_the_end(
     same(parameters(run.model), seen[run.state.best_global_step])
 
 
-def test_the_example_of_the_readme(session: tenant_sdk.Session, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n([^`]*ExactResume[^`]*)```", README.read_text())
+def test_the_example_of_the_document(session: tenant_sdk.Session, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n([^`]*ExactResume[^`]*)```", DOCUMENT.read_text())
     before: list[float] = []
     for steps in (6, 8):  # the second goes on where the first has ended
         model = adapted(session, "p-tuning")

@@ -1,7 +1,7 @@
 """Real models through ring executors with one-time masks and every answer checked: encoder, text, training.
 
-Tolerances are relative L2 (``docs/numerics.md``): 5e-4 for one layer, twice what it should be; 1.5e-3 for six
-blocks of a pretrained encoder, against 1e-2 for bfloat16. On the fine ring 2e-4 and 5e-4.
+Tolerances are relative L2 (``docs/explanation/numerics.md``): 5e-4 for one layer, twice what it should be;
+1.5e-3 for six blocks of a pretrained encoder, against 1e-2 for bfloat16. On the fine ring 2e-4 and 5e-4.
 """
 
 from __future__ import annotations

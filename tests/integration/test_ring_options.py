@@ -33,7 +33,7 @@ def test_one_time_is_the_default_and_names_the_choices(trio: Callable[[str], Tri
     ("options", "message"),
     [
         ({"privacy": "one-time", "mask_sources": []}, "needs a mask source"),
-        ({"mask_sources": "wss://a:1"}, "is a list"),
+        ({"mask_sources": "wss://a:1"}, "must be a list"),
         ({"mask_sources": ["wss://a:1", "wss://a:1"]}, "named twice"),
         ({"mask_sources": ["local:a", "local:a"]}, "named twice"),
         ({"privacy": "plain", "mask_sources": ["wss://a:1"]}, "uses no masks"),
@@ -51,7 +51,7 @@ def test_one_time_is_the_default_and_names_the_choices(trio: Callable[[str], Tri
         ({"timeout": float("nan")}, "timeout"),
         ({"wire_dtype": "int32"}, "wire_dtype='int32' must be one of float32, bfloat16"),
         ({"fingerprints": "file"}, "give the mask source's own token"),
-        ({"fingerprints": "file", "allow_same_operator": True}, "is encrypted: give fingerprint_key"),
+        ({"fingerprints": "file", "allow_same": ["all"]}, "is encrypted: give fingerprint_key"),
         ({"fingerprint_key": "x"}, "fingerprints="),
     ],
 )

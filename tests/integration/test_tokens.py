@@ -379,7 +379,7 @@ def test_who_is_refused_reads_where_the_token_is_from(
     monkeypatch.setenv("BAD", "x" * 43)
     other = executor.url.replace("127.0.0.1", "localhost")
     where = ("generate", "--prompt", "x", "--provider", executor.url, "--ca", str(executor.ca))
-    source = ("--mask-source", other, "--mask-source-ca", str(executor.ca), "--allow-same-operator")
+    source = ("--mask-source", other, "--mask-source-ca", str(executor.ca), "--allow-same", "all")
 
     def refused(*words: str) -> str:
         error = CliRunner().invoke(tenant_app, [*where, *words]).exception

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +94,6 @@ class Killer(TrainerCallback):
 
     def __init__(self, executor: Executor, at_step: int) -> None:
         self._executor, self._at_step = executor, at_step
-        self.killed_at = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._at_step:
@@ -107,7 +105,6 @@ class Killer(TrainerCallback):
         while self._requests() < before + 3:  # the step is under way
             pass
         self._executor.process.kill()
-        self.killed_at = time.monotonic()
 
     def _requests(self) -> float:
         text = urllib.request.urlopen(f"{self._executor.admin_url}/metrics", timeout=10).read().decode()
@@ -129,9 +126,8 @@ def test_a_killed_executor_is_an_error_in_time_and_training_resumes(
     killer = Killer(executor, at_step=12)
     with executor.connect(timeout=20.0) as session:
         run = trainer(adapt(session.load_model(progress=False)), tmp_path / "run", killer, **saving)
-        with pytest.raises((tenant_sdk.ConnectionLost, tenant_sdk.RequestTimeout)):
+        with pytest.raises(tenant_sdk.ConnectionLost):  # and not that of the timeout
             run.train()
-        assert time.monotonic() - killer.killed_at < 20.0
         with pytest.raises(tenant_sdk.ConnectError):  # and it stays an error, not a hang
             run.model(input_ids=Rows(1, 1).ids)
 

@@ -85,13 +85,13 @@ def test_doctor_refuses_it_as_sessions_do(recorded: Recorded, monkeypatch: pytes
 def test_everything_that_was_sent_is_there(recorded: Recorded) -> None:
     sent: list[torch.Tensor] = []
     with recorded.connect() as session:
-        submit = session.executor.submit
+        submit = session.executor.submit_piece
 
-        def watched(operation: Operation, *rest: Any) -> Any:
-            sent.append(torch.cat(rest[3], 1).clone())
-            return submit(operation, *rest)
+        def watched(*request: Any) -> Any:
+            sent.append(torch.cat(request[5], 1).clone())
+            return submit(*request)
 
-        session.executor.submit = watched  # type: ignore[method-assign]
+        session.executor.submit_piece = watched  # type: ignore[method-assign]
         model = session.load_model(progress=False)
         fixed_result(model, token_ids())
         assert session.manifest.recorded
@@ -147,7 +147,7 @@ def test_a_mask_source_that_records_is_refused_too(
             ca=provider.ca,
             privacy="noise-bank",
             mask_sources=[recorded.executor.url],
-            allow_same_operator=True,
+            allow_same=["all"],
         )
 
 

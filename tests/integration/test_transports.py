@@ -98,9 +98,9 @@ def test_a_mask_source_on_the_same_machine_is_refused(
     options: dict[str, Any] = {"privacy": "one-time", "mask_sources": [ring_everywhere.where(source)]}
     if source == "tls":
         options["mask_source_ca"] = ring_everywhere.ca
-    with pytest.raises(ConfigurationError, match=r"machine.*allow_same_operator=True"):
+    with pytest.raises(ConfigurationError, match=r"machine.*allow_same=\['all'\]"):
         ring_everywhere.connect(transport, **options, allow_same={"token", "authority"})
-    with ring_everywhere.connect(transport, **options, allow_same_operator=True) as session:
+    with ring_everywhere.connect(transport, **options, allow_same=["all"]) as session:
         layer = session.load_model(progress=False).model.layers[0].mlp.down_proj
         with torch.no_grad():
             layer(torch.ones(1, 96))
@@ -213,9 +213,9 @@ def held(everywhere: Start, folder: Path) -> tuple[Everywhere, HeldLane]:
 
 def ask_for_ever(session: tenant_sdk.Session, channel: Channel) -> None:
     while True:
-        session.executor._submit(
+        session.executor.submit_piece(
             channel, Operation.PRODUCT, 0, Direction.FORWARD, 1, [torch.ones(1, 64)], RequestClass.UNDECLARED
-        )()
+        ).result()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -307,7 +307,7 @@ def test_the_executor_in_a_notebook(checkpoint: Callable[[str], Path]) -> None:
         session = tenant_sdk.connect(endpoint, privacy="plain")
         got = fixed_result(session.load_model(progress=False), token_ids())
     expected = fixed_result(load_local(checkpoint("llama")), token_ids())
-    assert relative_error(got, expected) < 3e-4  # integers: docs/numerics.md
+    assert relative_error(got, expected) < 3e-4  # integers: docs/explanation/numerics.md
     with pytest.raises(ConnectionLost):
         product(session, torch.ones(1, 64))
     session.close()

@@ -111,6 +111,10 @@ ANSWERS = st.fixed_dictionaries(
 )
 
 
+# Its prompt opens a thought that the conversation does not have.
+REFUSED = {"deepseek-r1"}
+
+
 @functools.cache
 def around(name: str, family: str, turns: int) -> list[list[str]]:
     """What is learned before and after what each answer says."""
@@ -119,20 +123,19 @@ def around(name: str, family: str, turns: int) -> list[list[str]]:
     return [plain(tokenizer, text).split("zinc") for text in written(tokenizer, ends, messages)]
 
 
-def said_in(message: dict[str, Any], *, opened: bool) -> str:
-    """What a template of all parts writes for an answer; ``opened``: the prompt already opens a thought."""
-    begin = "" if opened else "<think>"
-    reasoning = f"{begin}{message['reasoning']}</think>" if "reasoning" in message else ""
+def said_in(message: dict[str, Any]) -> str:
+    """What a template of all parts writes for an answer."""
+    reasoning = f"<think>{message['reasoning']}</think>" if "reasoning" in message else ""
     calls = [json.dumps(each["function"], ensure_ascii=False) for each in message.get("tool_calls", ())]
     return reasoning + message["content"] + "".join(f"<call>{each}</call>" for each in calls)
 
 
 @given(
     st.sampled_from(NAMES),
-    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(sorted(FAMILIES.keys() - REFUSED)),
     st.lists(st.tuples(TEXTS, ANSWERS), min_size=1, max_size=3),
 )
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_learned_tokens_are_the_answers_after_what_inference_sends(
     name: str, family: str, turns: list[tuple[str, dict[str, Any]]]
 ) -> None:
@@ -146,15 +149,16 @@ def test_learned_tokens_are_the_answers_after_what_inference_sends(
     for (_, answered), learned, (before, after) in zip(
         turns, found, around(name, family, len(turns)), strict=True
     ):
-        said = said_in(answered, opened=family == "deepseek-r1")
+        said = said_in(answered)
         assert "".join(learned.split()) == before + plain(tokenizer, said) + after
         assert name not in EXACT or said in learned or said.strip() in learned
     if any(answered.keys() & {"reasoning"} or answered.get("tool_calls") for _, answered in turns):
         content_alone, _ = tokenizer_of(name, family)
-        with pytest.raises(ConfigurationError, match="does not write the whole answer"):
+        with pytest.raises(ConfigurationError, match="does not write the whole conversation"):
             Conversations(content_alone, ends).examples(messages, None, "here")
 
 
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "d", "parameters": {}}}
 CHAT = [
     {"role": "assistant" if at % 2 else "user", "content": said}
     for at, said in enumerate(("hi", "Hello", "secret question", "fine"))
@@ -201,28 +205,48 @@ def test_only_what_a_template_marks_is_learned() -> None:
     assert learned(tokenizer, (tokenizer.eos_token_id,), CHAT) in ([["Hello", "fine"]], [["Hello"], ["fine"]])
 
 
-def test_all_that_a_template_marks_in_an_answer_is_learned_though_the_prompt_begins_otherwise() -> None:
-    tokenizer, ends = tokenizer_of("smollm2", "chatml")
-    tokenizer = copy.copy(tokenizer)
+def test_all_that_a_template_marks_in_an_answer_is_learned() -> None:
     said = (
         "{% generation %}<think>{{ m.reasoning }}{% endgeneration %}</think>"
-        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
     )
-    tokenizer.chat_template = chatml(said).replace("assistant\n{% endif", "assistant\n<tool>{% endif")
+    tokenizer, ends = with_answers(said)
     messages = [CHAT[0], answer("Yes", reasoning="Why"), CHAT[2], answer("No", reasoning="How")]
     assert learned(tokenizer, ends, messages) == [
-        ["<think>Why", "Yes<|im_end|>"],
-        ["<think>How", "No<|im_end|>"],
+        ["<think>Why", "Yes<|im_end|>", "<think>How", "No<|im_end|>"]
     ]
 
 
-def test_an_answer_of_which_a_template_marks_nothing_is_refused() -> None:
-    tokenizer, ends = tokenizer_of("smollm2", "chatml")
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = chatml("{% generation %}{{ m.content }}{% endgeneration %}" + CALLS + END)
-    messages = [*CHAT[:2], CHAT[2], answer(tool_calls=[call("f", a="b")])]
-    with pytest.raises(ConfigurationError, match=r"here: the chat template marks .* nothing of an answer"):
-        Conversations(tokenizer, ends).examples(messages, None, "here")
+@pytest.mark.parametrize(
+    ("reasoning", "text"),
+    [("Why", "Why\n</think>\nYes<|im_end|>"), ("", "</think>Yes<|im_end|>")],
+)
+def test_a_thought_that_the_prompt_opens_is_closed(reasoning: str, text: str) -> None:
+    """A template may write an empty thought without the white space that the prompt has in it."""
+    said = "<think>{% if m.reasoning %}{{ '\n' + m.reasoning }}\n</think>\n{% else %}</think>{% endif %}"
+    tokenizer, ends = with_answers(said + CONTENT + END, opens="<think>\n")
+    assert learned(tokenizer, ends, [CHAT[0], answer("Yes", reasoning=reasoning)]) == [[text]]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro say(m) %}MESSAGE{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+        "{% for m in messages %}{% set x %}MESSAGE{% endset %}{{ x }}{% endfor %}",
+        "{% macro out() %}{{ caller() }}{% endmacro %}"
+        "{% for m in messages %}{% call out() %}MESSAGE{% endcall %}{% endfor %}",
+    ],
+)
+def test_marks_within_macros_and_blocks_are_found(template: str) -> None:
+    message = (
+        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{%- generation -%} {{ m.content }}<|im_end|>"
+        " {%- endgeneration -%}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    )
+    tokenizer, ends = with_answers("")
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer.chat_template = "{# {% generation %} #}" + template.replace("MESSAGE", message) + prompt
+    said = "The answer is long enough to see a cut: one two three"
+    assert learned(tokenizer, ends, [CHAT[0], answer(said)]) == [[said + "<|im_end|>"]]
 
 
 @pytest.mark.parametrize(
@@ -247,18 +271,6 @@ def test_no_end_is_told(tmp_path: Path) -> None:
     assert "1 of 2 records end without a token that stops `generate`" in said[3]
 
 
-def test_an_answer_that_the_template_drops_is_refused() -> None:
-    tokenizer = with_template(
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'].split('</think>')[-1] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    with pytest.raises(ConfigurationError, match="line 7: the chat template does not write the whole answer"):
-        Conversations(tokenizer, (2,)).examples([CHAT[0], answer("<think>two</think>4")], None, "line 7")
-    answered = answer(tool_calls=[call("look_up")])
-    with pytest.raises(ConfigurationError, match="it leaves out the call of the tool `look_up`"):
-        Conversations(tokenizer, (2,)).examples([CHAT[0], answered], None, "here")
-
-
 def answer(content: str = "", **other: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **other}
 
@@ -273,6 +285,14 @@ def chatml(said: str) -> str:
     )
 
 
+def with_answers(said: str, opens: str = "") -> tuple[Any, tuple[int, ...]]:
+    """A tokenizer whose template writes ``said`` for answers, and asks for them with ``opens``."""
+    tokenizer, ends = tokenizer_of("smollm2", "chatml")
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = chatml(said).replace("assistant\n{% endif", f"assistant\n{opens}{{% endif")
+    return tokenizer, ends
+
+
 def calls(written: str) -> str:
     return f"{{% for c in m.tool_calls or [] %}}<call>{written}</call>{{% endfor %}}"
 
@@ -280,56 +300,6 @@ def calls(written: str) -> str:
 CONTENT, END = "{{ m.content }}", "<|im_end|>"
 THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 CALLS = calls("{{ c.function.name }} {{ c.function.arguments | tojson }}")
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_reasoning_that_a_template_leaves_out_is_refused(family: str, key: str) -> None:
-    tokenizer, ends = tokenizer_of("smollm2", family)
-    with pytest.raises(ConfigurationError, match=f"line 7: .* leaves out `{key}`.* or remove it from the"):
-        Conversations(tokenizer, ends).examples([CHAT[0], answer("Yes", **{key: "Yes"})], None, "line 7")
-
-
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize(
-    ("said", "answered", "named"),
-    [
-        (CONTENT + END, answer("Let me search.", tool_calls=[call("search", q="x")]), "of the tool `search`"),
-        (CONTENT + END, answer("I am", tool_calls=[call("a", q="x")]), "the call of the tool `a`"),
-        (
-            CONTENT + calls("{{ c.function.name }}") + END,
-            answer(tool_calls=[call("write", text="w")]),
-            "an argument of a call of the tool `write`",
-        ),
-        (
-            CONTENT + calls("{{ c.function.name }}{{ c.function.arguments.q }}") + END,
-            answer(tool_calls=[call("write", q="w", more={"deep": [1, True]})]),
-            "an argument of a call of the tool `write`",
-        ),
-        (
-            CONTENT + "{% set c = m.tool_calls[0] %}{{ c.function.name }}{{ c.function.arguments.q }}" + END,
-            answer(tool_calls=[call("get", q="Paris"), call("get", q="Paris")]),
-            "the call of the tool `get` and an argument",
-        ),
-        (CONTENT + "{{ m.reasoning | length }}" + END, answer("Yes", reasoning="12"), "`reasoning`"),
-        (CONTENT + "{{ m.reasoning[-9:] }}" + END, answer("what I think", reasoning="what I think"), "`reas"),
-        (THOUGHT + CONTENT + END, answer("Yes", reasoning="Why", reasoning_content="How"), "`reasoning`"),
-        (
-            "{% generation %}" + CONTENT + END + "{% endgeneration %}",
-            answer("Yes", reasoning_content="Why"),
-            "`reasoning_content`",
-        ),
-    ],
-)
-def test_parts_that_a_template_leaves_out_are_refused(
-    said: str, answered: dict[str, Any], named: str, everything: bool
-) -> None:
-    tokenizer, ends = tokenizer_of("smollm2", "chatml")
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = chatml(said)
-    chats = Conversations(tokenizer, ends)
-    with pytest.raises(ConfigurationError, match=f"it leaves out .*{named}"):
-        (chats.everything if everything else chats.examples)([CHAT[0], answered], None, "here")
 
 
 @pytest.mark.parametrize(
@@ -424,3 +394,49 @@ def test_with_the_prompt_everything_is_learned() -> None:
     assert tokenizer.decode(example["input_ids"]) == text.rstrip("\n")
     asked = Conversations(tokenizer, ends).everything(CHAT[:3], None, "here")
     assert tokenizer.decode(asked["input_ids"]).endswith("secret question<|im_end|>\n")
+
+
+def test_no_tools_are_an_empty_list_too_and_tools_have_a_template_of_their_own() -> None:
+    tokenizer, ends = with_answers("{% generation %}" + CONTENT + END + "{% endgeneration %}")
+    default = "{{ 'NONE' if tools is not none else '' }}" + tokenizer.chat_template
+    tokenizer.chat_template = {
+        "default": default,
+        "tool_use": "{{ tools | tojson }}" + tokenizer.chat_template,
+    }
+    chats = Conversations(tokenizer, ends)
+    for tools in ([], None, [TOOL]):
+        (example,) = chats.examples(CHAT[:2], tools, "here")
+        sent = tokenizer.apply_chat_template(CHAT[:1], tools=tools or None, add_generation_prompt=True)
+        assert example["input_ids"][: len(sent["input_ids"])] == sent["input_ids"]
+
+
+@pytest.mark.parametrize("written", ["{{ '' + c.function.arguments }}", "{{ c.function.arguments.q.z }}"])
+def test_arguments_are_texts_where_a_template_wants_texts(written: str) -> None:
+    tokenizer, ends = with_answers(calls("{{ c.function.name }} " + written) + END)
+    messages = [CHAT[0], answer(tool_calls=[call("f", q={"z": "it's"})])]
+    text = '{"q": {"z": "it\'s"}}' if "+" in written else "it's"
+    assert learned(tokenizer, ends, messages) == [[f"<call>f {text}</call><|im_end|>"]]
+
+
+def test_long_records_are_read_up_to_the_first_prompt_that_is_too_long() -> None:
+    class Counting:
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer, self.rendered = tokenizer, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tokenizer, name)
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            return self.tokenizer(*args, **options)
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+            self.rendered += len(messages)
+            return self.tokenizer.apply_chat_template(messages, **options)
+
+    tokenizer, ends = tokenizer_of("smollm2", "chatml")
+    counting = Counting(tokenizer)
+    (example,) = Conversations(counting, ends, 128).examples(CHAT * 300, None, "here")
+    assert len(example["input_ids"]) == len(tokenizer.apply_chat_template(CHAT * 300, return_dict=False))
+    assert counting.rendered < 2 * len(CHAT * 300)
+    with pytest.raises(ConfigurationError, match="more than 256 answers within 100,000 tokens: make several"):
+        Conversations(tokenizer, ends, 100_000).examples(CHAT * 130, None, "here")

@@ -23,6 +23,7 @@ from security.verdicts.claims import CLAIMS
 from security.verdicts.judges import GATEWAY_TOKENS
 from security.verdicts.plan import BOTH, PROVIDER, QUICK_PLAN, AuditResult
 from security.views.adversaries import ObservedRequest, View
+from shared.launching import LaunchError
 from shared.wire.header import Direction
 
 RNG = np.random.default_rng(0)
@@ -224,7 +225,7 @@ def test_how_a_gateway_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_gateway_that_does_not_start(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo last words; exit 3"]
     with (
-        pytest.raises(AuditError, match="last words"),
+        pytest.raises(LaunchError, match="last words"),
         gateway_process.gateway(command, [], {}, "key", tmp_path / "log"),
     ):
         pytest.fail("it did not start")

@@ -23,9 +23,9 @@ from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway import serving
 from tenant_sdk.gateway.doorkeeper import Allowance, Door, Failure, Queue, Refusal, Shares, Strangers, told
 from tenant_sdk.gateway.front import Front
+from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import Asked, asked
-from tenant_sdk.gateway.serving import GatewayOptions
 from tenant_sdk.gateway.status import Status, client_of, request_name
 
 KEY = "a-key-of-enough-letters"
@@ -427,16 +427,19 @@ def test_no_status_yet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host": "0.0.0.0"}, "--api-key-env"),
-        ({"host": "::"}, "--api-key-env"),
-        ({"keys": ("short",)}, "at least 16"),
-        ({"keys": (KEY, KEY[::-1]), "max_sequences": 1}, "--max-sequences 1 is less"),
-        ({"keys": (KEY, KEY[::-1]), "adapters": Path("/"), "max_adapters": 1}, "--max-adapters 1 is less"),
+        ({"host": "0.0.0.0"}, "give api_key"),
+        ({"host": "::"}, "give api_key"),
+        ({"api_key": "short"}, "at least 16"),
+        ({"api_key": f"{KEY} {KEY[::-1]}", "max_sequences": 1}, "max_sequences=1 is less"),
+        (
+            {"api_key": f"{KEY} {KEY[::-1]}", "adapters": Path("/"), "max_adapters": 1},
+            "max_adapters=1 is less",
+        ),
         ({"max_rank": 7}, "8, 16"),
         ({"adapters": Path("/nowhere")}, "no such folder"),
         ({"speculate": "magic"}, "prompt-lookup"),
         ({"kv_memory_gib": 0.0}, "more than 0"),
-        ({"max_rank": 8}, "give --adapters"),
+        ({"max_rank": 8}, "give adapters"),
         ({"draft_tokens": 2}, "give that too"),
         ({"dtype": "int8"}, "float32, bfloat16"),
         ({"chat_template": Path("/nowhere.jinja")}, "no such file"),
@@ -450,9 +453,9 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
 def test_experts_of_a_gateway_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "check_installed", lambda: "vllm 0")
     config = SessionConfig(provider="wss://here", token="t", privacy="plain", experts="routed")
-    with pytest.raises(ConfigurationError, match="--experts routed"):
-        serving.serve(GatewayOptions(), config, {}, print)
+    with pytest.raises(ConfigurationError, match="experts='routed'"):
+        serving.serve(GatewayOptions(), config, print)
 
 
 def test_keys_are_not_shown() -> None:
-    assert KEY not in repr(GatewayOptions(keys=(KEY,), host="0.0.0.0"))
+    assert KEY not in repr(GatewayOptions(api_key=KEY, host="0.0.0.0"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,11 +13,14 @@ from tenant_sdk.gateway.fairness import (
     BESIDE,
     LATELY,
     LEAST_ROWS,
+    Attention,
+    Memory,
     Seen,
+    Steps,
     Wanted,
+    giving_up,
     in_turn,
     resting,
-    rows_of_step,
 )
 
 
@@ -71,14 +75,106 @@ def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
 
 
 def test_prompts_take_a_time_that_what_is_written_beside_them_sets() -> None:
+    def rows(line: Line, written: int, beside: bool) -> int:
+        steps = Steps(line, 1e-6)
+        return steps.rows(written, 0, steps.most(written, beside=beside), 512)
+
     near, far = Line(0.018, 0.0005), Line(0.5, 0.0005)
-    assert rows_of_step(near, 1, 512, beside=True) == 19
+    assert rows(near, 1, True) == 19
     assert near.seconds(19) <= BESIDE * near.seconds(1)
-    assert rows_of_step(near, 22, 512, beside=True) == 50  # beside many sequences, more
-    assert rows_of_step(near, 1, 512, beside=False) == 56  # the next client waits for one such step at most
-    assert rows_of_step(near, 0, 512, beside=True) == 56  # nobody waits for a token
-    assert rows_of_step(far, 1, 512, beside=True) == 501  # on a long way a step takes as long with many rows
-    assert rows_of_step(Line(0.001, 0.01), 4, 512, beside=True) == 4 + LEAST_ROWS
+    assert rows(near, 22, True) == 50  # beside many sequences, more
+    assert rows(near, 1, False) == 56  # the next client waits for one such step at most
+    assert rows(near, 0, True) == 56  # nobody waits for a token
+    assert rows(far, 1, True) == 501  # on a long way a step takes as long with many rows
+    assert rows(Line(0.001, 0.01), 4, True) == 4 + LEAST_ROWS
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(2000, 2), (6000, 1), (100_000, 1), (10, 32)])
+def test_long_sequences_take_turns_by_what_they_attend_to(tokens: int, most: int) -> None:
+    """A plain client's steps take 1.5 times as long on average, and all long sequences get on."""
+    steps, attention, got = Steps(Line(0.02, 0.0005), 3e-6), Attention(), Counter[str]()
+    long = [Wanted(f"a{at}", "a", tokens=tokens) for at in range(min(31, most * 4))]
+    plain, total, count = Wanted("b0", "b", tokens=20), 0.0, 2000
+    limit = steps.most(1 + len(long), 20, beside=True)
+    for _ in range(count):
+        spare = limit - steps.seconds(1 + len(long), 20)
+        rest = attention.resting([*long, plain], steps, spare, clients=2, lightest="b")
+        ran = [each for each in long if each.name not in rest]
+        assert "b0" not in rest
+        assert len(ran) <= most
+        got.update(each.name for each in ran)
+        long = [each for each in long if each.name in rest] + ran
+        total += steps.seconds(1 + len(ran), 20 + sum(each.tokens for each in ran))
+    assert total / count <= limit
+    assert len(got) == len(long)
+    assert max(got.values()) - min(got.values()) <= 1
+
+
+def test_prompts_get_what_attention_leaves() -> None:
+    steps = Steps(Line(0.02, 0.0005), 1e-6)
+    most = steps.most(2, 100, beside=True)
+    assert steps.rows(2, 100, most, 512) == 23
+    assert steps.rows(2, 5000, most, 512) == 2 + LEAST_ROWS
+
+
+def test_attention_takes_the_blame_for_long_sequences() -> None:
+    steps = Steps(Line(0.02, 0.0005), 1e-6)
+    for _ in range(100):
+        steps.observe(8, 48_000, 0.024 + 48_000 * 3e-6, prompts=False)
+    assert abs(steps.per_token - 3e-6) < 1e-8
+    assert steps.line == Line(0.02, 0.0005)
+    steps.observe(1, 100, 0.03, prompts=False)
+    assert steps.line.fixed > 0.02
+    steps.observe(40, 48_000, 0.3, prompts=True)
+    assert steps.line.per_row > 0.0005
+
+
+def test_a_client_begins_within_its_share_of_the_memory() -> None:
+    running = [Wanted(f"a{at}", "a", blocks=9, more=1) for at in range(4)]
+    waiting = [*(Wanted(f"a{at}", "a", more=10) for at in range(4, 9)), Wanted("b0", "b", more=30)]
+    # Of 100 blocks each of two has 50.
+    assert in_turn(running, waiting, 32, 0, 2, memory=Memory(100, 64)) == ["b0", "a4"]
+    assert in_turn(running, waiting, 32, 0, 2, memory=Memory(100, 33)) == ["a4"]
+    alone = [each for each in waiting if each.client == "a"]
+    assert len(in_turn(running, alone, 32, 0, 2, memory=Memory(100, 64))) == 5  # vLLM says what fits
+    large = [Wanted("b0", "b", more=60), Wanted("b1", "b", more=1)]
+    assert in_turn(running, large, 32, 0, 2, memory=Memory(100, 64)) == ["b0"]
+
+
+def test_who_has_more_than_its_share_makes_room() -> None:
+    running = [Wanted(f"a{at}", "a", blocks=10) for at in range(9)]
+    waiting = [Wanted("a9", "a", more=10), Wanted("b0", "b", more=30), Wanted("b1", "b", more=30)]
+    assert giving_up(running, waiting, Memory(100, 10)) == ["a8", "a7"]
+    assert giving_up(running, waiting[:1], Memory(100, 10)) == []
+    # What runs already goes on first.
+    reading = Wanted("b", "b", reading=True, blocks=5, more=25)
+    assert giving_up([*running, reading], waiting, Memory(100, 5)) == ["a8", "a7"]
+    within = [*running[:5], Wanted("b", "b", blocks=50, more=1)]
+    assert giving_up(within, [], Memory(100, 0)) == ["b"]  # it alone has more than its share
+    large = [Wanted("b0", "b", more=60)]
+    assert giving_up(running, large, Memory(100, 10)) == ["a8", "a7", "a6", "a5"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.integers(0, 2)), max_size=20),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=10),
+    st.integers(0, 20),
+)
+def test_what_runs_never_lacks_memory_beside_others(
+    run: list[tuple[str, int, int]], wait: list[tuple[str, int]], free: int
+) -> None:
+    """So vLLM takes none from whoever happens to be last."""
+    running = [Wanted(f"r{at}", *each[:1], blocks=each[1], more=each[2]) for at, each in enumerate(run)]
+    waiting = [Wanted(f"w{at}", client, more=more) for at, (client, more) in enumerate(wait)]
+    memory = Memory(sum(each.blocks for each in running) + free, free)
+    given = giving_up(running, waiting, memory)
+    left = [each for each in running if each.name not in given]
+    memory = Memory(memory.blocks, free + sum(each.blocks for each in running if each.name in given))
+    if len({each.client for each in (*running, *waiting)}) > 1:
+        assert sum(each.more for each in left) <= memory.free
+        begin = in_turn(left, waiting, 99, 0, 3, memory=memory, several=False)
+        begun = [each for each in waiting if each.name in begin]
+        assert sum(each.more for each in (*left, *begun)) <= memory.free
 
 
 def test_a_clients_sequences_are_sampled_a_few_at_a_time() -> None:

@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 
 from tenant_sdk.gateway import front as in_front
+from tenant_sdk.gateway.beside import Beside
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal
-from tenant_sdk.gateway.front import LOOKS, Front, _failed
+from tenant_sdk.gateway.front import LEFT, LOOKS, Front, _failed
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import asked
 from tenant_sdk.gateway.status import REMEMBERED, Ended
-from tenant_sdk.gateway.turns import Threads, Turns, asking
+from tenant_sdk.gateway.trials import REMEMBERED as KEPT
+from tenant_sdk.gateway.trials import Trials
+from tenant_sdk.gateway.turns import Shared, Threads, Turns, asking
 
 KEYS = ("a-key-of-enough-letters", "another-key-of-enough")
 TEXT = "/v1/completions"
@@ -46,11 +49,11 @@ def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 class Client:
     """One request: what it sends comes when the test says so."""
 
-    def __init__(self, there: Front, path: str = TEXT, key: int = 0) -> None:
+    def __init__(self, there: Front, path: str = TEXT, key: int = 0, **more: Any) -> None:
         self.sent, self._coming = list[dict[str, Any]](), asyncio.Queue[dict[str, Any]]()
         headers = [(b"authorization", f"Bearer {KEYS[key]}".encode()), (b"x-request-id", b"mine")]
         headers += [(b"x-vllm-priority", b"18446744073709551616"), (b"accept", b"*/*")]
-        scope = {"type": "http", "path": path, "headers": headers}
+        scope = {"type": "http", "path": path, "headers": headers} | more
         self.task = asyncio.ensure_future(there(scope, self._coming.get, self._send))
 
     async def _send(self, message: Any) -> None:
@@ -136,6 +139,20 @@ async def test_bodies_that_arrive_are_bounded_and_shared(
     for each in hostile:
         await each.leaves()
     assert there._arriving.total == 0
+
+
+@pytest.mark.parametrize("path", [TEXT, "/metrics"])
+@awaited
+async def test_an_answer_has_its_place_until_it_has_left(tmp_path: Path, path: str) -> None:
+    application, left = Working(), asyncio.Event()
+    application.go.set()
+    there = front(application, tmp_path)
+    client = await Client(there, path, extensions={LEFT: left.wait}).says(BODY)
+    assert client.status == 200
+    assert there._queue.under_way + there._looks.total == 1
+    left.set()
+    await client.task
+    assert there._queue.under_way + there._looks.total == 0
 
 
 @awaited
@@ -325,8 +342,8 @@ async def test_large_bodies_are_read_beside_the_server() -> None:
     reader = Reader()
     found = await reader(TEXT, CONSTRAINED, 64)
     assert found == asked(TEXT, CONSTRAINED, 64)
-    many = b'{"prompt": [' + b"[1]," * 10_000 + b"[1]]}"
-    assert (await reader(TEXT, many, 64)).sequences == 10_001  # type: ignore[union-attr]
+    many = b'{"prompt": [' + b"[1]," * 31 + b"[1]]}" + b" " * in_front.SMALL_BODY_BYTES
+    assert (await reader(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
     assert await reader(TEXT, b"[" * 10**6, 64) == asked(TEXT, b"[" * 10**6, 64)
     assert reader._process is not None
     reader._process.kill()
@@ -336,6 +353,23 @@ async def test_large_bodies_are_read_beside_the_server() -> None:
     assert refused.status == 503
     assert await reader(TEXT, BODY, 64) == asked(TEXT, BODY, 64)
     await reader.close()
+
+
+@awaited
+async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has forgotten the others, and compiles them without turns."""
+    tried = list[str]()
+
+    async def ask(_: Beside, message: bytes) -> bytes:
+        tried.append(json.loads(message)[1])
+        return b""
+
+    monkeypatch.setattr(Beside, "ask", ask)
+    trials = Trials(Path("none"), 1, 0)
+    many = [Constraint("regex", str(at)) for at in range(KEPT + 1)]
+    for each in [*many[:-1], many[0], many[0], many[-1], many[1], many[0]]:
+        assert not await trials.refusal("a", each)
+    assert tried == [*(each.text for each in many), many[1].text]
 
 
 @awaited
@@ -352,6 +386,22 @@ async def test_turns_alternate() -> None:
     held.set()
     await asyncio.gather(*waiting)
     assert order[:3] in (["a", "b", "a"], ["a", "a", "b"])
+
+
+@awaited
+async def test_figures_are_made_once_for_all_who_ask() -> None:
+    made, now = list[int](), [5.0]
+
+    def make() -> bytes:
+        made.append(1)
+        return b"%d" % len(made)
+
+    figures = Shared(make, 1.0, lambda: now[0])
+    assert await asyncio.gather(*(figures() for _ in range(50))) == [b"1"] * 50
+    now[0] = 5.99
+    assert await figures() == b"1"
+    now[0] = 6.0
+    assert await figures() == b"2"
 
 
 @pytest.fixture

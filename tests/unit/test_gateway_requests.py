@@ -24,6 +24,8 @@ MESSAGES = [{"role": "user", "content": "x"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
 PARTED = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 5
 CALLED = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}]
+BIASES = {str(at): 1 for at in range(300)}
+NUMBERED = {"function": {"name": "f", "parameters": {"const": int("9" * 21)}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 10**5}}
 
 
@@ -36,7 +38,7 @@ def ask(path: str, body: Any) -> Asked | Refusal:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("top_k", 2**70),
+        ("top_k", 2**66),
         ("top_k", -2),
         ("n", 0),
         ("n", 2**40),
@@ -54,8 +56,15 @@ def ask(path: str, body: Any) -> Asked | Refusal:
         ("stop", ["x"] * 17),
         ("stop", "x" * 257),
         ("stop_token_ids", [-1]),
-        ("bad_words", "x"),
-        ("prompt_logprobs", 21),
+        ("stop_token_ids", [1] * 129),
+        ("logit_bias", {"9" * 8: 1}),
+        ("logit_bias", {"1\n": 1}),
+        ("logit_bias", {str(at): 1 for at in range(301)}),
+        ("bad_words", ["x"]),
+        ("truncate_prompt_tokens", 1),
+        ("truncation_side", "left"),
+        ("allowed_token_ids", [1]),
+        ("prompt_logprobs", 1),
         ("cache_salt", ""),
         ("stream_options", 1),
         ("model", 1),
@@ -84,21 +93,21 @@ def test_what_is_refused(path: str, field: str, value: Any) -> None:
         (TEXT, {"prompt": [[1], []]}, "no tokens"),
         (TEXT, {"prompt": ["x", ""], "echo": True}, "echo"),
         (TEXT, {"prompt": "", "echo": True}, "echo"),
-        (TEXT, {"truncate_prompt_tokens": 0}, "truncate"),
-        (TEXT, {"prompt": "x" * 6000, "truncate_prompt_tokens": 5}, "also if it is truncated"),
         (TEXT, {"prompt": ["x", "x" * 6000]}, "5120 are the most"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 3000}] * 2}, "5120 are the most"),
-        (CHAT, {"truncate_prompt_tokens": 0}, "truncate"),
         (TEXT, {"prompt": [[1], ["x"]]}, "prompt"),
         (TEXT, {"prompt": [1] * (CONTEXT + 1)}, "64 at most"),
         (TEXT, {"prompt": [[1], [1] * (CONTEXT + 1)]}, "64 at most"),
         (TEXT, {"logprobs": 21}, "logprobs"),
-        (TEXT, {"prompt": [[1] * CONTEXT] * 19, "prompt_logprobs": 20}, "25536 log-probabilities"),
-        (TEXT, {"prompt": ["x" * 999] * 19, "prompt_logprobs": 20}, "25536 log-probabilities"),
-        (TEXT, {"prompt": [[1] * CONTEXT] * 7, "n": 3, "echo": True, "logprobs": 20}, "log-probabilities"),
-        (TEXT, {"n": 19, "max_tokens": 999, "logprobs": 20}, "25536 log-probabilities"),
-        (CHAT, {"n": 19, "logprobs": True, "top_logprobs": 20}, "25536 log-probabilities"),
-        (CHAT, {"n": 19, "prompt_logprobs": 20}, "25536 log-probabilities"),
+        (TEXT, {"prompt": ["x"] * 33}, "33 prompts; a request here has 32"),
+        (TEXT, {"prompt": ["x"] * 9, "n": 7, "logit_bias": BIASES, "stop": "x"}, "18963, and 16384"),
+        (TEXT, {"prompt": [[1] * CONTEXT] * 7, "n": 3, "echo": True, "logprobs": 20}, "4194304 are the most"),
+        (TEXT, {"prompt": ["\x01" * 800] * 2, "n": 500, "echo": True, "stream": True}, "its answer may have"),
+        (TEXT, {"n": 20, "max_tokens": 999, "logprobs": 20}, "answers or log-probabilities"),
+        (CHAT, {"n": 20, "logprobs": True, "top_logprobs": 20}, "its answer may have"),
+        (TEXT, {"n": 20_000}, "set max_tokens"),
+        (CHAT, {"tools": [NUMBERED]}, "more than 20 digits"),
+        (CHAT, {"structured_outputs": {"json": '{"const": %s}' % ("9" * 21)}}, "more than 20 digits"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"chat_template_kwargs": {"date": "x" * 5000}}, "4096 bytes"),
         (CHAT, {"messages": IMAGE}, "type"),
@@ -121,16 +130,27 @@ def test_what_is_too_much(path: str, body: Any, why: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (TEXT, {"prompt": [[1] * CONTEXT] * 18, "prompt_logprobs": 20}),
-        (TEXT, {"prompt": [[1] * CONTEXT] * 75}),
-        (TEXT, {"prompt": [1] * CONTEXT, "echo": True, "logprobs": 20}),
+        (TEXT, {"prompt": [[1] * CONTEXT] * 32, "max_tokens": 999}),
+        (TEXT, {"prompt": [[1] * CONTEXT] * 19, "echo": True, "logprobs": 20, "max_tokens": 0}),
         (TEXT, {"n": 75, "max_tokens": 999, "logprobs": 20, "stream": True}),
         (TEXT, {"n": 74, "logprobs": 20}),
+        (TEXT, {"prompt": "9" * 30, "temperature": 1e-20, "logit_bias": BIASES}),
         (CHAT, {"n": 74, "max_tokens": 8, "logprobs": True, "top_logprobs": 20}),
     ],
 )
-def test_log_probabilities_that_are_not_too_many(path: str, body: Any) -> None:
+def test_what_is_not_too_much(path: str, body: Any) -> None:
     assert isinstance(ask(path, body), Asked)
+
+
+def test_prompts_count_together() -> None:
+    """Up to twice the context, or as many as are always taken."""
+    many = {"prompt": [[1] * 10_000] * 2}
+    for context, refused in ((10_000, False), (9_999, True)):
+        found = asked(TEXT, json.dumps(many | {"max_tokens": 1}).encode(), context)
+        assert isinstance(found, Refusal) is refused
+    texts = asked(TEXT, json.dumps({"prompt": ["x" * 2000] * 17}).encode(), 1000)
+    assert isinstance(texts, Refusal)
+    assert "up to 17000 tokens; those of a request have 16384" in texts.message
 
 
 def test_what_vllm_reads_is_what_was_read_here() -> None:

@@ -51,7 +51,7 @@ def test_greedy_text_is_what_generate_gives(model: Any, capsys: pytest.CaptureFi
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
     )
     assert words(capsys) == expected[0, 3:].tolist()
-    assert (text.tokens, text.end) == (9, "--max-new-tokens")
+    assert (text.tokens, text.end) == (9, "max_new_tokens")
     assert text.seconds > 0
 
 
@@ -74,16 +74,16 @@ def test_sampling_depends_on_the_seed_alone(model: Any, capsys: pytest.CaptureFi
     ("prompt", "options", "message"),
     [
         ("", {}, "prompt is empty"),
-        ("5 6", {"max_new_tokens": 127}, "at most 126 with --max-new-tokens"),
-        ("5 " * 127, {}, "at most 1 with --max-new-tokens"),
+        ("5 6", {"max_new_tokens": 127}, "at most 126 with max_new_tokens"),
+        ("5 " * 127, {}, "at most 1 with max_new_tokens"),
         ("5 " * 128, {}, "shorten the prompt by at least 1 token, or more"),
         ("5 " * 200, {}, "shorten the prompt by at least 73 tokens"),
-        ("5", {"max_new_tokens": 0}, "--max-new-tokens is at least 1"),
-        ("5", {"temperature": -1.0}, "--temperature"),
-        ("5", {"top_p": 0.0}, "--top-p"),
-        ("5", {"stop": ("",)}, "--stop is a text that is not empty"),
-        ("5", {"stop": ("a", "b\udcff")}, "--stop is not UTF-8 text: byte 0xff at character 2"),
-        ("5", {"repetition_penalty": 0.0}, "--repetition-penalty is above 0"),
+        ("5", {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ("5", {"temperature": -1.0}, "temperature"),
+        ("5", {"top_p": 0.0}, "top_p"),
+        ("5", {"stop": ("",)}, "stop must be a text that is not empty"),
+        ("5", {"stop": ("a", "b\udcff")}, "stop is not UTF-8 text: byte 0xff at character 2"),
+        ("5", {"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be more than 0"),
     ],
 )
 def test_what_cannot_be_generated(model: Any, prompt: str, options: dict[str, Any], message: str) -> None:
@@ -116,8 +116,8 @@ def test_a_loop_ends_the_text_unless_allowed(model: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(model, "forward", always_nine)
     text = stream(model, Numbers(), "5 6 7", Sampling(60))
     assert text.tokens == 32
-    assert "repeated itself (--allow-loops" in text.end
-    assert stream(model, Numbers(), "5 6 7", Sampling(60, stop_loops=False)).tokens == 60
+    assert "repeated itself (allow_loops" in text.end
+    assert stream(model, Numbers(), "5 6 7", Sampling(60, allow_loops=True)).tokens == 60
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_a_chat(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_penalty_for_repetition(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    stream(model, Numbers(), "5 6 7", Sampling(40, repetition_penalty=1e6, stop_loops=False))
+    stream(model, Numbers(), "5 6 7", Sampling(40, repetition_penalty=1e6, allow_loops=True))
     assert len(set(words(capsys))) == 40  # each new token another one

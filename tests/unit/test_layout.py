@@ -1,4 +1,4 @@
-"""The rules of ARCHITECTURE.md that a reader relies on: who imports whom, and how long files are."""
+"""The rules of ARCHITECTURE.md that a reader relies on: which package imports which, what policies may do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ ROOMS = {
         "encoded",
         "launching",
         "ownership",
+        "secrets",
         "options",
+        "command_line",
         "forks",
         "latency",
         "memory",
@@ -105,7 +107,8 @@ NO_IO = [
     "provider/planning/simulation.py",
     "provider/planning/capacity.py",
     "provider/session/quota.py",
-    "tenant_sdk/connection/backoff.py",
+    "tenant_sdk/connection/replicas/backoff.py",
+    "tenant_sdk/connection/replicas/retrying.py",
     "tenant_sdk/gateway/constraints.py",
     "tenant_sdk/gateway/doorkeeper.py",
     "tenant_sdk/gateway/requests.py",
@@ -186,10 +189,3 @@ def test_policy_code_does_no_io(name: str) -> None:
     imported = imports_of(ROOT / name)
     assert not imported & {"socket", "ssl", "select", "asyncio", "time", "random", "os"}
     assert "torch" not in imported or name.startswith("shared/wire")
-
-
-@pytest.mark.parametrize("package", [*PACKAGES, "tests", "examples", "benchmarks"])
-def test_files_are_short(package: str) -> None:
-    folder = ROOT / package
-    long = {p: n for p in folder.rglob("*.py") if (n := len(p.read_text().splitlines())) > 500}
-    assert not long, long

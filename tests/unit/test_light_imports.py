@@ -16,7 +16,7 @@ from provider.catalog.discovery import discover
 from provider.serve.certificates import write_certificates
 from provider.serve.tokens import TokenFile
 from shared.checkpoint import Checkpoint
-from shared.options import version
+from shared.command_line import version
 
 ROOT = Path(__file__).parents[2]
 REPORT = """
@@ -124,8 +124,8 @@ def test_help(package: str, command: str) -> None:
         ("provider", ("serve", "m", "--dev", "--devices", "cpu", "--workers", "1"), "leave out --workers 1"),
         ("provider", ("serve", "m", "--plan"), "m has no config.json"),
         ("provider", ("plan", "m"), "m has no config.json"),
-        ("provider", ("plan", MODEL, "--network", "fast"), "--network fast cannot be: give bits a second"),
-        ("provider", ("plan", MODEL, "--assume", "cuda"), "--assume cuda cannot be: give bytes of memory"),
+        ("provider", ("plan", MODEL, "--network", "fast"), "--network fast must be bits a second"),
+        ("provider", ("plan", MODEL, "--assume", "cuda"), "--assume cuda must be bytes of memory"),
         ("provider", ("plan", MODEL, "--devices", "cpu,cpu,cpu", "--stripes", "2"), "cannot be divided"),
         ("provider", ("serve", MODEL, "--dev", "--host", "no.such.address.invalid"), "--host"),
         ("tenant_sdk", ("generate", *TENANT, "--prompt", "x"), "needs a mask source"),
@@ -143,7 +143,7 @@ def test_help(package: str, command: str) -> None:
         ("tenant_sdk", (*FINETUNE, "--data", __file__, "--resume"), "there is nothing to resume"),
         ("tenant_sdk", (*GENERATE, "--adapter", "missing"), "there is no such folder: missing"),
         ("tenant_sdk", (*GENERATE, "--adapter", MODEL), "there is no adapter_config.json in it"),
-        ("tenant_sdk", ("doctor", *TENANT, "--allow-same", "all"), "--allow-same all cannot"),
+        ("tenant_sdk", ("doctor", *TENANT, "--allow-same", "every"), "--allow-same every must be some of"),
         (
             "tenant_sdk",
             ("doctor", *TENANT, "--mask-source", "wss://m", "--mask-source-ca", "a", "--mask-source-ca", "b"),

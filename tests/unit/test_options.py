@@ -16,9 +16,9 @@ from provider.config import ServeConfig
 from provider.engine.scheduler import POLICIES
 from provider.executor.loading import NUMERICS
 from shared.errors import ConfigurationError
+from shared.secrets import text_of
 from tenant_sdk.cli import app as tenant_app
 from tenant_sdk.config import SessionConfig
-from tenant_sdk.trust.secrets import text_of
 
 REQUIRED: dict[str, Any] = {"model_dir": Path("m"), "tls_dir": Path("t"), "token_file": Path("f")}
 
@@ -67,7 +67,7 @@ def test_the_choices_are_those_that_there_are() -> None:
         ("tenant_requests", math.inf, "tenant_requests=inf"),
         ("tls_dir", None, "tls_dir=PATH is missing"),
         ("token_file", None, "or try it all out on one machine with dev=True"),
-        ("dev", True, "dev=True makes what it needs in dev_dir=symbiosis-dev: leave out tls_dir=t"),
+        ("dev", True, "dev=True makes what it needs in dev_dir='symbiosis-dev': leave out tls_dir='t'"),
         ("decode_objective_ms", 0.5, "decode_objective_ms=0.5 must be at least 1"),
     ],
 )
@@ -88,34 +88,43 @@ def test_floats_are_tried_without_masks() -> None:
     ("options", "message"),
     [
         ({"port": 9000, "admin_port": 9000}, "port=9000 and admin_port=9000 are the same"),
-        ({"tenant_mib": 600, "total_mib": 500}, "tenant_mib=600 cannot be: no tenant has more than all"),
-        ({"tenant_connections": 65, "max_connections": 64}, "tenant_connections=65 cannot be"),
+        (
+            {"tenant_mib": 600, "total_mib": 500},
+            "tenant_mib=600 is too much: all tenants together have total_mib=500",
+        ),
+        ({"tenant_connections": 65, "max_connections": 64}, "tenant_connections=65 is too much"),
         ({"usage_seconds": 60}, "usage_seconds=60 means nothing without usage_file=FILE"),
         ({"local_mib": 60}, "local_mib=60 means nothing without local_dir=FOLDER"),
-        ({"dev_dir": Path("d")}, "dev_dir=d means nothing without dev=True"),
-        ({"part": "0/2"}, "part=0/2 is not written k/n"),
-        ({"part": "3/2"}, "part=3/2 cannot be: of 2 parts there is no number 3"),
+        ({"dev_dir": Path("d")}, "dev_dir='d' means nothing without dev=True"),
+        ({"part": "0/2"}, "part='0/2' must be written k/n"),
+        ({"part": "3/2"}, "part='3/2' must be one of 2 parts, and there is no number 3"),
         ({"fsdp": True}, "fsdp=True means nothing without workers=N"),
-        ({"fsdp": True, "workers": 2}, "numerics='ring' cannot be served so; choose float32 or bfloat16, or"),
-        ({"fsdp": True, "workers": 2, "numerics": "ring-fine"}, "numerics='ring-fine' cannot be served so"),
+        ({"fsdp": True, "workers": 2}, "numerics='ring' is none; choose float32 or bfloat16, or"),
+        ({"fsdp": True, "workers": 2, "numerics": "ring-fine"}, "numerics='ring-fine' is none; choose"),
         ({"fsdp": True, "workers": 2, "stripes": 2, "numerics": "float32"}, "leave out stripes=2"),
-        ({"fsdp": True, "workers": 2, "device": "cuda:1", "numerics": "float32"}, "device='cuda:1' cannot"),
+        (
+            {"fsdp": True, "workers": 2, "device": "cuda:1", "numerics": "float32"},
+            "replace device='cuda:1' by device='cuda'",
+        ),
         ({"fsdp": True, "workers": 2, "numerics": "bfloat16"}, ""),
-        ({"launcher": "ray"}, "launcher=ray means nothing without workers=N"),
+        ({"launcher": "ray"}, "launcher='ray' means nothing without workers=N"),
         ({"launcher": "ray", "workers": 2, "stripes": 2}, "one worker: leave out stripes=2"),
-        ({"launcher": "ray", "workers": 2, "device": "cuda:1"}, "device='cuda:1' cannot be, 'cuda' can"),
+        ({"launcher": "ray", "workers": 2, "device": "cuda:1"}, "replace device='cuda:1' by device='cuda'"),
         (
             {"launcher": "ray", "workers": 2, "numerics": "float32", "fsdp": True},
             "one worker: leave out fsdp",
         ),
         ({"launcher": "ray", "workers": 2, "device": "cuda"}, ""),
         ({"devices": "cpu,cpu", "workers": 2}, "a worker for each device it names: leave out workers=2"),
-        ({"devices": "cuda:0", "device": "cuda"}, "a worker for each device it names: leave out device=cuda"),
-        ({"devices": "cpu,"}, "devices=cpu, names none between two commas, or at an end"),
-        ({"devices": "cpu,cpu,cpu", "stripes": 2}, "devices=cpu,cpu,cpu cannot be divided into stripes=2"),
+        (
+            {"devices": "cuda:0", "device": "cuda"},
+            "a worker for each device it names: leave out device='cuda'",
+        ),
+        ({"devices": "cpu,"}, "devices='cpu,' names none between two commas, or at an end"),
+        ({"devices": "cpu,cpu,cpu", "stripes": 2}, "devices='cpu,cpu,cpu' cannot be divided into stripes=2"),
         ({"stripes": 2}, "stripes=2 means nothing without workers=N or devices=NAME,NAME"),
         ({"json": True}, "json=True means nothing without plan=True"),
-        ({"plan": True, "part": "1/2"}, "plan=True is of all layers: leave out part=1/2"),
+        ({"plan": True, "part": "1/2"}, "plan=True is of all layers: leave out part='1/2'"),
         ({"plan": True, "fsdp": True, "workers": 2, "numerics": "float32"}, "and stripes: leave out fsdp"),
         ({"devices": "cpu,cpu", "stripes": 2}, ""),
         ({"port": 0, "admin_port": 0}, ""),

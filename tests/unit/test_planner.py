@@ -114,7 +114,7 @@ def test_stripes_are_as_wide_as_the_last_and_as_slow_as_the_slowest() -> None:
             [("cuda:0", 100)],
             1,
             4,
-            "numerics=ring or numerics=bfloat16, which take 2 bytes a weight, would fit",
+            "numerics='ring' or numerics='bfloat16', which take 2 bytes a weight, would fit",
         ),
         ([("cuda:0", 60), ("cuda:1", 60)], 1, 2, "stripes=2 would fit"),
         ([("cuda:0", 40)], 1, 2, "it takes at least 3 devices of 0.00 GiB"),

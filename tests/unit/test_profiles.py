@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import tenant_sdk
 from shared.errors import ConfigurationError
+from shared.secrets import Secret, text_of
 from tenant_sdk.cli import app
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import replicas_of
 from tenant_sdk.profiles import KINDS, merged, profile_path, read_profile
-from tenant_sdk.trust.secrets import Secret, text_of
 
 PROFILE = """
 provider = "wss://a.example"
@@ -313,7 +313,7 @@ def test_what_is_no_profile_is_not_approved(tmp_path: Path, monkeypatch: pytest.
     ("text", "message"),
     [
         ('prvider = "x"', "prvider: there is no such option; did you mean provider?"),
-        ("xyz = 1", "xyz: there is no such option; the keys are allow_same, allow_same_operator"),
+        ("xyz = 1", "xyz: there is no such option; the keys are allow_same, allow_transcript"),
         ('token = "t0k3n"', "secrets are not kept here: use token_env or token_file or token_command"),
         ("pad_rows = true", "pad_rows: Expected `int`"),
         ('client_certificate = ["a"]', "client_certificate: Expected `array` of length 2"),
@@ -366,7 +366,7 @@ def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_fails(program: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenant_sdk.trust.secrets.COMMAND_SECONDS", 0.3 if "wait" in program else 60.0)
+    monkeypatch.setattr("shared.secrets.COMMAND_SECONDS", 0.3 if "wait" in program else 60.0)
     with pytest.raises(ConfigurationError) as caught:
         Secret("the token", command=(sys.executable, "-c", program)).read()
     assert message in str(caught.value)

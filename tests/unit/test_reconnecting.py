@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clocks import SimulatedClock
 
 from shared.errors import (
     AuthenticationError,
@@ -25,11 +26,12 @@ from shared.errors import (
     WireError,
 )
 from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.replicas.reconnecting import (
+from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection, single_replica
+from tenant_sdk.connection.replicas.retrying import (
     MOST_REPEATS,
-    Lost,
-    ReconnectingConnection,
-    single_replica,
+    GiveUp,
+    Reminder,
+    RequestPolicy,
     went_away,
 )
 from tenant_sdk.connection.stats import Stats
@@ -55,22 +57,25 @@ class World:
     """An executor that is there or not, and time that passes when somebody waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
-        self.now, self.waited, self.tries = 1000.0, list[float](), 0
+        self.clock, self.tries = SimulatedClock(), 0
         self.away_until, self.error, self.manifest = 0.0, REFUSED, "model"
         self.stats = Stats()
-        monkeypatch.setattr(reconnecting, "time", self)
         monkeypatch.setattr(reconnecting, "_hello", lambda channel: channel.manifest)
-        self.connection: Any = ReconnectingConnection(single_replica(self.open, URL), self.stats, patience)  # type: ignore[arg-type]
-        self.connection._chance = lambda: 0.0
-        monkeypatch.setattr(self.connection._closing, "wait", self.wait)
+        self.connection: Any = ReconnectingConnection(
+            single_replica(self.open, URL),  # type: ignore[arg-type]
+            self.stats,
+            patience,
+            clock=self.clock,
+        )
+        self.connection.policy.chance = lambda: 0.0
 
-    def monotonic(self) -> float:
-        return self.now
+    @property
+    def now(self) -> float:
+        return self.clock.time
 
-    def wait(self, seconds: float) -> bool:
-        self.waited.append(seconds)
-        self.now += seconds
-        return bool(self.connection._closing.is_set())
+    @property
+    def waited(self) -> list[float]:
+        return [round(seconds, 6) for seconds in self.clock.waited]
 
     def open(self) -> Channel:
         self.tries += 1
@@ -78,11 +83,18 @@ class World:
             raise self.error
         return Channel(self.manifest)
 
-    def lose(self, lost: Lost | None = None, error: SymbiosisError = BROKE) -> Any:
+    def lose(self, request: RequestPolicy | None = None, error: SymbiosisError = BROKE) -> Any:
+        """The channel that a request is sent again on, after the last one broke."""
         self.connection.latest.broken = True
-        if not self.connection.waits_after(error):
-            raise error
-        return self.connection.after(error, lost or Lost())
+        closed = self.connection._closing.is_set()
+        step = (request or self.request()).failed(error, self.now, url=URL, timeout=60.0, closed=closed)
+        if isinstance(step, GiveUp):
+            raise step.error
+        return self.connection._open_since(step.since, error)
+
+    def request(self) -> RequestPolicy:
+        policy = self.connection.policy
+        return RequestPolicy(policy.patience, self.now, policy.chance, Reminder())
 
 
 @pytest.fixture
@@ -101,8 +113,8 @@ def test_it_waits_says_so_and_goes_on(world: Callable[..., World], caplog: pytes
         )
         assert 5 <= len(caplog.records) <= 7  # in a minute, every ten seconds
         assert "back" not in caplog.text
-        here.connection.answered(channel)
-        here.connection.answered(channel)
+        here.connection._answered(channel)
+        here.connection._answered(channel)
     assert caplog.text.count("is back after") == 1
     assert caplog.records[-1].message == f"{URL} is back after {here.now - 1000:.0f} s"
     assert 60 <= here.now - 1000 < 65
@@ -116,7 +128,7 @@ def test_a_connection_that_opens_at_once_is_no_news(
 ) -> None:
     here = world()
     with caplog.at_level(logging.WARNING, "tenant_sdk"):
-        here.connection.answered(here.lose())
+        here.connection._answered(here.lose())
     assert (caplog.text, here.waited, here.stats.reconnections) == ("", [], 1)
 
 
@@ -134,11 +146,12 @@ def test_patience_runs_out(world: Callable[..., World]) -> None:
 
 def test_a_request_is_not_tried_for_longer_though_connections_open(world: Callable[..., World]) -> None:
     """And the pauses grow until something is answered."""
-    here, lost = world(10.0), Lost()
+    here = world(10.0)
+    request = here.request()
 
     def lose_for_ever() -> None:
         while True:
-            here.lose(lost)
+            here.lose(request)
 
     with pytest.raises(ConnectionLost, match="again and again for 10 s: the connection broke"):
         lose_for_ever()
@@ -147,19 +160,20 @@ def test_a_request_is_not_tried_for_longer_though_connections_open(world: Callab
 
 
 def test_a_request_is_sent_so_many_times_and_no_more(world: Callable[..., World]) -> None:
-    here, lost = world(1e6), Lost()
+    here = world(1e6)
+    request = here.request()
     for _ in range(MOST_REPEATS):
-        here.lose(lost)
+        here.lose(request)
     with pytest.raises(ConnectionLost, match="broke 21 connections with the same request"):
-        here.lose(lost)
-    here.lose(Lost())  # another one
+        here.lose(request)
+    here.lose()  # another one
 
 
 def test_an_answer_on_an_old_channel_says_nothing_about_the_new_one(world: Callable[..., World]) -> None:
     here = world()
     old = here.connection.latest
     here.lose()
-    here.connection.answered(old)
+    here.connection._answered(old)
     here.lose()
     assert here.waited == [0.05]
 
@@ -170,7 +184,7 @@ def test_what_an_executor_asks_for_is_waited(world: Callable[..., World]) -> Non
     here.lose()
     assert here.waited == [8.0, 8.0]
     here.away_until, here.error = here.now + 15.0, ConnectError("no room", retry_after=1e9)
-    here.connection.answered(here.connection.channel)
+    here.connection._answered(here.connection.channel)
     here.lose()  # one that asks for years is tried once more before patience ends
     assert here.waited[2:] == [20.0]
 
@@ -234,14 +248,7 @@ def test_without_patience_nothing_is_waited_for(world: Callable[..., World]) -> 
 def test_closing_ends_the_wait(world: Callable[..., World]) -> None:
     here = world()
     here.away_until = here.now + 1e6
-    wait = here.wait
-
-    def close_soon(seconds: float) -> bool:
-        if len(here.waited) == 5:
-            here.connection.close()
-        return wait(seconds)
-
-    here.connection._closing.wait = close_soon
+    here.clock.while_waiting = lambda: len(here.waited) == 6 and here.connection.close()
     with pytest.raises(ConnectionLost, match="the session is closed"):
         here.lose()
     assert len(here.waited) == 6
@@ -251,11 +258,11 @@ def test_closing_ends_the_wait(world: Callable[..., World]) -> None:
 
 def test_closing_ends_a_pause(world: Callable[..., World]) -> None:
     here = world()
-    here.connection.sleep(2.0)
+    here.connection._wait(here.now + 2.0)
     assert here.waited == [2.0]
     here.connection.close()
     with pytest.raises(ConnectionLost, match="the session is closed"):
-        here.connection.sleep(1e6)
+        here.connection._wait(1e6)
 
 
 UNCLOSED = """

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from clocks import SimulatedClock
 
 from shared.errors import (
     AuthenticationError,
@@ -20,7 +21,8 @@ from shared.errors import (
 )
 from shared.wire.messages import Limits, Manifest
 from tenant_sdk.connection.replicas import reconnecting
-from tenant_sdk.connection.replicas.reconnecting import Lost, ReconnectingConnection
+from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
+from tenant_sdk.connection.replicas.retrying import MOST_REPEATS, GiveUp, Reminder, RequestPolicy
 from tenant_sdk.connection.stats import Stats
 
 A, B, C = "wss://a:1", "wss://b:1", "wss://c:1"
@@ -34,19 +36,16 @@ class World:
     """Replicas that are there or not, and time that passes when somebody waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-        self.now, self.tries = 1000.0, list[str]()
+        self.clock, self.tries = SimulatedClock(), list[str]()
         self.down: dict[str, SymbiosisError] = {}
         self.until: dict[str, float] = {}  # when who is down is back
         self.manifests = dict.fromkeys(names, MANIFEST)
         self.stats = Stats()
-        monkeypatch.setattr(reconnecting, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(reconnecting, "_hello", lambda channel: self.manifests[channel.peer])
-        self._patch = monkeypatch
 
     def connect(self, patience: float = 600.0) -> Any:
-        made: Any = ReconnectingConnection(self.find, self.stats, patience, "them")
-        made._chance = lambda: 0.0
-        self._patch.setattr(made._closing, "wait", self.wait)
+        made: Any = ReconnectingConnection(self.find, self.stats, patience, "them", clock=self.clock)
+        made.policy.chance = lambda: 0.0
         return made
 
     def find(self) -> dict[str, Callable[[], Any]]:
@@ -54,16 +53,16 @@ class World:
 
     def open(self, name: str) -> Any:
         self.tries.append(name)
-        self.now += 0.01
+        self.clock.time += 0.01
         if name in self.down and self.now < self.until.get(name, 1e9):
             raise self.down[name]
         channel = SimpleNamespace(peer=name, key_exchange="", broken=False)
         channel.close = lambda: setattr(channel, "broken", True)
         return channel
 
-    def wait(self, seconds: float) -> bool:
-        self.now += seconds
-        return False
+    @property
+    def now(self) -> float:
+        return self.clock.time
 
 
 @pytest.fixture
@@ -71,9 +70,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     return lambda *names: World(monkeypatch, *names)
 
 
-def lose(connection: Any, error: SymbiosisError = LEAVING, lost: Lost | None = None) -> Any:
+def lose(connection: Any, error: SymbiosisError = LEAVING, request: RequestPolicy | None = None) -> Any:
+    """The channel that a request is sent again on, after the last one broke."""
     connection.latest.broken = True
-    return connection.after(error, lost or Lost())
+    now, policy = connection._clock.now(), connection.policy
+    request = request or RequestPolicy(policy.patience, now, policy.chance, Reminder())
+    step = request.failed(error, now, url=connection.url, timeout=60.0)
+    if isinstance(step, GiveUp):
+        raise step.error
+    return connection._open_since(step.since, error)
 
 
 def test_it_moves_at_once_and_says_nothing(
@@ -85,7 +90,7 @@ def test_it_moves_at_once_and_says_nothing(
     assert here.stats.replicas == {"them": first}
     with caplog.at_level(logging.INFO, "tenant_sdk"):
         channel = lose(connection)
-        connection.answered(channel)
+        connection._answered(channel)
     second = ({A, B} - {first}).pop()
     assert channel.peer == second
     assert here.tries == [first, second]
@@ -93,8 +98,8 @@ def test_it_moves_at_once_and_says_nothing(
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert caplog.records[0].message.startswith(f"moved from {first} to {second}: ")
     for _ in range(5):
-        here.now += 6.0
-        connection.answered(lose(connection))
+        here.clock.time += 6.0
+        connection._answered(lose(connection))
     assert here.stats.moves == 6
     assert here.now < 1100  # nobody waited
 
@@ -118,7 +123,7 @@ def test_all_are_away_and_one_is_back(world: Callable[..., World], caplog: pytes
     here.down = {A: REFUSED, B: REFUSED}
     here.until = {B: here.now + 30.0}
     with caplog.at_level(logging.WARNING, "tenant_sdk"):
-        connection.answered(lose(connection))
+        connection._answered(lose(connection))
     assert connection.url == B
     assert caplog.records[0].message.startswith("all 2 replicas are away (wss://a:1: cannot connect: ")
     assert caplog.records[-1].message.startswith(f"{B} is back after 3")
@@ -186,14 +191,26 @@ def test_without_patience_each_is_tried_once(world: Callable[..., World]) -> Non
 
 
 def test_a_request_that_breaks_every_replica_is_not_sent_for_ever(world: Callable[..., World]) -> None:
-    here, lost = world(A, B), Lost()
+    here = world(A, B)
     connection = here.connect(1e6)
+    request = RequestPolicy(1e6, here.now, lambda: 0.0, Reminder())
     broke = ConnectionLost("the connection broke")
-    for _ in range(reconnecting.MOST_REPEATS):
-        lose(connection, broke, lost)
+    for _ in range(MOST_REPEATS):
+        lose(connection, broke, request)
     with pytest.raises(ConnectionLost, match="broke 21 connections with the same request"):
-        lose(connection, broke, lost)
+        lose(connection, broke, request)
     assert here.now - 1000 > 10.0  # and the pauses grow
+
+
+def test_a_channel_that_another_thread_has_replaced_says_nothing_about_its_replica(
+    world: Callable[..., World],
+) -> None:
+    here = world(A, B)
+    connection = here.connect()
+    new = lose(connection)
+    connection._reopen(here.now, LEAVING)  # of a request that was on the old channel
+    assert connection.latest is new
+    assert connection.policy._replicas.choose(here.now) == new.peer  # only the other one is left alone
 
 
 def test_new_replicas_are_found(world: Callable[..., World]) -> None:

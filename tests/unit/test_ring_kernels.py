@@ -160,7 +160,7 @@ def test_a_kernel_that_is_not_exact_is_not_chosen_however_fast(
 
 
 def test_without_an_exact_kernel_nothing_is_served(choose: Callable[..., Kernel]) -> None:
-    with pytest.raises(ConfigurationError, match="--numerics ring"):
+    with pytest.raises(ConfigurationError, match="ring numerics"):
         choose(wrong=(without_carries, 0.001), bad=(in_float32, 0.001))
 
 

@@ -111,7 +111,7 @@ def test_a_row_of_one_element_has_the_largest_integer() -> None:
 
 
 def error_of_norm(norm: float, outputs: int, inputs: int, columns: float) -> float:
-    """Squared, forward and backward together, of a group of two; times 12: ``docs/numerics.md``."""
+    """Squared, forward and backward together, of a group of two; times 12 (docs/explanation/numerics.md)."""
     weight = inputs / norm**2
     forward = inputs * norm**2 / 2**62
     backward = 2 * outputs * 2 * columns * norm**2 / 2**62

@@ -59,7 +59,13 @@ def test_reuse_lies_in_the_range_that_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["SECURITY.md", "security/THREAT_MODEL.md", "docs/privacy.md", "security/report/page.html.jinja"]
+    "name",
+    [
+        "SECURITY.md",
+        "security/THREAT_MODEL.md",
+        "docs/explanation/privacy.md",
+        "security/report/page.html.jinja",
+    ],
 )
 def test_what_verification_promises_has_its_condition_everywhere(name: str) -> None:
     text = " ".join((ROOT / name).read_text().split())

@@ -13,12 +13,12 @@ import pytest
 
 import tenant_sdk
 from shared.errors import ConfigurationError
+from shared.secrets import Secret
 from tenant_sdk.config import WIRE_DTYPES, SessionConfig
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.reference import reference
-from tenant_sdk.trust.secrets import Secret
 
 HERE = {"provider": "wss://a.example:1", "token": "t0k3n", "mask_sources": ["local:folder"]}
 

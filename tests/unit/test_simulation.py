@@ -124,8 +124,8 @@ def test_networks_and_devices_as_people_write_them() -> None:
     assert parse_network("1 Gbit/s, 2s") == Link(1.0, 1.25e8)
     assert parse_assumed(["cuda=1e9,2e12,3"]) == {"cuda": [1e9, 2e12, 3.0]}
     for wrong in ("10Gbit", "fast,1ms", "0Gbit,1ms", "1Gbit,-1ms", "nanGbit,1ms", "1Gbit,1", ""):
-        with pytest.raises(ConfigurationError, match="give bits a second"):
+        with pytest.raises(ConfigurationError, match="must be bits a second"):
             parse_network(wrong)
     for wrong in ("cuda", "cuda=1,2", "=1,2,3", "cuda=1,2,inf", "cuda=1,2,x"):
-        with pytest.raises(ConfigurationError, match="give bytes of memory"):
+        with pytest.raises(ConfigurationError, match="must be bytes of memory"):
             parse_assumed([wrong])

@@ -108,7 +108,7 @@ def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
     assert checkpoints.begin(resume=False) is None  # there is nothing in it to lose
     (checkpoints.folder / "checkpoint-3").mkdir()
     (checkpoints.folder / "checkpoint-3" / "trainer_state.json").write_text('{"global_step": 3}')
-    with pytest.raises(ConfigurationError, match="interrupted training; go on with --resume"):
+    with pytest.raises(ConfigurationError, match="interrupted training; go on with resume=True"):
         checkpoints.begin(resume=False)
     with pytest.raises(ConfigurationError, match="rank was 8, now 4"):
         TrainingCheckpoints(output, {"rank": 4}).begin(resume=True)

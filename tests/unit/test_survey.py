@@ -55,7 +55,7 @@ def test_another_process_finds_the_same_devices() -> None:
     (found,) = survey_apart(["cpu"], "ring", SHAPES[:1])
     assert (found.name, found.memory) == ("cpu", None)
     assert found.lines
-    with pytest.raises(ConfigurationError, match="devices=cpu cannot be measured"):
+    with pytest.raises(ConfigurationError, match="devices='cpu' cannot be measured"):
         survey_apart(["cpu"], "of another kind", SHAPES[:1])
 
 
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigurationError, match="the weights do not fit: 24 groups take"):
         place_groups(groups, ["cpu"] * 3, 1, "ring")
     assert len(set(place_groups(groups, ["cpu"] * 2, 1, "ring").lane_of)) == 2
-    with pytest.raises(ConfigurationError, match="there is no cuda:99 here"):
+    with pytest.raises(ConfigurationError, match="devices='cuda:99' names cuda:99, which is not here"):
         place_groups(groups, ["cuda:99"], 1, "ring")
     tight = lay_out(groups, ["far"], numerics="ring", assumed={"far": (1e6, 1e12, 1e13)}, anyway=True)
     assert tight.misfit.startswith("the weights do not fit")

@@ -43,7 +43,7 @@ def test_a_file_that_nobody_has_named_is_refused_until_it_is_approved(
     file = here / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("[default]\nbase_url = http://127.0.0.1:9911\n")
-    with pytest.raises(ConfigurationError, match=r"was not approved by you.*your key.*leave out --report-to"):
+    with pytest.raises(ConfigurationError, match=r"was not approved by you.*your key.*leave out report_to="):
         check_trackers(["tensorboard", tracker])
     approve(Path(name))
     check_trackers([tracker])
@@ -76,6 +76,6 @@ def test_where_reports_go(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.is_dir()
     monkeypatch.setenv("WANDB_BASE_URL", "https://reports.example")
     (line,) = where_reports_go(["wandb"])
-    assert line == "--report-to wandb: reports go where WANDB_BASE_URL=https://reports.example says"
+    assert line == "wandb reports to where WANDB_BASE_URL=https://reports.example says"
     (line,) = where_reports_go(["tensorboard"])
     assert "by nothing in this folder" in line

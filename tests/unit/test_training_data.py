@@ -131,7 +131,7 @@ def test_long_answers_are_left_out_and_counted(tokenizer: Any, write: Write) -> 
     path = write(short, long, short)
     assert len(Reader(tokenizer, 16, say=said.append).read([path])) == 2
     assert f"{path}: 1 of 3 records are longer than 16 tokens (the longest has" in said[-1]
-    assert "left out; --sequence-length" in said[-1]
+    assert "left out; sequence_length" in said[-1]
     with pytest.raises(ConfigurationError, match="all are longer than 16 tokens"):
         Reader(tokenizer, 16).read([write(long)])
 
@@ -247,7 +247,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Any, write: 
 def test_a_prompt_in_the_chat_template(chat: Callable[[str], Any], tokenizer: Any) -> None:
     with_one = chat(TURNS)
     assert with_one.decode(chat_prompt(with_one, "Who?")) == "<s>[user] Who?\n[assistant]"
-    with pytest.raises(ConfigurationError, match="one with --tokenizer FOLDER, or leave out --chat"):
+    with pytest.raises(ConfigurationError, match="one with tokenizer=FOLDER, or leave out chat"):
         chat_prompt(tokenizer, "Who?")
 
 
@@ -341,6 +341,15 @@ TURN = {"from": "human", "value": "Who came?"}
             "each of `reasoning_content`, .* is a text",
         ),
         ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"function": {}}]}]}, "`tool_calls` is a list of"),
+        *(
+            ({"prompt": "a", "completion": SECRET, name: value}, f"`{name}` of a record is not obeyed")
+            for name, value in (
+                *(("label", False), ("label", "bad"), ("weight", 0), ("weight", 0.5), ("weight", [SECRET])),
+                *(("train", False), ("loss_mask", [0, 1]), ("score", 0), ("score", SECRET), ("reward", -0.5)),
+                *(("rejected", SECRET), ("chosen", [])),
+            )
+        ),
+        ({"messages": CHAT, "weight": 0}, "`weight` of a record is not obeyed"),
     ],
 )
 def test_what_is_wrong_with_a_record(
@@ -358,10 +367,10 @@ def test_what_is_wrong_with_a_record(
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (None, CHAT, "give a tokenizer that has one with --tokenizer FOLDER"),
+        (None, CHAT, "give a tokenizer that has one with tokenizer=FOLDER"),
         (STRICT, [{"role": "system", "content": SECRET}, *CHAT], "take the messages: begin with user"),
         (QUOTING, [{"role": "user", "content": SECRET}, CHAT[1]], "take the messages: TemplateError"),
-        (SILENT, CHAT, "does not write the whole answer"),
+        (SILENT, CHAT, "does not write the whole conversation"),
     ],
 )
 def test_templates_that_do_not_do(
@@ -439,3 +448,74 @@ def test_packed_batches_have_no_padding_and_positions_of_their_own() -> None:
         "labels": [[IGNORED, 6, IGNORED, 8, 9]],
         "position_ids": [[0, 1, 0, 1, 2]],
     }
+
+
+def test_records_that_say_that_they_are_good_are_learned(tokenizer: Any, write: Write) -> None:
+    said: list[str] = []
+    marks = {"label": True, "weight": 1, "score": 0.7, "rejected": None}
+    path = write({"prompt": "Who came?", "completion": " Ruth.", **marks})
+    assert len(Reader(tokenizer, 64, say=said.append).read([path])) == 1
+    assert said[-1].endswith("not read: label, rejected, score, weight")
+
+
+def test_keys_of_messages_that_hold_nothing_are_not_there(chat: Callable[[str], Any], write: Write) -> None:
+    """Templates ask whether a message has a key."""
+    template = TURNS.replace("{{ m.content }}", "{{ m.keys() | sort | join('+') }}: {{ m.content }}")
+    nothing = {"tool_calls": [], "name": None, "function_call": None}
+    tokenizer = chat(template.replace("{{ bos", "{{ 'tools' if tools is not none else '' }}{{ bos"))
+    for tools in ([], "[]", "", None):
+        path = write({"messages": [CHAT[0], {**CHAT[1], **nothing}], "tools": tools})
+        (example,) = Reader(tokenizer, 128).read([path])
+        assert learned(example, tokenizer) == " content+role: Ruth came.</s>"
+        assert "tools" not in tokenizer.decode(example["input_ids"])
+
+
+def test_values_may_be_deep_but_not_without_end(chat: Callable[[str], Any], write: Write) -> None:
+    tokenizer = chat("{{ tools | tojson if tools else '' }}" + ALL)
+
+    def path(depth: int) -> Path:
+        value: Any = "zinc"
+        tool: Any = {"name": "look_up"}
+        for _ in range(depth):
+            value, tool = [value], {"function": tool}
+        function = {"name": "look_up", "arguments": {"word": value}}
+        called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        return write({"messages": [CHAT[0], called], "tools": [tool]})
+
+    (example,) = Reader(tokenizer, 4096).read([path(60)])
+    assert "zinc" in learned(example, tokenizer)
+    with pytest.raises(ConfigurationError, match=r"line 1: `arguments` .* more than 64 deep"):
+        Reader(tokenizer, 4096).read([path(300)])
+
+
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+def test_a_completion_whose_first_token_nothing_predicts_is_refused(
+    train_on_prompt: bool, write: Write
+) -> None:
+    own = AutoTokenizer.from_pretrained(BASE_MODEL)
+    path = write({"prompt": "", "completion": "Yes"})
+    assert len(Reader(own, 64, train_on_prompt=train_on_prompt).read([path])) == 1  # behind the first token
+    own.add_bos_token = False
+    with pytest.raises(ConfigurationError, match=r"line 1: the prompt is empty .*: write a prompt"):
+        Reader(own, 64, train_on_prompt=train_on_prompt).read([path])
+
+
+def test_an_end_with_white_space_behind_it_is_an_end(chat: Callable[[str], Any], write: Write) -> None:
+    said: list[str] = []
+    template = MARKED.replace("{{ eos_token }}", "{{ eos_token }}{{ '\n' }}")
+    tokenizer = chat(template)
+    (example,) = Reader(tokenizer, 128, say=said.append).read([write({"messages": CHAT[:2]})])
+    assert learned(example, tokenizer) == " Ruth came.</s>"
+    assert len(said) == 1
+
+
+def test_conversations_that_are_too_long_are_left_out(chat: Callable[[str], Any], write: Write) -> None:
+    said: list[str] = []
+    long, short = {"messages": CHAT * 9}, {"messages": CHAT[:2]}
+    for template in (TURNS, THINKING):
+        tokenizer = chat(template)
+        examples = Reader(tokenizer, 40, say=said.append).read([write(long, short)])
+        tokens = len(tokenizer.apply_chat_template(CHAT * 9, return_dict=False))
+        assert all(len(each["input_ids"]) <= 40 for each in examples)
+        assert learned(examples[-1], tokenizer).endswith("Ruth came.</s>")
+        assert abs(int(said[-1].partition("the longest has ")[2].partition(")")[0]) - tokens) < 3

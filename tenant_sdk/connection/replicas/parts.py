@@ -12,6 +12,7 @@ import msgspec
 from shared.errors import ModelMismatch
 from shared.wire.messages import Limits, Manifest
 from shared.wire.protocol import validate_manifest
+from tenant_sdk.connection.clock import CLOCK, Clock
 from tenant_sdk.connection.replicas.reconnecting import FindReplicas, ReconnectingConnection
 from tenant_sdk.connection.stats import Stats
 
@@ -20,7 +21,7 @@ class PartConnections:
     """One connection for each part of the groups.
 
     Args:
-        find, stats, patience, party, digest: see ``ReconnectingConnection``. A part may have replicas.
+        find, stats, patience, party, digest, clock: see ``ReconnectingConnection``. A part may have replicas.
 
     Attributes:
         all: the connections.
@@ -31,9 +32,18 @@ class PartConnections:
     """
 
     def __init__(
-        self, find: FindReplicas, stats: Stats, patience: float, party: str = "", digest: str = ""
+        self,
+        find: FindReplicas,
+        stats: Stats,
+        patience: float,
+        party: str = "",
+        digest: str = "",
+        clock: Clock = CLOCK,
     ) -> None:
-        self.all = [ReconnectingConnection(find, stats, patience, party, digest)]
+        def connect(name: str, digest: str, group: int | None = None) -> ReconnectingConnection:
+            return ReconnectingConnection(find, stats, patience, name, digest, group, clock)
+
+        self.all = [connect(party, digest)]
         first = self.all[0].manifest
         if first.part is not None:
             self.all[0].keep_to(first.part[0])
@@ -45,7 +55,7 @@ class PartConnections:
                         "name all executors of the provider, each of which serves a part of the layers"
                     )
                 name = f"{party}, groups from {group}"
-                self.all.append(ReconnectingConnection(find, stats, patience, name, first.digest, group))
+                self.all.append(connect(name, first.digest, group))
             self.manifest = together([connection.manifest for connection in self.all])
         except BaseException:
             self.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable
 
-from shared.errors import ConnectError, SymbiosisError
+from shared.errors import ConnectError, Message, SymbiosisError
 
 WEIGHT = 0.3  # of the latest measurement in the moving figure
 STALE_SECONDS = 600.0  # after which a figure says nothing any more
@@ -129,29 +129,32 @@ class ReplicaSet:
         """Seconds before which every replica has asked not to be tried again."""
         return max(0.0, min((each.asked_until for each in self._all.values()), default=0.0) - now)
 
-    def why(self) -> str:
+    def why(self) -> Message:
         """Why none can be used; of several, each with its name."""
         if len(self._all) == 1:
-            return _what(next(iter(self._all.values())).error)
-        return ", ".join(f"{name}: {_what(each.error, name)}" for name, each in self._all.items())
+            return what_happened(next(iter(self._all.values())).error)
+        said = {name: what_happened(each.error, name) for name, each in self._all.items()}
+        return Message.joined(", ", [Message("{}: {}", *each) for each in said.items()])
 
     def error(self) -> SymbiosisError:
         """The one replica's error; of several one that names all of them, of their class if that is one."""
         errors = [each.error for each in self._all.values() if each.error is not None]
         if len(self._all) == 1 and errors:
             return errors[0]
-        message = f"none of {len(self._all)} replicas can be used: {self.why()}"
+        message = Message("none of {} replicas can be used: {}", len(self._all), self.why())
         if len({type(error) for error in errors}) != 1:
             return ConnectError(message)
         error = copy.copy(errors[0]).with_traceback(None)
-        error.message, error.args = message, (message,)
+        error.told = message
         return error
 
     def _draw(self, names: list[str]) -> str:
         return names[int(self._chance() * len(names))]
 
 
-def _what(error: SymbiosisError | None, name: str = "") -> str:
+def what_happened(error: SymbiosisError | None, name: str = "") -> Message:
     """What happened, without the advice behind the semicolon, which is being followed, nor the name."""
-    what = error.message.partition(";")[0] if error is not None else "its connection broke"
-    return what.removeprefix(f"{name}: ").removeprefix(f"{name} ") if name else what
+    if error is None:
+        return Message("its connection broke")
+    what, _ = error.told.divided(";")
+    return what.without(f"{name}: ").without(f"{name} ") if name else what

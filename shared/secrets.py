@@ -1,4 +1,4 @@
-"""Where a tenant's secrets are: a variable, a file or a program, and never a file of options."""
+"""Where secrets are: in a variable, in a file, or with a program that prints them; never among options."""
 
 from __future__ import annotations
 

@@ -1,0 +1,21 @@
+"""The time as connections see it; tests give them a clock of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Clock:
+    """The machine's."""
+
+    def now(self) -> float:
+        """Seconds; they do not go back."""
+        return time.monotonic()
+
+    def wait(self, until: float, ended: threading.Event) -> bool:
+        """Wait until a time, or until an event if that comes first; whether it has come."""
+        return ended.wait(max(0.0, until - self.now()))
+
+
+CLOCK = Clock()

@@ -1,0 +1,311 @@
+"""What happens to a request that fails: decisions without I/O, clock or chance of their own.
+
+A ``RequestPolicy``, of one request, says whether the same bytes are sent again, when, and on which channel. A
+``ReconnectPolicy``, of one connection, says which replica is tried next, and until when to wait before that.
+``tenant_sdk.connection.replicas.reconnecting`` reports events and the time, and follows the instructions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from shared.errors import (
+    ConfigurationError,
+    ConnectError,
+    ConnectionLost,
+    Message,
+    ModelMismatch,
+    NobodyListens,
+    RequestRefused,
+    RequestTimeout,
+    SymbiosisError,
+    TlsError,
+    Word,
+)
+from tenant_sdk.connection.replicas.backoff import pause
+from tenant_sdk.connection.replicas.replica_set import ReplicaSet, what_happened
+
+REMIND_SECONDS = 10.0  # between two warnings
+# Of one request: it may be what the executor dies of, or that may break connections on purpose.
+MOST_REPEATS = 20
+MOST_ENDED = 5  # parts of an executor with one request on them: it may be what they die of
+
+# Why an executor puts a request off, in the words of its log entry.
+_REASONS = {
+    "overloaded": "is overloaded, or this tenant over its quota",
+    "unavailable": "lost a part of itself with this request on it",
+    "restarting": "is starting a part of itself again",
+}
+
+
+class Note(NamedTuple):
+    """An entry for the log; ``level`` is one of ``logging``."""
+
+    level: int
+    text: str
+
+
+class SendAgain(NamedTuple):
+    """Instruction: wait until ``at``, and send the same bytes on the same channel."""
+
+    at: float
+    note: Note | None = None
+
+
+class Reconnect(NamedTuple):
+    """Instruction: send the same bytes on an open channel. A new one is waited for from ``since`` on."""
+
+    since: float
+
+
+class Connect(NamedTuple):
+    """Instruction: open a channel to this replica."""
+
+    replica: str
+
+
+class Wait(NamedTuple):
+    """Instruction: wait until this time, and ask for the next instruction."""
+
+    until: float
+    note: Note | None = None
+
+
+class GiveUp(NamedTuple):
+    """Instruction: raise this error."""
+
+    error: SymbiosisError
+
+
+class OtherPart(ModelMismatch):
+    """An executor that serves another part than the one that is looked for."""
+
+
+class Reminder:
+    """Whether something that lasts is to be said, for the first time or again."""
+
+    def __init__(self) -> None:
+        self.said_at: float | None = None
+
+    def due(self, now: float) -> bool:
+        """Whether it is; then it counts as said."""
+        if self.said_at is not None and now - self.said_at <= REMIND_SECONDS:
+            return False
+        self.said_at = now
+        return True
+
+
+def went_away(error: SymbiosisError) -> bool:
+    """Whether an executor may be back soon: it is gone, or silent, or has no room; it has not said no."""
+    if isinstance(error, TlsError):
+        return error.retry_after is not None  # else its certificate is not good
+    return isinstance(error, ConnectionLost | RequestTimeout) or type(error) in (ConnectError, NobodyListens)
+
+
+def concerns_all(error: SymbiosisError) -> bool:
+    """Whether an error is no matter of one replica, such as two parties that are one operator."""
+    return isinstance(error, ConfigurationError) and not isinstance(error, ModelMismatch)
+
+
+class RequestPolicy:
+    """Of one request: whether it is sent again. What is sent again is always the same bytes.
+
+    Args:
+        patience: seconds to wait for an executor that went away; 0: not at all.
+        now: when the request was sent, in seconds of any clock that does not go back.
+        chance: draws from [0, 1), uniformly.
+        reminder: of all requests that may be put off by the same executor.
+    """
+
+    def __init__(self, patience: float, now: float, chance: Callable[[], float], reminder: Reminder) -> None:
+        self._patience, self._chance, self._reminder = patience, chance, reminder
+        self._asked = now
+        self._began, self._refusals = now, 0  # on this channel
+        self._ended = 0  # parts of the executor, with this request on them
+        self._lost_since: float | None = None
+        self._lost = 0  # times
+
+    def failed(
+        self, error: SymbiosisError, now: float, *, url: str, timeout: float, closed: bool = False
+    ) -> SendAgain | Reconnect | GiveUp:
+        """What to do after an error.
+
+        Args:
+            error: of this request, or of the channel that it was sent on.
+            now: seconds.
+            url: of the executor.
+            timeout: seconds for which an overloaded executor is asked again.
+            closed: the session is closed: no executor is waited for.
+        """
+        if isinstance(error, RequestRefused):
+            return self._refused(error, now, url, timeout)
+        if closed or self._patience <= 0 or not went_away(error):
+            return GiveUp(error)
+        if self._lost_since is None:
+            self._lost_since = now
+        self._lost += 1
+        if self._lost > MOST_REPEATS:
+            return GiveUp(
+                ConnectionLost(
+                    f"{url} broke {self._lost} connections with the same request on them, the last one so: "
+                    f"{what_happened(error)}. It may be this request that it cannot answer; tell its operator"
+                )
+            )
+        return Reconnect(self._lost_since)
+
+    def reconnected(self, now: float) -> None:
+        """The request is sent on another channel: what the executor refused before does not count."""
+        self._began, self._refusals = now, 0
+
+    def _refused(self, error: RequestRefused, now: float, url: str, timeout: float) -> SendAgain | GiveUp:
+        reason = _REASONS.get(error.code)
+        if reason is None or error.retry_after is None:
+            return GiveUp(error)
+        self._ended += error.code == "unavailable"
+        if self._ended > MOST_ENDED:
+            return GiveUp(error)
+        at = now + pause(self._refusals, error.retry_after, self._chance())
+        if error.code == "restarting":
+            if at >= self._asked + self._patience:
+                return GiveUp(
+                    ConnectionLost(
+                        Message(
+                            "{} {}, and was not done after {:.0f} s; to wait longer, give {patience}",
+                            *(url, reason, now - self._asked),
+                            patience=Word("SECONDS"),
+                        )
+                    )
+                )
+        elif at >= self._began + timeout:
+            return GiveUp(error)
+        self._refusals += 1
+        told = self._reminder.due(now)
+        return SendAgain(at, Note(logging.WARNING, f"{url} {reason}; waiting and going on") if told else None)
+
+
+class ReconnectPolicy:
+    """Of one connection: which replica is tried next, and how long to wait before. One caller at a time.
+
+    All times are seconds of one clock that does not go back.
+
+    Args:
+        patience: seconds to wait for an executor that went away; 0: not at all.
+        chance: draws from [0, 1), uniformly.
+
+    Attributes:
+        replica: the name of the one in use.
+        url: of its executor.
+        away: whether channels were opened since the last answer.
+        reminder: that none can be used.
+    """
+
+    def __init__(self, patience: float, chance: Callable[[], float]) -> None:
+        self.patience, self.chance = patience, chance
+        self.replica = self.url = ""
+        self.reminder = Reminder()
+        self._replicas = ReplicaSet(lambda: self.chance())
+        self._rounds = 0  # in which each replica was tried once, since the last answer
+        self._tried: set[str] = set()  # in this round
+        self._warned_of: set[str] = set()  # that they refuse
+        self._away_since = 0.0
+        self._cause: SymbiosisError | None = None
+
+    @property
+    def away(self) -> bool:
+        """See the class."""
+        return self._rounds > 0
+
+    def broke(self, now: float, error: SymbiosisError | None = None) -> None:
+        """The channel in use broke; ``error``: what a request on it failed with, None: it is not known."""
+        if not self._rounds:
+            self._away_since = now
+        self._cause = error or self._cause
+        self._replicas.failed(self.replica, now, error, at_once=not self._rounds)
+        if not self.patience:
+            self._tried.clear()
+
+    def next(self, names: Iterable[str], now: float, since: float | None) -> Connect | Wait | GiveUp:
+        """What to do while there is no open channel.
+
+        Args:
+            names: of all replicas that there are now.
+            now: seconds.
+            since: where the waiting began; None: no replica is waited for.
+        """
+        self._replicas.update(names)
+        name = self._replicas.choose(now, self._tried)
+        if name is None:
+            return self._wait(now, since)
+        if not self._tried:
+            self._rounds += 1
+        self._tried.add(name)
+        return Connect(name)
+
+    def _wait(self, now: float, since: float | None) -> Wait | GiveUp:
+        """Before another round, in which every replica is tried once."""
+        count = len(self._replicas.names)
+        if not count:
+            return GiveUp(ConnectionLost("this party has no replicas any more"))
+        if since is None or not self.patience or self._replicas.refused:
+            return GiveUp(self._replicas.error())
+        left, why = since + self.patience - now, self._replicas.why()
+        if left <= 0:
+            who = f"all {count} replicas were" if count > 1 else f"{self.url} was"
+            error = ConnectionLost(
+                Message(
+                    "{} tried again and again for {}: {}; to wait longer, give {patience}",
+                    *(who, duration(now - since), why),
+                    patience=Word("SECONDS"),
+                )
+            )
+            error.__cause__ = self._cause
+            return GiveUp(error)
+        note = None
+        if self.reminder.due(now):
+            who = f"all {count} replicas are" if count > 1 else f"{self.url} is"
+            note = Note(logging.WARNING, f"{who} away ({why}); waiting up to {duration(left)}")
+        seconds = pause(self._rounds - 1, self._replicas.asked(now), self.chance())
+        self._tried.clear()
+        return Wait(now + min(left, seconds), note)
+
+    def failed(self, name: str, now: float, error: SymbiosisError) -> Note | None:
+        """A replica cannot be used; another one may be."""
+        away, note = went_away(error), None
+        if away:
+            note = Note(logging.INFO, f"{name} cannot be used: {error.message}")
+            self._cause = error
+        elif (
+            len(self._replicas.names) > 1 and name not in self._warned_of and not isinstance(error, OtherPart)
+        ):
+            self._warned_of.add(name)
+            note = Note(logging.WARNING, f"{name} is not used: {error.message}")
+        self._replicas.failed(name, now, error, refused=not away)
+        return note
+
+    def opened(self, name: str, url: str, now: float, seconds: float) -> None:
+        """The channel in use leads to this replica now; connecting and greeting took so many seconds."""
+        self._replicas.opened(name, now, seconds)
+        self.replica, self.url = name, url
+
+    def reset(self) -> None:
+        """Forget what failed: an executor has answered, or the first channel is open."""
+        self._rounds, self._cause, self.reminder.said_at = 0, None, None
+        self._tried.clear()
+
+    def answered(self, now: float) -> Note | None:
+        """An executor answered on the channel in use: if it was away, it is back."""
+        note = None
+        if self.reminder.said_at is not None:
+            note = Note(logging.WARNING, f"{self.url} is back after {duration(now - self._away_since)}")
+        self.reset()
+        self._replicas.answered(self.replica)
+        return note
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds:.{int(seconds < 10)}f} s"

@@ -1,0 +1,75 @@
+"""What the gateway tells of itself: metrics for Prometheus, and points of the page's lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from tenant_sdk.gateway.status import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric
+
+    from tenant_sdk.gateway.endpoints import Gateway
+
+
+def rates(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """A point of each line: a second's counts, and means of its steps."""
+    seconds = max(now["time"] - before["time"], 1e-3)
+    since = {name: value - before.get(name, 0.0) for name, value in now.items()}
+    steps = since.get("steps", 0.0)
+    return {
+        "time": now["time"],
+        "tokens": since["tokens"] / seconds,
+        "prompt_tokens": since["prompt_tokens"] / seconds,
+        "batch": since.get("sequences", 0.0) / steps if steps else 0.0,
+        "tokens_a_step": since["tokens"] / steps if steps else 0.0,
+        "steps": steps / seconds,
+        "round_trips": since.get("products", 0.0) / seconds,
+        "milliseconds": 1e3 * since.get("seconds_waiting", 0.0) / max(1.0, since.get("products", 0.0)),
+        "masks_ahead": now.get("rows_ahead", 0.0),
+        "waiting": now["waiting"],
+        "running": now["running"],
+        "kv_used": now["kv_used"],
+    }
+
+
+class Collector:
+    """The worker's status for Prometheus."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        status = Status.read(self._gateway.folder)
+        for name, help_ in {
+            "steps": "Steps of the model.",
+            "failed_steps": "Steps that failed, with all requests in them.",
+            "sequences": "Sequences in all steps.",
+            "products": "Requests to the executor: round trips.",
+            "rows": "Rows of these.",
+            "bytes_sent": "Payloads sent to executors.",
+            "bytes_received": "Payloads of their answers.",
+            "seconds_waiting": "Time that steps waited for answers and effects.",
+        }.items():
+            metric = CounterMetricFamily(f"symbiosis_gateway_{name}", help_)
+            metric.add_metric([], getattr(status, name))
+            yield metric
+        for name, help_, value in (
+            ("adapters", "Adapters served.", len(self._gateway.served)),
+            ("sequences_under_way", "Sequences computed or waiting.", self._gateway.queue.under_way),
+            ("masks_ahead", "Rows of masks whose effects are there or ordered.", status.rows_ahead),
+            ("provider_up", "0 after a step failed, until one is done.", not status.failing),
+        ):
+            gauge = GaugeMetricFamily(f"symbiosis_gateway_{name}", help_)
+            gauge.add_metric([], float(value))
+            yield gauge
+        refused = CounterMetricFamily(
+            "symbiosis_gateway_refused", "Requests refused because the queue was full."
+        )
+        refused.add_metric([], self._gateway.queue.refused)
+        yield refused

@@ -1,0 +1,193 @@
+"""The options of a gateway, beside those of its session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from shared.errors import Argument, ConfigurationError, Message
+from shared.options import Option, check_fields
+from shared.secrets import Secret, text_of
+from tenant_sdk.gateway.doorkeeper import LOOPBACK
+
+_SERVER, _MODEL = "Server", "Model and adapters"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory laid out for
+LOOKUP = "prompt-lookup"
+DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions:
+    """What the server of ``symbiosis-tenant serve`` is given.
+
+    Raises:
+        ConfigurationError: a value is out of bounds, or does not fit the others.
+    """
+
+    adapters: Annotated[
+        Path | None,
+        Option(
+            _MODEL,
+            "Folder with the folders of LoRA adapters: each is a model of its name. What is put there or "
+            "taken away later is too.",
+            unit="FOLDER",
+        ),
+    ] = None
+    host: Annotated[
+        str,
+        Option(
+            _SERVER, "Address to listen on. Others than this machine's own need {api_key}.", unit="ADDRESS"
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[int, Option(_SERVER, "Port to listen on.", least=1, most=65535)] = 8000
+    api_key: Annotated[
+        str | Secret,
+        Option(
+            _SERVER,
+            "API keys that clients need, with spaces in between; without them, clients are on this machine.",
+            confidential="the API keys that clients need, with spaces in between",
+        ),
+    ] = field(default="", repr=False)
+    name: Annotated[
+        str,
+        Option(
+            _MODEL,
+            "What clients call the model without an adapter. Default: as the provider does.",
+            unit="NAME",
+        ),
+    ] = ""
+    allow_other_base: Annotated[bool, Option(_MODEL, "Serve adapters that were made for another model.")] = (
+        False
+    )
+    chat_template: Annotated[
+        Path | None,
+        Option(
+            _MODEL,
+            "Jinja file for chats. Default: the template of the tokenizer, if it has one.",
+            unit="FILE",
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        Option(
+            _MODEL,
+            "Tokens of prompt and answer at most. Default: as many as the model takes.",
+            least=2,
+            unit="TOKENS",
+        ),
+    ] = None
+    dtype: Annotated[
+        str,
+        Option(
+            _MODEL,
+            "Of activations, keys and values: float32 or bfloat16.",
+            choices=("float32", "bfloat16"),
+            unit="NAME",
+        ),
+    ] = "float32"
+    max_sequences: Annotated[int, Option(_SERVER, "Sequences that are computed in one step.", least=1)] = 32
+    max_waiting: Annotated[
+        int, Option(_SERVER, "Sequences that may wait; more are told to come back (429).", least=0)
+    ] = 64
+    kv_memory_gib: Annotated[
+        float,
+        Option(_MODEL, "Memory for keys and values of all sequences.", least=0, above=True, unit="GIB"),
+    ] = 1.0
+    max_adapters: Annotated[
+        int,
+        Option(_MODEL, "Different adapters in one step; each takes memory in all layers.", least=1),
+    ] = 16
+    max_rank: Annotated[
+        int | None,
+        Option(
+            _MODEL,
+            "Of adapters that come later. Default: of those that are there.",
+            choices=RANKS,
+            unit="RANK",
+        ),
+    ] = None
+    no_constraints: Annotated[
+        bool,
+        Option(
+            _MODEL, "Refuse structured outputs: JSON schemas, patterns, choices and grammars for answers."
+        ),
+    ] = False
+    prefix_cache: Annotated[
+        bool,
+        Option(
+            _MODEL,
+            "Keep keys and values of how prompts begin, for others that begin alike. Fewer rows then show "
+            "the provider that one does, and shorter waits show it to other clients.",
+        ),
+    ] = False
+    speculate: Annotated[
+        str,
+        Option(
+            _MODEL,
+            "Guess several tokens and check them in one round trip: prompt-lookup, or the folder of a small "
+            "model. How many steps a text takes then depends on the text (docs/how-to/gateway.md).",
+            unit="prompt-lookup|FOLDER",
+        ),
+    ] = ""
+    draft_tokens: Annotated[
+        int | None,
+        Option(_MODEL, f"Guessed at once. Default: {DRAFT_TOKENS}.", least=1, most=16),
+    ] = None
+    ready_file: Annotated[
+        Path | None,
+        Option(_SERVER, "File that gets the URL when requests are answered.", unit="FILE"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, before anything takes time."""
+        check_fields(self)
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        if host not in LOOPBACK and not self.api_key:
+            raise ConfigurationError(
+                Message(
+                    "{host} lets others in: give {api_key}, the variable with the key that they need",
+                    host=self.host,
+                )
+            )
+        if self.adapters is not None and not self.adapters.is_dir():
+            raise ConfigurationError(f"there is no such folder: {self.adapters}; make it, it may be empty")
+        if self.max_rank is not None and self.adapters is None:
+            raise ConfigurationError(Message("{max_rank} is for adapters: give {adapters} too"))
+        if self.draft_tokens is not None and not self.speculate:
+            raise ConfigurationError(Message("{draft_tokens} is for {speculate}: give that too"))
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ConfigurationError(
+                Message("{chat_template}: there is no such file", chat_template=self.chat_template)
+            )
+        if self.speculate not in ("", LOOKUP) and not (Path(self.speculate) / "config.json").is_file():
+            raise ConfigurationError(
+                Message(
+                    "{speculate}: give {}, or the folder of a small model with the same tokenizer, which "
+                    "then runs here",
+                    LOOKUP,
+                    speculate=self.speculate,
+                )
+            )
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        if self.api_key and not self.keys:
+            raise ConfigurationError(Message("{api_key} holds no API key"))
+        if any(len(key) < 16 or not key.isascii() or not key.isprintable() for key in self.keys):
+            raise ConfigurationError("an API key has at least 16 printable ASCII characters")
+        for name in ("max_sequences", *(["max_adapters"] if self.adapters is not None else [])):
+            if getattr(self, name) < len(self.keys):
+                raise ConfigurationError(
+                    Message(
+                        "{} is less than one for each of {} keys: give a larger one",
+                        Argument(name, getattr(self, name)),
+                        len(self.keys),
+                    )
+                )
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The API keys; empty: clients on this machine need none."""
+        return tuple(text_of(self.api_key).split())

@@ -1,0 +1,170 @@
+"""The options of a training, and of the model that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from shared.errors import ConfigurationError, Message
+from shared.options import Option, check_fields
+from tenant_sdk.tuning.adapters import find_method
+
+_DATA, _ADAPTER, _TRAINING, _MODEL = "Data", "Adapter", "Training", "Model"
+LENGTH = 256  # tokens of an example, unless another number is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """How files become examples.
+
+    Raises:
+        ConfigurationError: a value is out of bounds.
+    """
+
+    sequence_length: Annotated[
+        int,
+        Option(
+            _DATA,
+            "Tokens a block of text, and of a record at most: longer ones with `text` are split, others left "
+            "out, and both said. Long ones are learned from in windows, if memory asks for it.",
+            least=2,
+            unit="TOKENS",
+        ),
+    ] = LENGTH
+    train_on_prompt: Annotated[bool, Option(_DATA, "Learn whole records, not the answers alone.")] = False
+
+    def __post_init__(self) -> None:
+        """Refuse values out of bounds."""
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class TrainingOptions(ReadingOptions):
+    """Options of a training.
+
+    Raises:
+        ConfigurationError: a value is out of bounds, or does not fit the others.
+    """
+
+    data: Annotated[
+        Sequence[Path],
+        Option(
+            _DATA,
+            "What to learn from: plain text, or JSONL whose records have `text`, or `prompt` and "
+            "`completion`, or `messages`; all in UTF-8. `symbiosis-tenant data` shows what is learned of "
+            "them.",
+            unit="FILE",
+            single="data",
+        ),
+    ]
+    output: Annotated[
+        Path, Option(_ADAPTER, "Folder to make for the adapter, in PEFT's format.", unit="FOLDER")
+    ]
+    _: KW_ONLY
+    held_out: Annotated[
+        Sequence[Path],
+        Option(
+            _DATA,
+            "Data to measure perplexity on, before and after; not learned from.",
+            unit="FILE",
+            single="held_out",
+        ),
+    ] = ()
+    method: Annotated[
+        str,
+        Option(
+            _ADAPTER,
+            "lora, rslora, adalora, ia3, vera, loha, lokr, prefix, prompt or p-tuning.",
+            unit="NAME",
+        ),
+    ] = "lora"
+    rank: Annotated[int, Option(_ADAPTER, "Of the low-rank methods.", least=1)] = 8
+    target_modules: Annotated[
+        str,
+        Option(
+            _ADAPTER,
+            "Layers that low-rank methods adapt: names with commas, or all-linear.",
+            unit="NAMES",
+        ),
+    ] = "all-linear"
+    virtual_tokens: Annotated[int, Option(_ADAPTER, "Of prefix, prompt and p-tuning.", least=1)] = 20
+    learning_rate: Annotated[
+        float | None, Option(_TRAINING, "Default: by method, 0.001 for lora.", unit="RATE")
+    ] = None
+    steps: Annotated[int | None, Option(_TRAINING, "Optimizer steps, instead of {epochs}.", least=1)] = None
+    epochs: Annotated[float, Option(_TRAINING, "Passes over the data.", unit="COUNT")] = 3.0
+    batch_size: Annotated[int, Option(_TRAINING, "Blocks or records a step.", least=1)] = 8
+    memory_gib: Annotated[
+        float | None,
+        Option(
+            _TRAINING,
+            "What this process may have; default: 80 % of what is free on top of what it has.",
+            unit="GIB",
+        ),
+    ] = None
+    packing: Annotated[
+        bool,
+        Option(_TRAINING, "Put the records of a step into one row instead of padding them: fewer bytes."),
+    ] = False
+    seed: Annotated[int, Option(_TRAINING, "Of everything random except masks.", unit="NUMBER")] = 0
+    save_steps: Annotated[int, Option(_TRAINING, "Steps between checkpoints.", least=1)] = 50
+    resume: Annotated[bool, Option(_TRAINING, "Go on with an interrupted training.")] = False
+    report_to: Annotated[
+        Sequence[str],
+        Option(
+            _TRAINING,
+            "tensorboard (files in OUTPUT.runs), wandb or another that the Trainer knows. Losses, options "
+            "and the model's configuration go there, no text.",
+            unit="NAME",
+            single="report_to",
+        ),
+    ] = ()
+    base: Annotated[
+        str | None,
+        Option(
+            _ADAPTER,
+            "Where the adapter will say that its base is, for use without an executor.",
+            unit="FOLDER|hub:NAME[@REVISION]",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of bounds, and what cannot be packed."""
+        super().__post_init__()
+        if find_method(self.method).prompt_like and self.packing:
+            raise ConfigurationError(
+                Message(
+                    "{packing} does not go with {method}: its virtual tokens stand before a row, not before "
+                    "each record in it",
+                    method=self.method,
+                )
+            )
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names of ``target_modules``."""
+        return tuple(name.strip() for name in self.target_modules.split(","))
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What of the model is a tenant's own."""
+
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            _MODEL,
+            "Folder of a tokenizer that you trust. Default: that of {model}, or the executor's.",
+            unit="FOLDER",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        Option(
+            _MODEL,
+            "Your own copy of the model, also at a hub: all but its frozen layers is taken from it.",
+            unit="FOLDER|hub:NAME[@REVISION]",
+        ),
+    ] = None

@@ -1,0 +1,344 @@
+"""What is sent again, when and where to: the policies, and a connection that follows them; nothing sleeps."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from clocks import SimulatedClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectError,
+    ConnectionLost,
+    ModelMismatch,
+    NobodyListens,
+    RequestRefused,
+    RequestTimeout,
+    SymbiosisError,
+    TlsError,
+    VerificationError,
+    WireError,
+)
+from tenant_sdk.connection.replicas import reconnecting
+from tenant_sdk.connection.replicas.backoff import LEAST
+from tenant_sdk.connection.replicas.reconnecting import ReconnectingConnection
+from tenant_sdk.connection.replicas.replica_set import MOST_EJECTION
+from tenant_sdk.connection.replicas.retrying import (
+    MOST_ENDED,
+    MOST_REPEATS,
+    REMIND_SECONDS,
+    Connect,
+    GiveUp,
+    Reconnect,
+    ReconnectPolicy,
+    Reminder,
+    RequestPolicy,
+    SendAgain,
+    Wait,
+    went_away,
+)
+from tenant_sdk.connection.stats import Stats
+
+NAMES = ("wss://a", "wss://b", "wss://c")
+URL, TIMEOUT = NAMES[0], 60.0
+GONE = [
+    ConnectionLost("it broke"),
+    RequestTimeout("it is silent"),
+    ConnectionLost("it leaves", retry_after=5.0),
+]
+AWAY = [NobodyListens("refused"), ConnectError("full", retry_after=2.0), TlsError("no room", retry_after=1.0)]
+NO = [AuthenticationError("the token"), TlsError("the certificate"), ModelMismatch("another model")]
+FINAL = [VerificationError("wrong"), WireError("frame", "no", fatal=True), RequestRefused("internal", "no")]
+
+seconds = st.floats(0, 30) | st.floats(0, 5000)
+chances = st.floats(0, 1, exclude_max=True)
+patiences = st.just(0.0) | st.floats(0, 1000)
+put_off = st.builds(
+    lambda code, asked: RequestRefused(code, "wait", retry_after=asked),
+    st.sampled_from(["overloaded", "restarting", "unavailable"]),
+    st.none() | st.floats(0, 100),
+)
+failures = st.lists(st.tuples(put_off | st.sampled_from(GONE) | st.sampled_from(FINAL), seconds), max_size=60)
+
+
+@given(failures=failures, patience=patiences, chance=chances, closed=st.booleans())
+def test_a_request_is_sent_again_only_for_what_passes_and_not_for_ever(
+    failures: list[tuple[SymbiosisError, float]], patience: float, chance: float, closed: bool
+) -> None:
+    policy, now, counts = RequestPolicy(patience, 0.0, lambda: chance, Reminder()), 0.0, Counter[str]()
+    began, first_lost = 0.0, None
+    for error, later in failures:
+        now += later
+        step = policy.failed(error, now, url=URL, timeout=TIMEOUT, closed=closed)
+        if isinstance(step, GiveUp):
+            assert step.error is error or type(step.error) is ConnectionLost
+            return
+        if isinstance(step, Reconnect):
+            assert went_away(error)
+            assert patience > 0
+            assert not closed
+            counts["lost"] += 1
+            first_lost = now if first_lost is None else first_lost
+            assert step.since == first_lost  # so that patience is counted from there
+            began = now
+            policy.reconnected(now)
+            continue
+        assert isinstance(error, RequestRefused)
+        assert error.retry_after is not None
+        assert step.at >= now + max(LEAST, error.retry_after)
+        assert step.at < (patience if error.code == "restarting" else began + TIMEOUT)
+        counts[error.code] += 1
+        now = step.at
+    assert counts["lost"] <= MOST_REPEATS
+    assert counts["unavailable"] <= MOST_ENDED
+
+
+@pytest.mark.parametrize("error", [*FINAL, *NO, ConfigurationError("one operator")], ids=repr)
+def test_what_is_no_matter_of_time_is_never_sent_again(error: SymbiosisError) -> None:
+    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder())
+    assert policy.failed(error, 0.0, url=URL, timeout=TIMEOUT) == GiveUp(error)
+
+
+def test_a_request_that_breaks_every_connection_is_given_up() -> None:
+    policy, (error, *_) = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder()), GONE
+    for _ in range(MOST_REPEATS):
+        assert policy.failed(error, 7.0, url=URL, timeout=TIMEOUT) == Reconnect(7.0)
+    step = policy.failed(error, 7.0, url=URL, timeout=TIMEOUT)
+    assert isinstance(step, GiveUp)
+    assert "broke 21 connections with the same request on them, the last one so: it broke." in str(step.error)
+
+
+def test_what_ends_parts_of_an_executor_is_not_sent_for_ever() -> None:
+    error = RequestRefused("unavailable", "no", retry_after=1.0)
+    policy = RequestPolicy(1e6, 0.0, lambda: 0.0, Reminder())
+    steps = [policy.failed(error, 0.0, url=URL, timeout=TIMEOUT) for _ in range(MOST_ENDED + 1)]
+    assert all(isinstance(step, SendAgain) for step in steps[:-1])
+    assert steps[-1] == GiveUp(error)
+
+
+def test_a_restart_is_waited_for_from_the_first_time_on() -> None:
+    """Whatever happened meanwhile; and the error names the option."""
+    error = RequestRefused("restarting", "no", retry_after=10.0)
+    policy = RequestPolicy(100.0, 0.0, lambda: 0.0, Reminder())
+    assert isinstance(policy.failed(error, 80.0, url=URL, timeout=TIMEOUT), SendAgain)
+    policy.reconnected(89.0)
+    step = policy.failed(error, 90.0, url=URL, timeout=TIMEOUT)
+    assert isinstance(step, GiveUp)
+    assert step.error.message == (
+        f"{URL} is starting a part of itself again, and was not done after 90 s; to wait longer, give "
+        "patience=SECONDS"
+    )
+
+
+def test_that_requests_wait_is_said_now_and_then() -> None:
+    """However many of them."""
+    reminder, error, said = Reminder(), RequestRefused("overloaded", "wait", retry_after=1.0), list[float]()
+    for now in range(35):
+        policy = RequestPolicy(0.0, now, lambda: 0.0, reminder)
+        step = policy.failed(error, now, url=URL, timeout=TIMEOUT)
+        assert isinstance(step, SendAgain)
+        if step.note:
+            assert (
+                step.note.text == f"{URL} is overloaded, or this tenant over its quota; waiting and going on"
+            )
+            said.append(now)
+    assert said == [0, REMIND_SECONDS + 1, 2 * REMIND_SECONDS + 2, 3 * REMIND_SECONDS + 3]
+
+
+# -- which replica ----------------------------------------------------------------------------------
+
+tries = st.lists(st.tuples(st.sampled_from([*AWAY, *GONE, *NO]), st.floats(0, 20)), min_size=1, max_size=100)
+
+
+def broken(patience: float, chance: float, names: Sequence[str], now: float) -> ReconnectPolicy:
+    """The policy of a connection to the first replica, which has just broken."""
+    policy = ReconnectPolicy(patience, lambda: chance)
+    policy.next(names, now, None)
+    policy.opened(names[0], names[0], now, 0.1)
+    policy.reset()
+    policy.broke(now, GONE[0])
+    return policy
+
+
+@given(tries=tries, patience=patiences, chance=chances, count=st.integers(1, 3))
+def test_replicas_are_tried_in_turn_until_patience_is_over(
+    tries: list[tuple[SymbiosisError, float]], patience: float, chance: float, count: int
+) -> None:
+    names, began = NAMES[:count], 1000.0
+    policy = broken(patience, chance, names, began)
+    now, end, busy = began, began + patience, 0.0
+    tried, said_no, not_before = set[str](), set[str](), dict.fromkeys(names, began)
+    left = itertools.islice(itertools.cycle(tries), 100_000)
+    while not isinstance(step := policy.next(names, now, began), GiveUp):
+        if isinstance(step, Wait):
+            assert tried
+            assert now < step.until <= end + 1e-6
+            now, tried = step.until, set()
+            continue
+        name = step.replica
+        assert name not in tried
+        # One that said no, or when to come again, is tried before only if there is nothing else to try.
+        assert not_before[name] <= now or (not tried and min(not_before.values()) > now)
+        error, took = next(left)
+        now, busy = now + took, busy + took
+        policy.failed(name, now, error)
+        tried.add(name)
+        (said_no.discard if went_away(error) else said_no.add)(name)
+        asked = error.retry_after or 0.0
+        not_before[name] = now + (asked if went_away(error) else MOST_EJECTION)
+    assert tried == set(names)
+    in_vain = "again and again" in step.error.message
+    assert in_vain == (patience > 0 and len(said_no) < count)
+    if in_vain:
+        assert end <= now <= end + busy + 1e-6  # a try may take longer than that, a wait does not
+        assert step.error.__cause__ is not None
+
+
+@given(names=st.lists(st.sampled_from(NAMES), unique=True), chance=chances)
+def test_only_replicas_that_there_are_now_are_tried(names: list[str], chance: float) -> None:
+    policy = broken(60.0, chance, NAMES, 0.0)
+    step = policy.next(names, 0.0, 0.0)
+    if names:
+        assert isinstance(step, Connect)
+        assert step.replica in names
+    else:
+        assert isinstance(step, GiveUp)
+        assert step.error.message == "this party has no replicas any more"
+
+
+def test_that_none_can_be_used_is_said_and_that_one_is_back() -> None:
+    policy, now, said = broken(60.0, 0.0, NAMES[:1], 0.0), 0.0, list[tuple[float, str]]()
+    while now < 25.0:
+        step = policy.next(NAMES[:1], now, 0.0)
+        if isinstance(step, Connect):
+            policy.failed(step.replica, now, AWAY[0])
+        elif isinstance(step, Wait):
+            said += [(now, step.note.text)] if step.note else []
+            now = step.until
+    assert said[0][1] == f"{URL} is away (refused); waiting up to 60 s"
+    assert all(10 < later - sooner < 14 for (sooner, _), (later, _) in itertools.pairwise(said))
+    policy.opened(URL, URL, now, 0.1)
+    assert policy.away
+    note = policy.answered(now)
+    assert note
+    assert note.text == f"{URL} is back after {now:.0f} s"
+    assert not policy.away
+    assert policy.answered(now) is None
+
+
+# -- a connection that follows them -------------------------------------------------------------------
+
+ANSWER = SimpleNamespace()
+happenings = st.lists(
+    st.none() | put_off | st.sampled_from([*GONE, *FINAL]), max_size=40
+)  # of each time that a request is sent; None: an answer
+openings = st.lists(st.none() | st.sampled_from([*AWAY, *NO]), max_size=20)  # None: a channel
+
+
+class World:
+    """Replicas whose channels and answers are drawn, and what was sent on each."""
+
+    def __init__(self, happens: list[SymbiosisError | None], opens: list[SymbiosisError | None]) -> None:
+        self.clock, self.sent, self.opened = SimulatedClock(), list[tuple[Any, bytes]](), list[Any]()
+        self._happens, self._opens = iter(happens), iter([None, *opens])
+
+    def find(self) -> dict[str, Callable[[], Any]]:
+        return {name: lambda name=name: self.open(name) for name in NAMES}  # type: ignore[misc]
+
+    def open(self, name: str) -> Any:
+        if error := next(self._opens, None):
+            raise error
+        channel = SimpleNamespace(peer=name, key_exchange="", timeout=TIMEOUT, broken=False)
+        channel.close = lambda: setattr(channel, "broken", True)
+        channel.wait = lambda pending: self.wait(channel)
+        self.opened.append(channel)
+        return channel
+
+    def wait(self, channel: Any) -> Any:
+        error = next(self._happens, None)
+        if error is None:
+            return ANSWER
+        channel.broken = not isinstance(error, RequestRefused)
+        raise error
+
+
+@given(happens=happenings, opens=openings, patience=patiences)
+def test_whatever_happens_only_the_same_bytes_are_sent(
+    happens: list[SymbiosisError | None], opens: list[SymbiosisError | None], patience: float
+) -> None:
+    """Each time on the only channel that is open; a request that has its answer is never sent again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reconnecting, "_hello", lambda channel: "model")
+        world = World(happens, opens)
+        connection: Any = ReconnectingConnection(world.find, Stats(), patience, clock=world.clock)
+        for request in (b"first", b"second"):
+            before, waited = len(world.sent), len(world.clock.waited)
+
+            def ask(channel: Any, request: bytes = request) -> Any:
+                assert not channel.broken
+                assert [each for each in world.opened if not each.broken] == [channel]
+                world.sent.append((channel, request))
+                return object()
+
+            try:
+                assert connection.ask(connection.channel, ask)() is ANSWER
+            except SymbiosisError:
+                if connection.latest.broken and not patience:
+                    break
+            sent = world.sent[before:]
+            assert {body for _, body in sent} <= {request}
+            assert len(sent) <= 1 + MOST_REPEATS + len(world.clock.waited) - waited
+        connection.close()
+    assert all(channel.broken for channel in world.opened)
+
+
+def test_overload_is_waited_for_on_each_channel_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
+    overloaded = RequestRefused("overloaded", "wait", retry_after=0.9 * TIMEOUT)
+    world = World([overloaded, GONE[0], overloaded, None], [])
+    connection: Any = ReconnectingConnection(world.find, Stats(), 600.0, clock=world.clock)
+    connection.policy.chance = lambda: 0.0
+    assert connection.answer(connection.channel, lambda channel: object()) is ANSWER
+    assert world.clock.waited == [0.9 * TIMEOUT] * 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RequestRefused("internal", "no"), RequestRefused("restarting", "wait", retry_after=1.0)],
+    ids=str,
+)
+def test_a_request_that_failed_keeps_nothing_in_memory(
+    error: SymbiosisError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the collector: masked rows would stay until it comes."""
+    monkeypatch.setattr(reconnecting, "_hello", lambda channel: "model")
+    world = World([error], [])
+    connection: Any = ReconnectingConnection(world.find, Stats(), 0.0, clock=world.clock)
+
+    class Rows:
+        pass
+
+    def fail() -> weakref.ref[Rows]:
+        rows = Rows()
+        with pytest.raises(SymbiosisError):
+            connection.answer(connection.channel, lambda channel: rows)
+        return weakref.ref(rows)
+
+    gc.collect()
+    gc.disable()
+    try:
+        kept = fail()
+        error.__traceback__ = None  # the test's own
+        assert kept() is None
+    finally:
+        gc.enable()
