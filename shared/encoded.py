@@ -1,9 +1,11 @@
-"""JSON and TOML that anybody may have written."""
+"""JSON and TOML that anybody may have written, and paths in them."""
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
+from pathlib import Path
 
 import msgspec
 
@@ -18,3 +20,8 @@ _SHORT = re.compile(rb'(?s)(?:[^"0-9]++|"(?:[^"\\]++|\\.)*+"|[0-9]{1,%d}+(?![0-9
 def numbers_fit(text: bytes) -> bool:
     """Whether no number of a text that is JSON has more than ``DIGITS`` digits in a row."""
     return _SHORT.fullmatch(text) is not None
+
+
+def path_text(path: Path) -> str:
+    """A path as text that can be encoded: bytes of it that are no UTF-8 become escapes."""
+    return os.fsencode(path).decode(errors="backslashreplace")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -25,6 +28,12 @@ if TYPE_CHECKING:  # which takes seconds, and whoever serves what is stored as i
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Layout = tuple[tuple[int, ...], torch.dtype]
+# Keys that count: a model is built of as many modules, or lists are made that long.
+_COUNTS = re.compile(r"layer|depth|block|expert|^(num|n)_(stages|labels)$", re.IGNORECASE)
+_SIZES = re.compile(r"size|dim|width|length|capacity|_id$", re.IGNORECASE)
+_FEW, _LABELS = 1024, 1 << 20  # of anything is no matter; of labels
+_MODULES = 32  # of a model for each of its tensors, at most
+_UNKNOWN = 1 << 14  # tensors, where a configuration stands alone
 
 
 class Tensors(Protocol):
@@ -236,11 +245,15 @@ def quantisation_of(folder: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def config_in(folder: Path) -> PreTrainedConfig:
+def config_in(folder: Path, tensors: int = _UNKNOWN) -> PreTrainedConfig:
     """The configuration of a checkpoint folder; nothing in it is run, and no hub is asked.
 
+    Args:
+        tensors: that the checkpoint has.
+
     Raises:
-        CheckpointError: it names a backbone, which transformers would load from a hub.
+        CheckpointError: it names a backbone, which transformers would load from a hub; or says more layers
+            than there are tensors.
         OSError, ValueError: it cannot be read.
     """
     import transformers
@@ -256,6 +269,7 @@ def config_in(folder: Path) -> PreTrainedConfig:
             f"{folder}/config.json names the backbone {name[:80]!r}, which would be loaded from elsewhere; "
             "only models whose folder holds all of them are served"
         )
+    _check_counts(values, max(_FEW, tensors), f"{folder}/config.json")
     config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
@@ -272,16 +286,61 @@ def _backbone(read: Any) -> str:
     return name if name and isinstance(name, str) else _backbone(list(read.values()))
 
 
-def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that a folder's ``config.json`` describes, without values, and as if it were not quantised.
+def _check_counts(said: Any, most: int, where: str, key: str = "") -> None:
+    """Refuse a configuration that counts more of something than a checkpoint can hold.
 
     Raises:
-        CheckpointError: transformers does not know it.
+        CheckpointError: which key, and what it says.
+    """
+    if isinstance(said, dict):
+        for name, each in said.items():
+            _check_counts(each, most, where, name)
+    elif isinstance(said, list):
+        for each in said[: most + 1] if _COUNTS.search(key) else said:
+            _check_counts(each, most, where, key)
+    elif isinstance(said, int) and _COUNTS.search(key) and not _SIZES.search(key):
+        most = _LABELS if key == "num_labels" else most
+        if said > most:
+            raise CheckpointError(f"{where}: {key[:80]} is {said:.6g}, and its tensors hold {most} at most")
+
+
+@contextmanager
+def few_modules(folder: Path, tensors: int) -> Iterator[None]:
+    """Around what builds a model in this thread: stop once it has far more modules than there are tensors.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    left, thread = _FEW + _MODULES * tensors, threading.get_ident()
+
+    def count(*_: Any) -> None:
+        nonlocal left
+        left -= threading.get_ident() == thread
+        if left < 0:
+            raise CheckpointError(
+                f"{folder}/config.json describes a model of many more layers than its {tensors} tensors hold"
+            )
+
+    hook = torch.nn.modules.module.register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def skeleton(folder: Path, dtype: torch.dtype, tensors: int = _UNKNOWN) -> PreTrainedModel:
+    """The model that a folder's ``config.json`` describes, without values, and as if it were not quantised.
+
+    Args:
+        tensors: that the checkpoint has.
+
+    Raises:
+        CheckpointError: transformers does not know it, or it has many more layers than tensors.
     """
     import transformers
 
     try:
-        config = config_in(folder)
+        config = config_in(folder, tensors)
         classes = [getattr(transformers, name, None) for name in config.architectures or []]
         for each in classes:
             if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel):
@@ -289,7 +348,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
                     vars(part).pop("quantization_config", None)
                 config._attn_implementation = "eager"
                 config.dtype = dtype
-                with torch.device("meta"):
+                with torch.device("meta"), few_modules(folder, tensors):
                     model: PreTrainedModel = each._from_config(config)
                 model.eval()
                 return model

@@ -66,7 +66,7 @@ class Stored:
         Raises:
             CheckpointError: transformers does not know it.
         """
-        return skeleton(self._tensors.folder, torch.float32)
+        return skeleton(self._tensors.folder, torch.float32, len(self._tensors.names()))
 
     @property
     def prefix(self) -> str:

@@ -314,10 +314,11 @@ app.command()(data)
 
 
 @app.command()
-def trust(profile: Annotated[Path, typer.Argument(help="A symbiosis.toml that you have read.")]) -> None:
-    """Let commands that run in a profile's folder, and name no other, use it until it changes."""
-    path = approve(profile)
-    _results.print(f"{escape(str(path))} is used by commands in {escape(str(path.parent))} until it changes")
+def trust(
+    file: Annotated[Path, typer.Argument(help="symbiosis.toml, or a tracker's, that you have read.")],
+) -> None:
+    """Let commands use a file that they find in the folder where they run, until it changes."""
+    _results.print(f"{escape(str(approve(file)))} is used by commands that find it, until it changes")
 
 
 def run(application: Callable[[], Any]) -> None:

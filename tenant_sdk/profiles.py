@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, path_text
 from shared.errors import ALONE, ConfigurationError, Message, SymbiosisError, Word
 from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
@@ -75,42 +75,56 @@ def profile_here() -> Path | None:
     """
     if not HERE.is_file():
         return None
-    path = HERE.resolve()
-    check_own(HERE)
-    if HERE.is_symlink():  # an archive's, to one that was approved for another folder
+    check_approved(
+        HERE,
+        "it chooses the executors, and programs that run for tokens",
+        Message("name another: {profile}", profile=_FILE),
+    )
+    return HERE.resolve()
+
+
+def check_approved(file: Path, authority: str, instead: str) -> None:
+    """Refuse a file of the working directory that nobody has named, unless its user has approved it.
+
+    Args:
+        authority: the power of its author, as a clause.
+        instead: another way, as an imperative.
+
+    Raises:
+        ConfigurationError: it was not approved as it is now, or others could change it.
+    """
+    path = file.resolve()
+    check_own(file)
+    if path != Path(os.path.normpath(Path.cwd() / file)):  # an archive's, to one that was approved elsewhere
         raise ConfigurationError(
             Message(
-                "{} is a link to {}: to use that, name it: {profile}", str(HERE), str(path), profile=_FILE
+                "{} is a link to {}, and nobody has named it: remove it, or {}", str(file), str(path), instead
             )
         )
-    approved = _approvals().get(str(path))
+    approved = _approvals().get(path_text(path))
     if approved != _digest(path):
         why = "has changed since you approved it" if approved else "was not approved by you"
         raise ConfigurationError(
             Message(
-                "{} {}, and nobody has named it: it chooses the executors, and programs that run for tokens. "
-                "Read it, then `symbiosis-tenant trust {}`; or name another: {profile}",
-                str(path),
-                why,
-                str(HERE),
-                profile=_FILE,
+                "{} {}, and nobody has named it: {}. Read it, then `symbiosis-tenant trust {}`; or {}",
+                *(str(path), why, authority, str(file), instead),
             )
         )
-    return path
 
 
 def approve(path: Path) -> Path:
-    """Let command lines that run in its folder use a profile until it changes; its path without links.
+    """Let commands use a file of the folder that they run in until it changes; its path without links.
 
     Raises:
-        ConfigurationError: see ``read_profile``.
+        ConfigurationError: others could change it, or it is TOML and no profile: see ``read_profile``.
         StorageError: the approval cannot be kept.
     """
     check_own(path)
     path = path.resolve()
-    read_profile(path)
+    if path.suffix == HERE.suffix:
+        read_profile(path)
     file = _user_folder() / "approved.json"
-    approvals = _approvals() | {str(path): _digest(path)}
+    approvals = _approvals() | {path_text(path): _digest(path)}
     with disk_errors(file, "the approval", "Then approve it again."):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
@@ -121,7 +135,7 @@ def approve(path: Path) -> Path:
 
 
 def _approvals() -> dict[str, str]:
-    """Of profiles, by their paths without links, the SHA-256 of what was approved."""
+    """Of files, by their paths without links, the SHA-256 of the approved content."""
     file = _user_folder() / "approved.json"
     check_own(file)
     try:

@@ -123,8 +123,17 @@ def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -
         OSError: it cannot be read, or the copy cannot be written.
     """
     digest = hashlib.sha256()
+    with copy.open("wb") as written:
+        for block in read_blocks(source, most, within):
+            written.write(block)
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_blocks(source: Path, most: int, within: Path | None = None) -> Iterator[bytes]:
+    """The content of a file that may be anybody's; arguments and errors: see ``copy_file``."""
     opened = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
-    with open(opened, "rb") as file, copy.open("wb") as written:
+    with open(opened, "rb") as file:
         if within is not None:
             check_below(
                 within, source, Path(os.readlink(f"/proc/self/fd/{opened}"))
@@ -133,12 +142,11 @@ def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -
             raise ConfigurationError(f"{source} is no file")
         left = most + 1 if os.fstat(opened).st_size <= most else 0
         while left and (block := file.read(min(left, _BLOCK_BYTES))):
-            written.write(block)
-            digest.update(block)
             left -= len(block)
+            if left:
+                yield block
     if not left:
         raise ConfigurationError(f"{source} has more than {most} bytes, the most that an adapter's has")
-    return digest.hexdigest()
 
 
 def check_below(within: Path, called: Path, lies: Path) -> None:
@@ -265,7 +273,7 @@ class TrainingCheckpoints:
 
     def _whole(self) -> list[Path]:
         """The checkpoints that are complete: the Trainer writes its state last."""
-        found = [path for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+        found = [path for path in self.folder.glob("checkpoint-*") if re.fullmatch("[0-9]+", path.name[11:])]
         states = [(path, _read_json(path / "trainer_state.json") or {}) for path in found]
         return [path for path, state in states if state.get("global_step") == _step(path)]
 

@@ -51,7 +51,8 @@ def discover(checkpoint: Checkpoint, *, serve_head: bool = False) -> Discovery:
     Raises:
         CheckpointError: unknown architecture, or no frozen linear layer that could be served.
     """
-    model, stored = skeleton(checkpoint.folder, torch.bfloat16), checkpoint.stored
+    model = skeleton(checkpoint.folder, torch.bfloat16, len(checkpoint.names()))
+    stored = checkpoint.stored
     head = model.get_output_embeddings()
     layers = _linear_layers(model, serve_head=serve_head)
     groups: list[GroupInfo] = []

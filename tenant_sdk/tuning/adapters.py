@@ -17,7 +17,7 @@ ALL_LINEAR = "all-linear"
 # Two layers of each expert are one parameter, which PEFT gives twice the rank. It looks for it among layers
 # alone before it says that it has not.
 _UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module and were ignored: "
-_UNTRUE += r"\[('[^']*\.gate_up_proj'(, )?)+\]"
+_OF_EXPERTS = r"\[('[^']*\.gate_up_proj'(, )?)+\]"
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,14 @@ def find_method(name: str) -> Method:
 
 
 @contextmanager
-def no_untrue_warnings() -> Iterator[None]:
-    """Around what makes an adapter: keep back PEFT's word that experts' rank was ignored."""
+def no_untrue_warnings(keys: str = _OF_EXPERTS) -> Iterator[None]:
+    """Around what makes an adapter: keep back PEFT's word that experts' rank was ignored.
+
+    Args:
+        keys: a regular expression of the keys that are not told; of a folder that was read, none are.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_UNTRUE, category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message=_UNTRUE + keys, category=RuntimeWarning)
         yield
 
 

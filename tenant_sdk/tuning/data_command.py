@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from shared import imports
+from shared.encoded import path_text
 from tenant_sdk import cli_options as options
 from tenant_sdk.terminal import Terminal
 from tenant_sdk.tuning.options import ReadingOptions
@@ -77,7 +78,7 @@ def _line(file: ReadFile, entry: Entry) -> bytes:
     from tenant_sdk.tuning.conversations import IGNORED
 
     learned = [label != IGNORED and not entry.left_out for label in entry.example["labels"]]
-    fields = {"file": str(file.path), "line": entry.line, "tokens": entry.example["input_ids"]}
+    fields = {"file": path_text(file.path), "line": entry.line, "tokens": entry.example["input_ids"]}
     return msgspec.json.encode({**fields, "learned": learned})
 
 

@@ -48,6 +48,7 @@ from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate, last_loss
 from tenant_sdk.tuning.resuming import ExactResume, state_bytes
 from tenant_sdk.tuning.sampling import ends_of
+from tenant_sdk.tuning.trackers import check_trackers, where_reports_go
 
 _FEW = 32  # tokens that show how a model attends
 _NO_BASE = Message(
@@ -73,6 +74,7 @@ def check_reports(names: Sequence[str]) -> None:
             raise ConfigurationError(
                 Message("{} needs its package, which is not installed: `pip install {}`", given, name)
             )
+    check_trackers(names)
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,8 @@ def finetune(
     learning_rate = training.learning_rate or method.learning_rate
     size = min(training.batch_size, len(examples))
     say(f"{steps} steps of {size} out of {len(examples)} examples, learning rate {learning_rate:g}")
+    for line in where_reports_go(training.report_to):
+        say(line)
 
     model = _with_adapter(training, model, examples, steps)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

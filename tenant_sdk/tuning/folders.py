@@ -10,20 +10,18 @@ from typing import Any
 
 from peft import PeftModel
 
-from shared.errors import ConfigurationError, ModelMismatch, SymbiosisError
+from shared.errors import ConfigurationError
 from shared.options import closest
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.session import Session
-from tenant_sdk.storage import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_folder, copy_file, disk_errors
+from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.attestation import base_model
-from tenant_sdk.tuning.adapter_config import check_weights, read_adapter_config
 from tenant_sdk.tuning.adapters import no_untrue_warnings
-from tenant_sdk.tuning.provenance import RECORD, Provenance, training_of, write_card
+from tenant_sdk.tuning.provenance import Provenance, training_of, write_card
+from tenant_sdk.tuning.received import receive
 
 log = logging.getLogger(__name__)
-
-MOST_BYTES = 1 << 40  # of a file of an adapter
 
 
 def save_adapter(
@@ -108,13 +106,6 @@ def _save_one(model: Any, folder: Path, adapter: str, options: dict[str, Any]) -
             file.replace(folder / file.name)
 
 
-def _first(error: str) -> str:
-    """The first mismatch of those that torch lists, one a line, below a heading."""
-    heading, *mismatches = [line.strip(" \t.") for line in error.splitlines() if line.strip()] or [""]
-    more = f" (and {len(mismatches) - 1} more)" if len(mismatches) > 1 else ""
-    return f"{mismatches[0]}{more}" if mismatches else heading
-
-
 def load_adapter(
     model: Any,
     folder: str | Path,
@@ -139,45 +130,28 @@ def load_adapter(
         ModelMismatch: it was made for another base model.
     """
     source = Path(folder)
-    check_adapter_folder(source)
+    if hasattr(model, "peft_config"):
+        raise ConfigurationError(f"{type(model).__name__} has an adapter already; give the model without")
     with tempfile.TemporaryDirectory() as made:
         copy = Path(made)
         with disk_errors(copy, f"a copy of {source}", "TMPDIR names another place."):
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD):
-                if (source / name).exists():
-                    copy_file(source / name, copy / name, MOST_BYTES)
+            received = receive(source, copy, model, own=_resized(model, session))
+        record = None if allow_other_base else Provenance.read(copy, source)
+        if record is not None and (differs := record.check(session.manifest, source)):
+            log.warning("%s", differs)
+        base = dict(model.named_parameters())
+        versions = {name: each._version for name, each in base.items() if not isinstance(each, RemoteWeight)}
         try:
-            return _loaded(model, copy, session, allow_other_base=allow_other_base, trainable=trainable)
-        except SymbiosisError as error:
-            error.told = error.told.replaced(made, str(source))
-            raise
-
-
-def _loaded(model: Any, folder: Path, session: Session, *, allow_other_base: bool, trainable: bool) -> Any:
-    """See ``load_adapter``; nobody else can change this folder, so that what is checked is what is loaded."""
-    record = None if allow_other_base else Provenance.read(folder)
-    if record is not None and (differs := record.check(session.manifest, folder)):
-        log.warning("%s", differs)
-    named = (*model.named_modules(), *model.named_parameters())
-    config = read_adapter_config(folder, [name for name, _ in named])
-    base, own = dict(base_model(model).named_parameters()), _resized(model, session)
-    versions = {name: each._version for name, each in base.items() if not isinstance(each, RemoteWeight)}
-    try:
-        written = check_weights(folder, config, base, own)
-        with no_untrue_warnings():
-            loaded = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
-        # Whatever PEFT makes of the names in the file.
-        for name, version in versions.items():
-            if base[name]._version != version and name not in written:
-                raise ConfigurationError(
-                    f"the adapter in {folder} has written over {name} of the base model: load the model again"
+            with no_untrue_warnings(""):
+                loaded = PeftModel.from_pretrained(
+                    model, made, config=received.config, is_trainable=trainable
                 )
-        return loaded
-    except ConfigurationError:
-        raise
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ModelMismatch(
-            f"the adapter in {folder} was made for another base model: {_first(str(error))}"
-        ) from error
-    except Exception as error:  # safetensors and json have errors of their own kinds
-        raise ConfigurationError(f"cannot read the adapter in {folder}: {error}") from error
+        except Exception as error:  # what nobody has seen of a model, or of a later PEFT
+            raise ConfigurationError(f"cannot read the adapter in {source}: {error}") from error
+    # Whatever PEFT makes of the names in the file.
+    for name, version in versions.items():
+        if base[name]._version != version and name not in received.written:
+            raise ConfigurationError(
+                f"the adapter in {source} has written over {name} of the base model: load the model again"
+            )
+    return loaded

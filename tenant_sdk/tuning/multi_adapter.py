@@ -27,19 +27,13 @@ from shared.errors import ConfigurationError, Message, NonFiniteError
 from tenant_sdk.model.virtual import without_padding
 from tenant_sdk.sequences.pieces import shifted
 from tenant_sdk.session import Session
+from tenant_sdk.tuning.adapter_config import BEGINNINGS, not_plain
 from tenant_sdk.tuning.adapters import no_untrue_warnings
 from tenant_sdk.tuning.conversations import IGNORED
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.segmented import segmented_lora
 
 Batch = Mapping[str, Any]
-# Of a ``LoraConfig`` what may be other than PEFT's default. Whatever PEFT adds one day is refused till then.
-_OPTIONS = {
-    *("r", "lora_alpha", "use_rslora", "lora_dropout", "rank_pattern", "alpha_pattern", "init_lora_weights"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
-    *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
-}
-_STARTS = (True, False, "gaussian", "orthogonal")  # values of A and B that need no base weight
 _KEYS = {"input_ids", "attention_mask", "labels", "num_items_in_batch"}
 
 
@@ -262,18 +256,15 @@ def _check(name: str, config: Any) -> None:
     """
     if type(config) is not peft.LoraConfig:  # AdaLoRA's is a subclass
         raise ConfigurationError(f"adapter {name}: a {type(config).__name__} is no LoraConfig")
-    usual = peft.LoraConfig()
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in _OPTIONS and value != getattr(usual, field.name):
-            raise ConfigurationError(
-                f"adapter {name}: {field.name}={value!r} is not possible where several adapters are trained "
-                "together; leave it out, or train this one alone"
-            )
-    if config.init_lora_weights not in _STARTS:
+    if options := not_plain(config):
+        raise ConfigurationError(
+            f"adapter {name}: {options[0]} is not possible where several adapters are trained together; "
+            "leave it out, or train this one alone"
+        )
+    if config.init_lora_weights not in BEGINNINGS:
         raise ConfigurationError(
             f"adapter {name}: init_lora_weights={config.init_lora_weights!r} reads base weights or data; "
-            f"choose from {', '.join(map(repr, _STARTS))}"
+            f"choose from {', '.join(map(repr, BEGINNINGS))}"
         )
 
 

@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
+from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch
 from shared.hub import checkpoint_folder, lies_within
-from shared.recipes import config_in
+from shared.recipes import config_in, few_modules
 from tenant_sdk.model.configuration import read_configuration
 from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
@@ -96,10 +97,12 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        check_causal(session.executor, config_in(folder))
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="float32", use_safetensors=True, **local
-        )
+        tensors = len(Checkpoint(folder).names())
+        check_causal(session.executor, config_in(folder, tensors))
+        with few_modules(folder, tensors):
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype="float32", use_safetensors=True, **local
+            )
     except (ImportError, OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             Message(

@@ -18,8 +18,10 @@ from shared.errors import ConfigurationError
 
 SECONDS = 2.0  # for all patterns of a folder
 PATTERN_BYTES = 4 << 10
-PATTERNS = 4096
-# Fields of an adapter's configuration, and what they have: a pattern, a table of patterns, names.
+MOST = 4096  # names or patterns of a field
+VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
+_FEW = 64  # names, with which PEFT's time is no matter
+# Fields of an adapter's configuration, and what they have: a pattern or names, a table of patterns, names.
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
 _TABLES = ("rank_pattern", "alpha_pattern")
 _NAMES = ("modules_to_save", "layers_pattern", "target_parameters", "trainable_token_indices")
@@ -35,9 +37,11 @@ def without_patterns(
 ) -> dict[str, Any]:
     """An adapter's configuration that does the same to these modules, and holds names for patterns.
 
+    Of many names those are kept that a module has in its own: PEFT compares each with every module.
+
     Args:
-        config: as ``adapter_config.json`` has it.
-        modules: names of all modules, or of those that the adapter has weights for.
+        config: of ``adapter_config.json``, each field of its type.
+        modules: names of all modules and parameters of the model.
         folder: that errors name.
         clock: in seconds.
 
@@ -46,23 +50,27 @@ def without_patterns(
     """
     names, made = _Names(list(modules), f"the adapter in {folder}", clock), dict(config)
     for field in _PATTERNS:
-        if isinstance(given := config.get(field), str) and given != _ALL:
+        given = config.get(field)
+        if isinstance(given, str) and given != _ALL:
             made[field] = [name for name in names.all if names.matches(given, name)]
+        elif isinstance(given, list):
+            made[field] = names.known(given)
     for field in _TABLES:
-        if (given := config.get(field)) is not None:
-            if not isinstance(given, dict) or len(given) > PATTERNS:
-                raise ConfigurationError(
-                    f"{names.where} has a {field} that is no table of at most {PATTERNS} patterns"
-                )
+        given = config.get(field) or {}
+        if any(isinstance(value, list) for value in given.values()):  # AdaLoRA's, of names alone
+            made[field] = {name: given[name] for name in given if name.rpartition(".")[0] in names.there}
+        elif given:
             made[field] = names.table(field, given)
     for field in _NAMES:
-        given = config.get(field)
-        for name in [given] if isinstance(given, str) else given if isinstance(given, (list, dict)) else []:
+        given = config.get(field) or []
+        for name in [given] if isinstance(given, str) else given:
             token = field == "trainable_token_indices" and isinstance(name, int)
-            if not token and not (isinstance(name, str) and _NAME.fullmatch(name)):
+            if not token and not _NAME.fullmatch(name):
                 raise ConfigurationError(
                     f"{names.where} has {name!r:.80} as {field}: give names, and no patterns"
                 )
+        if given and isinstance(given, list) and field != "trainable_token_indices":
+            made[field] = names.known(given)
     return made
 
 
@@ -71,6 +79,16 @@ class _Names:
 
     def __init__(self, names: list[str], where: str, clock: Callable[[], float]) -> None:
         self.all, self.where, self._clock, self._end = names, where, clock, clock() + SECONDS
+        self.there = frozenset(names)
+        self._ends = {end for name in names for end in _ends(name)}
+        self._parts = {part for name in names for part in name.split(".")}
+
+    def known(self, given: list[str]) -> list[str]:
+        """Those of many names that modules have in theirs; a part may end with one, as of modules to save."""
+        if len(given) <= _FEW:
+            return given
+        found = (n for n in given if n in self._ends or any(part.endswith(n) for part in self._parts))
+        return list(dict.fromkeys(found)) or given[:1]
 
     def matches(self, pattern: str, name: str) -> bool:
         """Whether a pattern matches a whole name.
@@ -90,11 +108,13 @@ class _Names:
             raise ConfigurationError(f"{what} is no regular expression: {error}") from error
 
     def table(self, field: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A table with names for keys.
+        """A table of a few names, or with one pattern of names for each value.
 
         A key stands for the modules whose names end with it, from a dot on; the first key counts, as in
         PEFT's ``get_pattern_key``.
         """
+        if len(given) <= _FEW and all(map(_NAME.fullmatch, given)):
+            return dict(given)
         order = {key: at for at, key in enumerate(given)}
         patterns = [key for key in given if not _NAME.fullmatch(key)]
         found: dict[str, Any] = {}
@@ -106,11 +126,13 @@ class _Names:
                     keys.append(key)
                     break
             if keys:
-                value = given[min(keys, key=order.__getitem__)]
-                if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise ConfigurationError(f"{self.where} has {value!r:.80} in {field}: give numbers")
-                found[name] = value
-        return found
+                found[name] = given[min(keys, key=order.__getitem__)]
+        same: dict[float, list[str]] = {}
+        for name, value in found.items():
+            same.setdefault(value, []).append(re.escape(name))
+        if len(same) > VALUES:
+            raise ConfigurationError(f"{self.where} has {len(same)} values in {field}; {VALUES} are the most")
+        return {f"^(?:{'|'.join(names)})": value for value, names in same.items()}
 
 
 def _ends(name: str) -> Iterator[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
-from commands import finish, here, start
+from commands import BASE_MODEL, finish, here, ok, start
 from conftest import Executor
 
 from shared.errors import ConfigurationError
+from tenant_sdk.profiles import approve, check_approved
 
 # What the kernel takes as a name, and Python hands on as half a character.
 BYTE = os.fsdecode(b"\xff")
@@ -53,3 +55,16 @@ def test_folders_and_variables(llama: Executor, tmp_path: Path) -> None:
         "generate", llama, "--privacy", "plain", "--prompt", "a", secrets={"TENANT_TOKEN": f"a{BYTE}"}
     )
     assert isinstance(token.exception, ConfigurationError)
+
+
+def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written as JSON has escapes for their bytes."""
+    records = tmp_path / f"{BYTE}.jsonl"
+    records.write_text('{"prompt": "a", "completion": " b"}\n')
+    out = ok(start("tenant_sdk.cli", "data", records, "--tokenizer", BASE_MODEL, "--json"))[0]
+    assert json.loads(out)["file"] == f"{tmp_path}/\\xff.jsonl"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"wandb{BYTE}").write_text("x")
+    approve(Path(f"wandb{BYTE}"))
+    check_approved(Path(f"wandb{BYTE}"), "it says", "leave it")

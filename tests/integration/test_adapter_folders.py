@@ -19,13 +19,12 @@ import pytest
 import torch
 from conftest import Executor, make_model, relative_error
 from parity import fixed_result, load_local, token_ids
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import tenant_sdk
 from shared.errors import CheckpointError, ConfigurationError, ModelMismatch
 from tenant_sdk.model.naming import base_of_peer, find_base, folder_of_peer
-from tenant_sdk.model.remote_weight import RemoteWeight
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -272,156 +271,6 @@ def test_a_damaged_record(content: bytes, session: tenant_sdk.Session, saved: Pa
     (saved / "symbiosis.json").write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"symbiosis\.json is damaged"):
         tenant_sdk.load_adapter(session.load_model(progress=False), saved, session)
-
-
-# -- from anybody ---------------------------------------------------------------------------------
-
-
-def change(folder: Path, **fields: Any) -> None:
-    config = read(folder, "adapter_config.json") | fields
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (
-            {"megatron_config": {"tensor_model_parallel_size": 1}, "megatron_core": "evil"},
-            "has megatron_config",
-        ),
-        ({"layer_replication": [[0, 100_000]]}, "has layer_replication"),
-        ({"arrow_config": {"top_k": 1}}, "has arrow_config"),
-        ({"corda_config": {"cache_file": "/etc/passwd"}}, "has corda_config"),
-        ({"lora_ga_config": {"cache_file": "/etc/passwd"}}, "has lora_ga_config"),
-        ({"use_dora": True}, "has use_dora: True"),
-        ({"what_a_later_peft_reads": "/etc/passwd"}, "has what_a_later_peft_reads: '/etc/passwd'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "begun with changes to the base's weights"),
-        ({"init_lora_weights": "loftq"}, "begun with changes to the base's weights"),
-        ({"peft_type": "XLORA", "adapters": {"0": "evil/adapter"}}, "of the kind 'XLORA'"),
-        ({"peft_type": "SHADOW", "shadow_model": "evil/model"}, "of the kind 'SHADOW'"),
-        ({"peft_type": "MULTITASK_PROMPT_TUNING"}, "of the kind 'MULTITASK_PROMPT_TUNING'"),
-        ({"peft_type": ["LORA"]}, r"of the kind \['LORA'\]"),
-        ({"task_type": "NONE"}, "cannot be used: Invalid task type"),
-    ],
-)
-@pytest.mark.usefixtures("no_hub")
-def test_what_no_folder_may_ask_for(
-    fields: dict[str, Any], said: str, session: tenant_sdk.Session, saved: Path
-) -> None:
-    change(saved, **fields)
-    with pytest.raises(ConfigurationError, match=said):
-        tenant_sdk.load_adapter(session.load_model(progress=False), saved, session)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("model.embed_tokens.weight", {}),
-        ("model.norm.weight", {}),
-        ("lm_head.weight", {}),
-        ("model.norm.original_module.weight", {"modules_to_save": ["model.norm"]}),
-        (
-            "model.embed_tokens.token_adapter.base_layer.weight",
-            {"trainable_token_indices": {"embed_tokens": [0]}},
-        ),
-        ("model.layers.0.self_attn.q_proj.lora_A.base_layer.weight", {}),
-        ("model.norm.bias", {"bias": "lora_only"}),
-    ],
-)
-def test_an_adapter_does_not_write_over_the_base(
-    name: str, fields: dict[str, Any], session: tenant_sdk.Session, saved: Path
-) -> None:
-    """PEFT would, and leave it so when the adapter is switched off or refused."""
-    model = session.load_model(progress=False)
-    held = {key: each for key, each in model.named_parameters() if not isinstance(each, RemoteWeight)}
-    before = {key: each.clone() for key, each in held.items()}
-    change(saved, **fields)
-    weights = load_file(saved / "adapter_model.safetensors")
-    weights[f"base_model.model.{name}"] = torch.zeros(4, 4)
-    save_file(weights, saved / "adapter_model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"holds '\S+', which is no part of the adapter"):
-        tenant_sdk.load_adapter(model, saved, session)
-    assert all(torch.equal(held[key], each) for key, each in before.items())
-
-
-def test_what_is_written_over_the_base_all_the_same_is_noticed(
-    session: tenant_sdk.Session, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PEFT may come to read names in other ways."""
-    monkeypatch.setattr("tenant_sdk.tuning.folders.check_weights", lambda *_: set())
-    weights = load_file(saved / "adapter_model.safetensors")
-    model = session.load_model(progress=False)
-    weights["base_model.model.model.norm.weight"] = torch.ones_like(model.model.norm.weight)
-    save_file(weights, saved / "adapter_model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"written over model\.norm\.weight"):
-        tenant_sdk.load_adapter(model, saved, session)
-
-
-def test_modules_that_an_adapter_brings_are_its_own(session: tenant_sdk.Session, tmp_path: Path) -> None:
-    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], trainable_token_indices=[1])
-    adapted = peft.get_peft_model(session.load_model(progress=False), config)
-    tenant_sdk.save_adapter(adapted, tmp_path / "own", session)
-    tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path / "own", session)
-
-
-@pytest.mark.usefixtures("no_hub")
-def test_where_a_folder_says_that_it_comes_from_leads_nowhere(
-    session: tenant_sdk.Session, saved: Path, tmp_path: Path
-) -> None:
-    """PEFT would ask a hub about the base's name, and that is the author's choice, whenever it saves."""
-    change(
-        saved,
-        base_model_name_or_path="evil/base",
-        revision="evil",
-        auto_mapping={"base_model_class": "x", "parent_library": "evil"},
-        runtime_config={"ephemeral_gpu_offload": True},
-        eva_config={"rho": 2.0},
-        init_lora_weights="eva",
-        peft_version="99.0",
-        use_dora=False,
-        what_a_later_peft_reads=None,
-    )
-    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), saved, session, trainable=True)
-    loaded.save_pretrained(tmp_path / "again")
-    assert "evil" not in (tmp_path / "again" / "adapter_config.json").read_text()
-    assert loaded.peft_config["default"].runtime_config.ephemeral_gpu_offload is False
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000])
-def test_a_damaged_configuration(content: bytes, session: tenant_sdk.Session, saved: Path) -> None:
-    (saved / "adapter_config.json").write_bytes(content)
-    with pytest.raises(ConfigurationError, match="cannot read"):
-        tenant_sdk.load_adapter(session.load_model(progress=False), saved, session)
-
-
-@pytest.mark.usefixtures("no_hub")
-def test_the_text_that_a_prompt_began_with_is_not_read(
-    session: tenant_sdk.Session, folder: Path, tmp_path: Path
-) -> None:
-    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    peft.get_peft_model(load_local(folder), config).save_pretrained(tmp_path, save_embedding_layers=False)
-    words = {"tokenizer_name_or_path": "evil/words", "tokenizer_kwargs": {"trust_remote_code": True}}
-    change(tmp_path, prompt_tuning_init="TEXT", prompt_tuning_init_text="x", **words)
-    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path, session)
-    assert loaded.peft_config["default"].tokenizer_name_or_path is None
-    fixed_result(loaded, token_ids())
-
-
-def test_tokens_that_switch_an_adapter_on_change_no_rows(
-    session: tenant_sdk.Session, folder: Path, tmp_path: Path
-) -> None:
-    """The provider would see them in how many rows there are."""
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8]
-    )
-    peft.get_peft_model(load_local(folder), config).save_pretrained(tmp_path, save_embedding_layers=False)
-    loaded = tenant_sdk.load_adapter(session.load_model(progress=False), tmp_path, session)
-    counts = []
-    for text in ([1, 2, 7, 8, 3], [1, 2, 8, 7, 3]):
-        before = session.stats.rows, session.stats.requests
-        loaded.generate(input_ids=torch.tensor([text]), max_new_tokens=3, min_new_tokens=3)
-        counts.append((session.stats.rows - before[0], session.stats.requests - before[1]))
-    assert counts[0] == counts[1]
 
 
 # -- what users are told --------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_folders_without_a_fitting_adapter(
     with pytest.raises(ModelMismatch, match="made for another base model"):
         load_adapter(llama.load_model(progress=False), tmp_path, llama)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"half of it")
-    with pytest.raises(ConfigurationError, match="cannot read the adapter"):
+    with pytest.raises(ConfigurationError, match="cannot read"):
         load_adapter(gpt2.load_model(progress=False), tmp_path, gpt2)
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigurationError, match=r"no adapter_model\.safetensors"):

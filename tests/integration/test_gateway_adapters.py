@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def saved(session: tenant_sdk.Session, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("saved") / "notes"
     torch.manual_seed(0)
     model = peft.get_peft_model(
-        session.load_model(progress=False), peft.LoraConfig(r=4, target_modules="all-linear")
+        session.load_model(progress=False),
+        peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     tenant_sdk.save_adapter(model, folder, session)
     return folder
@@ -82,12 +84,19 @@ def test_other_content_is_another_copy(own: Path, copies: Path, manifest: Manife
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"peft_type": "IA3"}, "LoRA alone"),
-        ({"use_dora": True}, "use_dora=True"),
+        ({"peft_type": "ADALORA", "r": 8, "total_step": 9}, "LoRA alone"),
+        ({"use_dora": True}, "use_dora: True"),
+        ({"init_lora_weights": "pissa"}, "changes to the base's weights"),
+        ({"init_lora_weights": "olora"}, "changes to the base's weights"),
+        ({"arrow_config": {"top_k": 1}}, "arrow_config"),
+        ({"kasa_config": {"x": 1}}, "kasa_config"),
+        ({"what_a_later_peft_reads": True}, "what_a_later_peft_reads"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"use_rslora": "yes"}, "use_rslora"),
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"r": 0}, "rank"),
-        ({"r": "8"}, "rank"),
+        ({"r": 0}, "`r`"),
+        ({"r": "8"}, "r is '8'"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
         ({"r": 32}, "max_rank=32"),
         ({"rank_pattern": {"q_proj": 300}}, "max_rank=320"),
@@ -102,7 +111,6 @@ def test_what_is_not_computed_is_refused(
     assert str(own) in str(caught.value)  # and not its copy
     assert str(copies) not in str(caught.value)
     assert not list(copies.iterdir())
-    assert not list(copies.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,7 @@ def test_tensors_that_would_be_left_out_are_refused(
 ) -> None:
     tensors = load_file(own / WEIGHTS) | {f"base_model.model.{name}.weight": torch.zeros(2)}
     save_file(tensors, own / WEIGHTS)
-    with pytest.raises(ConfigurationError, match="would have to leave it out"):
+    with pytest.raises(ConfigurationError, match="would be left out"):
         take(own, copies, manifest)
 
 
@@ -132,7 +140,7 @@ def spoiled(name: str, tensor: torch.Tensor, how: str) -> dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("half", "half of it"),
+        ("half", "lacks"),
         ("narrow", "shape"),
         ("low", "shape"),
         ("nan", "NaN"),
@@ -153,6 +161,30 @@ def test_matrices_that_do_not_fit(
     assert not list(copies.iterdir())
 
 
+def test_the_layers_of_gpt2(
+    serve: Callable[..., Executor], checkpoint: Callable[[str], Path], tmp_path: Path, copies: Path
+) -> None:
+    """They lie the other way round."""
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    with serve(checkpoint("gpt2")).connect() as session:
+        model = peft.get_peft_model(session.load_model(progress=False), config)
+        tenant_sdk.save_adapter(model, tmp_path / "gpt2", session)
+        assert take(tmp_path / "gpt2", copies, session.manifest).rank == 2
+
+
+def test_what_vllm_is_told(own: Path, copies: Path, manifest: Manifest) -> None:
+    change(own, target_modules=".*_proj", alpha_pattern={"layers.0.*": 4})
+    said = json.loads((take(own, copies, manifest).folder / CONFIG).read_text())
+    assert said.keys() == {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
+    }
+    assert all(name.startswith("model.layers.") for name in said["target_modules"])
+    ((pattern, value),) = said["alpha_pattern"].items()
+    assert value == 4
+    assert re.match(pattern, "model.layers.0.mlp.up_proj")
+    assert not re.match(pattern, "model.layers.1.mlp.up_proj")
+
+
 def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
     record = json.loads((own / "symbiosis.json").read_text())
     (own / "symbiosis.json").write_text(json.dumps(record | {"weights": "0" * 64}))
@@ -162,7 +194,19 @@ def test_of_another_base(own: Path, copies: Path, manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["config", "weights", "record", "missing", "deep", "deep record", "large", "pipe"]
+    "damage",
+    [
+        "config",
+        "weights",
+        "record",
+        "missing",
+        "deep",
+        "deep record",
+        "large",
+        "large config",
+        "large record",
+        "pipe",
+    ],
 )
 def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) -> None:
     if damage == "missing":
@@ -173,6 +217,8 @@ def test_damaged_ones(own: Path, copies: Path, manifest: Manifest, damage: str) 
         (own / RECORD).write_text('{"x": ' + "[" * 100_000)
     elif damage == "large":
         os.truncate(own / WEIGHTS, 3 << 30)  # sparse; it is not read
+    elif damage.startswith("large "):
+        os.truncate(own / (CONFIG if damage == "large config" else RECORD), 60 << 30)
     elif damage == "pipe":  # nobody writes to it
         (own / RECORD).unlink()
         os.mkfifo(own / RECORD)
@@ -203,6 +249,7 @@ def test_a_folder_of_them(own: Path) -> None:
     (watched / "broken" / CONFIG).write_text("{")
     assert [path.name for path in folders_in(watched)] == ["broken", "notes"]
 
+    os.truncate(watched / "broken" / CONFIG, 60 << 30)  # sparse; it is not read
     assert largest_rank(watched) == 16  # as most adapters have
     change(own, r=40)
     assert largest_rank(watched) == 64

@@ -167,6 +167,31 @@ def test_a_configuration_does_not_name_another_file(tmp_path: Path) -> None:
         skeleton(tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_hidden_layers": 30_000}, "num_hidden_layers is 30000, and its tensors hold 1024 at most"),
+        ({"num_hidden_layers": 1_000}, "many more layers than its 21 tensors hold"),
+        ({"text_config": {"encoder_layers": 10**9}}, r"encoder_layers is 1e\+09"),
+        ({"depths": [2, 10**6]}, r"depths is 1e\+06"),
+        ({"num_local_experts": 10**6}, r"num_local_experts is 1e\+06"),
+        ({"num_labels": 10**9}, r"num_labels is 1e\+09"),
+    ],
+)
+def test_a_configuration_says_no_more_than_its_tensors_hold(
+    fields: dict[str, Any], said: str, tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """Or a kilobyte takes hours and all memory, before any tensor is looked at."""
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(CheckpointError, match=said):
+        list(Checkpoint(folder).stored.layers())
+    with pytest.raises(CheckpointError, match=said):
+        discover(Checkpoint(folder))
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool.jinja"])
 def test_links_out_of_a_tokenizers_folder_are_refused(
     name: str, tmp_path: Path, checkpoint: Callable[[str], Path]

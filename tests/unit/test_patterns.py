@@ -12,7 +12,7 @@ from peft.utils.other import get_pattern_key
 
 from shared.errors import ConfigurationError
 from tenant_sdk.tuning import patterns
-from tenant_sdk.tuning.patterns import PATTERN_BYTES, PATTERNS, SECONDS, without_patterns
+from tenant_sdk.tuning.patterns import PATTERN_BYTES, SECONDS, VALUES, without_patterns
 
 KEYS = ("q_proj", "self_attn.q_proj", r"layers\.\d\..*", "model.layers.1.mlp.up_proj", "^mod.*v_.*")
 NAMES = [
@@ -66,13 +66,9 @@ def test_what_is_no_pattern_stays() -> None:
         ({"exclude_modules": SLOW}, "takes too long"),
         ({"rank_pattern": {SLOW: 4}}, "takes too long"),
         ({"alpha_pattern": {SLOW: 4}}, "takes too long"),
-        ({"alpha_pattern": dict.fromkeys(map(str, range(PATTERNS + 1)), 1)}, str(PATTERNS)),
-        ({"alpha_pattern": [1]}, "no table"),
-        ({"rank_pattern": {"q_proj": "8"}}, "give numbers"),
         ({"modules_to_save": ["(a+)+"]}, "no patterns"),
         ({"layers_pattern": "(a+)+"}, "no patterns"),
         ({"trainable_token_indices": {"(a+)+": [1]}}, "no patterns"),
-        ({"target_parameters": [3]}, "no patterns"),
     ],
 )
 def test_what_is_refused(config: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,3 +82,25 @@ def test_all_patterns_share_a_time() -> None:
     ticks = itertools.count()
     with pytest.raises(ConfigurationError, match="takes too long"):
         without_patterns({"target_modules": "m.*"}, NAMES, FOLDER, clock=lambda: next(ticks) * SECONDS / 4)
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "modules_to_save", "layers_pattern"])
+def test_of_many_names_those_of_modules_are_kept(field: str) -> None:
+    """PEFT compares each with every module."""
+    real = ["q_proj", "mlp.up_proj", NAMES[0], "layers"]
+    found = without_patterns({field: [f"x{at}" for at in range(1000)] + real}, NAMES, FOLDER)
+    assert found == {field: real}
+    assert len(without_patterns({field: [f"x{at}" for at in range(1000)]}, NAMES, FOLDER)[field]) == 1
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_large_table_has_one_key_for_each_value(field: str) -> None:
+    """PEFT and vLLM compile every key for every module."""
+    given = {f"x{at}": at for at in range(1000)} | {name: at % 2 + 1 for at, name in enumerate(NAMES)}
+    found = without_patterns({field: given}, NAMES, FOLDER)[field]
+    assert sorted(found.values()) == [1, 2]
+    for name in NAMES:
+        assert found[get_pattern_key(found, name)] == given[name]
+    many = {f"layers.{at}": at for at in range(VALUES + 1)}
+    with pytest.raises(ConfigurationError, match=f"{VALUES} are the most"):
+        without_patterns({field: many}, list(many), FOLDER)

@@ -129,3 +129,12 @@ def test_checkpoints_of_an_interrupted_training(tmp_path: Path) -> None:
     assert json.loads((checkpoints.folder / "settings.json").read_text()) == settings
     checkpoints.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_digits_of_another_script_is_no_checkpoint(tmp_path: Path) -> None:
+    """Python's ``isdigit`` takes them, and ``int`` does not."""
+    other = tmp_path / "run.checkpoints" / "checkpoint-²"
+    other.mkdir(mode=0o700, parents=True)
+    (other / "trainer_state.json").write_text('{"global_step": 2}')
+    (tmp_path / "run.checkpoints").chmod(0o700)
+    assert TrainingCheckpoints(tmp_path / "run", {}).begin(resume=False) is None

@@ -1,0 +1,291 @@
+"""The folder of an adapter that may be anybody's: how `generate`, ``load_adapter`` and the gateway read it.
+
+Its files are copied, each up to the size that it can have, so that what is checked is what is used. Then PEFT
+says which tensors it would place where: it is given tensors without values, on layers without values.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shared.errors import ConfigurationError, ModelMismatch, SymbiosisError
+from tenant_sdk.model.remote_weight import RemoteWeight
+from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
+from tenant_sdk.storage import ADAPTER_WEIGHTS as WEIGHTS
+from tenant_sdk.storage import check_adapter_folder, copy_file
+from tenant_sdk.trust.attestation import base_model
+from tenant_sdk.tuning.adapter_config import WORDS_BYTES, read_adapter_config
+from tenant_sdk.tuning.adapters import no_untrue_warnings
+from tenant_sdk.tuning.provenance import RECORD
+
+_HEADER_BYTES = 16 << 20  # of a file of weights: what it has beside numbers
+_NAME_LENGTH = 500
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_WIDEST = 8  # bytes of a number
+# PEFT's names for the base model's layers inside of its own.
+_INNER = frozenset({"base_layer", "original_module"})
+
+
+class Received(NamedTuple):
+    """An adapter that fits a model.
+
+    Attributes:
+        config: without patterns.
+        written: names of the model's own parameters that PEFT will write: those that may be, those that it
+            writes with what they are already, and biases that the adapter was trained with.
+        digest: SHA-256 over the content of its files.
+    """
+
+    config: PeftConfig
+    written: set[str]
+    digest: str
+
+
+def receive(
+    source: Path,
+    folder: Path,
+    model: nn.Module,
+    *,
+    own: Collection[str] = (),
+    within: Path | None = None,
+    check: Callable[[PeftConfig], None] = lambda _: None,
+) -> Received:
+    """Copy an adapter, and check it against a model, which is left as it was.
+
+    Args:
+        source: in PEFT's format; anybody may have written it.
+        folder: empty; nobody else can change what is in it.
+        model: without adapters.
+        own: names of its parameters that may be written over, such as embeddings that the user has resized.
+        within: the folder that adapters are taken from; None: wherever they are.
+        check: raises a ConfigurationError for an adapter that the caller has no use for.
+
+    Raises:
+        ConfigurationError: it is no adapter, is damaged, of a kind that is not loaded, or holds other tensors
+            than its configuration asks for.
+        ModelMismatch: it was made for another model.
+        OSError: there is no room for the copy.
+    """
+    check_adapter_folder(source)
+    digest = hashlib.sha256()
+
+    def take(name: str, most: int) -> None:
+        digest.update(f"{name} {copy_file(source / name, folder / name, most, within)} ".encode())
+
+    try:
+        for name in (CONFIG, RECORD):
+            if (source / name).exists():
+                take(name, WORDS_BYTES)
+        config = read_adapter_config(folder, model)
+        check(config)
+        with _without_values(model, config, source) as tried:
+            take(WEIGHTS, tried.most_bytes)
+            written = _check_weights(folder / WEIGHTS, tried, own)
+    except SymbiosisError as error:
+        error.told = error.told.replaced(str(folder), str(source))
+        raise
+    return Received(config, written, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A model with an adapter whose tensors have no values.
+
+    Attributes:
+        config: as read.
+        state: all tensors, by PEFT's names.
+        expected: the adapter's, by the names that a file has for them; a bias of the base's is among them.
+    """
+
+    model: PeftModel
+    config: Any
+    state: dict[str, Tensor]
+    expected: dict[str, Tensor]
+
+    @property
+    def most_bytes(self) -> int:
+        """That the file can have, with what it may repeat of the base's."""
+        held = [
+            each for each in self.state.values() if not each.is_meta and not isinstance(each, RemoteWeight)
+        ]
+        return _WIDEST * sum(each.numel() for each in (*self.expected.values(), *held)) + _HEADER_BYTES
+
+    def is_base(self, name: str) -> bool:
+        """Whether a name of a file is that of a tensor of the base model, to which PEFT would write."""
+        return name in self.state and not self.state[name].is_meta
+
+    def place(self, given: Mapping[str, Tensor], file: Path) -> tuple[list[str], list[str]]:
+        """Names that PEFT has no place for, and names of places that stay empty, of tensors without values.
+
+        Raises:
+            ModelMismatch: some do not fit.
+        """
+        if self.config.is_prompt_learning:
+            for name in given.keys() & self.expected.keys():
+                shape, right = list(given[name].shape), list(self.expected[name].shape)
+                if shape != right:
+                    raise _other_base(file, f"size mismatch for {name}: {shape}, not {right}")
+            return sorted(given.keys() - self.expected), sorted(self.expected.keys() - given)
+        if self.config.peft_type == PeftType.ADALORA:
+            ranks = self.config.rank_pattern or {}
+            given = {name: _unpruned(name, each, ranks) for name, each in given.items()}
+        try:
+            result: Any = set_peft_model_state_dict(self.model, given)
+        except KeyError as error:
+            return [], [str(error.args[0])]
+        except Exception as error:  # torch has many kinds for shapes that do not fit
+            raise _other_base(file, str(error)) from error
+        # A tensor that several layers have is there if one of its names is.
+        mine = {id(each) for each in self.expected.values() if each.is_meta}
+        missing = dict.fromkeys(result.missing_keys)
+        mine -= {id(each) for name, each in self.state.items() if name not in missing}
+        return list(result.unexpected_keys), [name for name in missing if id(self.state[name]) in mine]
+
+
+@contextmanager
+def _without_values(model: nn.Module, config: PeftConfig, source: Path) -> Iterator[_Tried]:
+    """A new adapter in a model, for a while."""
+    tried: Any = copy.deepcopy(config)
+    tried.inference_mode = True
+    if tried.peft_type == PeftType.ADALORA:  # sizes before it was pruned
+        tried.rank_pattern = None
+    trained = [(each, each.requires_grad) for each in model.parameters()]
+    before = [(each, dict(each._modules), dict(each._parameters)) for each in model.modules()]
+    base = {id(each) for each in (*model.parameters(), *model.buffers())}
+    # Classes for a task expect transformers' models.
+    task = tried.task_type if isinstance(model, PreTrainedModel) else None
+    kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task or "", PeftModel)
+    try:
+        try:
+            with no_untrue_warnings(""):
+                adapted: PeftModel = kind(model, tried, low_cpu_mem_usage=True)
+        except Exception as error:  # every method has errors of its own for a model that lacks layers
+            raise _other_base(source / WEIGHTS, str(error)) from error
+        tables: Any = [each for module in adapted.modules() for each in (module._parameters, module._buffers)]
+        for tensors in tables:  # some that are the adapter's PEFT has made with values
+            for name, each in tensors.items():
+                if each is not None and id(each) not in base and not each.is_meta:
+                    empty = torch.empty_like(each, device="meta")
+                    tensors[name] = nn.Parameter(empty) if isinstance(each, nn.Parameter) else empty
+        state = adapted.state_dict(keep_vars=True)
+        expected = get_peft_model_state_dict(adapted, dict(state), save_embedding_layers=False)
+        yield _Tried(adapted, config, state, expected)
+    finally:
+        for module, modules, parameters in before:  # PEFT's `unload` would leave modules to save in it
+            module._modules, module._parameters = modules, parameters
+        vars(model).pop("peft_config", None)
+        for each, requires in trained:
+            each.requires_grad_(requires)
+
+
+def _check_weights(file: Path, tried: _Tried, own: Collection[str]) -> set[str]:
+    """Refuse weights other than those that PEFT expects, and would place; see ``Received.written``."""
+    _check_header(file)
+    named = base_model(tried.model).named_parameters()
+    base = {_plain(name): each for name, each in named if not each.is_meta}
+    given, written, biases = dict[str, Tensor](), set[str](), set[str]()
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                values, place, known = _values(opened, name, file), _plain(name), name in tried.expected
+                if known and tried.is_base(name):
+                    biases.add(name)
+                elif place in own or (not known and _same(base.get(place), values)):
+                    written.add(place)
+                elif tried.is_base(name):
+                    raise _no_part(file, name)
+                else:
+                    given[name] = torch.empty_like(values, device="meta")
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"cannot read {file}: {error}") from error
+    extra, missing = tried.place(given, file)
+    missing += [name for name in tried.expected if tried.is_base(name) and name not in biases]
+    if extra:
+        raise _no_part(file, extra[0])
+    if missing:
+        raise ConfigurationError(f"{file} lacks {_said(missing[0])!r}, which {CONFIG} asks for")
+    return written | set(map(_plain, biases))
+
+
+def _check_header(file: Path) -> None:
+    """Refuse a file whose description of its tensors is larger than that of any adapter."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+    if size > _HEADER_BYTES:
+        raise ConfigurationError(
+            f"cannot read {file}: its header has {size} bytes; {_HEADER_BYTES} are the most of an adapter's"
+        )
+
+
+def _values(opened: Any, name: str, file: Path) -> Tensor:
+    """A tensor of a file.
+
+    Raises:
+        ConfigurationError: it is not of finite floats.
+    """
+    if len(name) > _NAME_LENGTH:
+        raise ConfigurationError(
+            f"{file} has {name[:80]!r}..., a name of {len(name)} characters; {_NAME_LENGTH} are the most"
+        )
+    if opened.get_slice(name).get_dtype() not in _FLOATS:
+        raise ConfigurationError(f"{name} in {file} holds no plain floats")
+    values: Tensor = opened.get_tensor(name)
+    if not values.isfinite().all():
+        raise ConfigurationError(f"{name} in {file} holds NaN or infinity")
+    return values
+
+
+def _same(held: Tensor | None, values: Tensor) -> bool:
+    """Whether values are those that a parameter holds already; a remote one is not looked at."""
+    if held is None or isinstance(held, RemoteWeight) or held.shape != values.shape:
+        return False
+    return torch.equal(values.to(held), held)
+
+
+def _plain(name: str) -> str:
+    """The base model's name for a tensor."""
+    parts = name.removeprefix("base_model.model.").split(".")
+    return ".".join(part for part in parts if part not in _INNER)
+
+
+def _unpruned(name: str, given: Tensor, ranks: Mapping[str, Any]) -> Tensor:
+    """A tensor of AdaLoRA's, without values, as it was before ranks were taken from its layer."""
+    layer, _, part = name.removeprefix("base_model.model.").rpartition(".")
+    kept, shape, axis = ranks.get(f"{layer}.lora_E"), list(given.shape), int(part == "lora_B")
+    if kept is None or len(shape) != 2 or shape[axis] != sum(kept):
+        return given
+    shape[axis] = len(kept)
+    return given.new_empty(shape)
+
+
+def _no_part(file: Path, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{file} holds {_said(name)!r}, which is no part of the adapter that {CONFIG} describes, on this "
+        "model: it would be left out, or written over the base model's. Take it out of the file"
+    )
+
+
+def _other_base(file: Path, error: str) -> ModelMismatch:
+    """Of the mismatches that torch lists, one a line below a heading, the first."""
+    heading, *mismatches = [line.strip(" \t.") for line in error.splitlines() if line.strip()] or [""]
+    more = f" (and {len(mismatches) - 1} more)" if len(mismatches) > 1 else ""
+    first = f"{mismatches[0]}{more}" if mismatches else heading
+    return ModelMismatch(f"the adapter in {file.parent} was made for another base model: {first}")
+
+
+def _said(name: str) -> str:
+    """A tensor as a file calls it, without the name that PEFT gives to adapters."""
+    return ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part != "default")

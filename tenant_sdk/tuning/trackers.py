@@ -1,0 +1,92 @@
+"""Trackers, to which a training reports: each has a configuration of its own.
+
+Some read files of the folder in which they run. Whoever wrote such a file, perhaps as a part of an archive,
+chooses the server that gets the reports, and the user's key with them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shared.errors import Argument, ConfigurationError, Message
+from tenant_sdk.profiles import check_approved
+
+_DVC = (".dvc/config", ".dvc/config.local")
+# Of each tracker whose files are known: those of the working directory that it reads.
+_FILES: dict[str, tuple[str, ...]] = {
+    "wandb": ("wandb/settings", ".wandb/settings"),
+    "comet_ml": (".comet.config", ".env"),
+    "swanlab": (
+        *(
+            ".env",
+            "swanlab.yaml",
+            "swanlab.yml",
+            ".swanlab/config.yaml",
+            ".swanlab/config.yml",
+            ".swanlab/.netrc",
+        ),
+    ),
+    "codecarbon": (".codecarbon.config",),
+    "dvclive": _DVC,
+    "dagshub": (*_DVC, ".git/config"),
+    **dict.fromkeys(("azure_ml", "clearml", "kubeflow", "mlflow", "neptune", "tensorboard", "trackio"), ()),
+}
+_ABOVE = (*_DVC, ".git/config")  # which are looked for in the folders above, too
+# Variables that name the server.
+_SERVERS = {
+    "wandb": "WANDB_BASE_URL",
+    "comet_ml": "COMET_URL_OVERRIDE",
+    "swanlab": "SWANLAB_API_HOST",
+    "codecarbon": "CODECARBON_API_ENDPOINT",
+    "dvclive": "DVC_STUDIO_URL",
+    "mlflow": "MLFLOW_TRACKING_URI",
+    "clearml": "CLEARML_API_HOST",
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker that would read a file which its user has not approved.
+
+    Raises:
+        ConfigurationError: there is one; or it is not known what the tracker reads.
+    """
+    for name in names:
+        given = Argument("report_to", name)
+        if name not in _FILES:
+            raise ConfigurationError(
+                Message(
+                    "{}: it is not known which files of this folder it reads, and their author would choose "
+                    "where reports go; choose from {}",
+                    *(given, ", ".join(_FILES)),
+                )
+            )
+        for file in _there(name):
+            check_approved(
+                file,
+                f"{name} reads it, and it can choose the server that gets the reports and your key",
+                Message("leave out {}", given),
+            )
+
+
+def where_reports_go(names: Sequence[str]) -> Iterator[str]:
+    """A line for each tracker."""
+    for name in names:
+        variable = _SERVERS.get(name, "")
+        said = [f"{variable}={os.environ[variable]}"] if os.environ.get(variable) else []
+        said += [f"{file} (approved)" for file in _there(name)]
+        where = (
+            f"{' and '.join(said)} says" if said else f"{name} is configured to, by nothing in this folder"
+        )
+        yield f"{name} reports to where {where}"
+
+
+def _there(name: str) -> Iterator[Path]:
+    """The files that a tracker would read, relative to the working directory."""
+    here = Path.cwd()
+    for file in _FILES[name]:
+        folders = (here, *here.parents) if file in _ABOVE else (here,)
+        for folder in folders:
+            if os.path.lexists(folder / file):
+                yield Path(os.path.relpath(folder / file, here))
