@@ -390,7 +390,7 @@ def test_no_executor_without_an_exact_kernel(
     monkeypatch.setattr(ring_product, "KERNELS", {"wrong": wrong})
     fastest_kernel.cache_clear()
     try:
-        with pytest.raises(ConfigurationError, match="--numerics ring"):
+        with pytest.raises(ConfigurationError, match="cannot serve ring numerics"):
             BaseExecutor(checkpoint("llama"), numerics=RING)
     finally:
         fastest_kernel.cache_clear()
