@@ -12,11 +12,14 @@ export GOMP_SPINCOUNT ?= 1000
 # A worker that crashes ends the run: with a new one in its place, xdist waits for ever.
 PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # As many workers as processors: second threads of the processes that tests start would only wait.
-test quick coverage architectures: export OMP_NUM_THREADS ?= 1
+# Where the two rings differ.
+RING := $(addprefix tests/integration/test_,$(addsuffix .py,bit_identity unused_answers tampering fingerprints bad_input)) \
+  $(wildcard tests/integration/test_ring_*.py)
+test quick release coverage architectures: export OMP_NUM_THREADS ?= 1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install gateway demo test quick counts coverage architectures check bench clean
+.PHONY: help install gateway demo test quick release counts coverage architectures check bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -67,6 +70,15 @@ test: install ## run the tests
 
 quick: install ## run the tests that need no sockets
 	$(BIN)/python -m $(PYTEST) tests/unit $(ARGS)
+
+release: install gateway ## run everything: all tests, the other ring, every architecture, the audit, other versions
+	$(BIN)/python -m $(PYTEST) -m 'not architectures' $(ARGS)
+	TEST_RING=ring-fine $(BIN)/python -m $(PYTEST) $(RING)
+	$(BIN)/python tests/architectures/sweep.py
+	$(BIN)/symbiosis-audit run --report out/audit
+	.ci/lowest-versions
+	.ci/newest-versions
+	.ci/no-compiler
 
 counts: install ## print how large the project is, and how it is arranged
 	@$(BIN)/python .ci/counts.py $(ARGS)

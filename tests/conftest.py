@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from hypothesis import settings
+from tiers import RELEASE
 from transformers import PreTrainedModel
 
 import tenant_sdk
@@ -50,6 +51,14 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the release tier."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix() in RELEASE:
+            item.add_marker("release")
 
 
 TENANT = "alice"
