@@ -166,85 +166,112 @@ def examine(
         comparison: with others.
         party: who it is to the comparison; default: somebody who was not there yet.
     """
-    comparison, party = comparison or Comparison(Terms()), party or object()
-    step = "url"
-    sock: socket.socket | None = None
-    channel: Channel | None = None
+    examination = _Examination(target, comparison or Comparison(Terms()), party or object())
     try:
-        if over_tls(target.url):
-            host, port = split_url(target.url)
-            yield CheckResult("url", True, f"host {host}, port {port}")
+        yield from examination.results()
+    except SymbiosisError as error:
+        yield examination.failed(error)
+    finally:
+        examination.close()
 
-            step = "environment"
-            check_environment()
 
-            step = "authority"
-            option = "mask_source_ca" if target.source else "ca"
-            context = client_context(target.authority, target.client_certificate, option)
-            system = Message("those of the operating system (no file given with {})", target.option("ca"))
-            yield CheckResult("authority", True, str(target.authority) if target.authority else system)
+class _Examination:
+    """One executor that is examined: the step it is at, and what is open."""
 
-            step = "dns"
-            yield _resolve(host, port)
+    def __init__(self, target: Target, comparison: Comparison, party: Hashable) -> None:
+        self.target, self.comparison, self.party = target, comparison, party
+        self.step = "url"
+        self._sock: socket.socket | None = None
+        self._channel: Channel | None = None
 
-            step = "tcp"
-            opening = _Waiting(lambda: open_tcp(host, port, target.timeout, target.address), target)
-            yield from opening
-            sock = opening.done
-            milliseconds = opening.seconds * 1e3
-            yield CheckResult("tcp", True, f"port {port} is open, connected in {milliseconds:.1f} ms")
+    def results(self) -> Iterator[CheckResult]:
+        """See ``examine``; an error is that of ``step``."""
+        yield from self._over_tls() if over_tls(self.target.url) else self._on_this_machine()
+        if self._channel is not None:
+            yield CheckResult("token", True, f"accepted (from {self.target.token})")
+            yield CheckResult("protocol", True, f"both sides speak {SUBPROTOCOL}")
+            yield from self._of_executor(self._channel)
 
-            step = "tls"
-            tls = sock = start_tls(sock, host, context)
-            yield from _check_tls(tls)
-            yield _key_exchange(agreed(tls))
-            comparison.meet(target.url, tls, party)
+    def _over_tls(self) -> Iterator[CheckResult]:
+        target = self.target
+        host, port = split_url(target.url)
+        yield CheckResult("url", True, f"host {host}, port {port}")
 
-            step = "token"
-            token = target.secret
-            if not token:
-                yield from _without_token(lambda token: upgrade(tls, target.url, token), target)
-                return
-            upgrade(tls, target.url, token)
-            channel = WebsocketChannel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
-        else:
-            yield CheckResult("url", True, f"directory {directory_of(target.url)}, on this machine")
+        self.step = "environment"
+        check_environment()
 
-            step = "token"
-            token = target.secret
+        self.step = "authority"
+        context = client_context(target.authority, target.client_certificate, self._authority_option)
+        system = Message("those of the operating system (no file given with {})", target.option("ca"))
+        yield CheckResult("authority", True, str(target.authority) if target.authority else system)
 
-            step = "directory"
-            comparison.meet(target.url, None, party)
-            if not token:
-                yield from _without_token(
-                    lambda token: open_colocated(target.url, token, target.timeout), target
-                )
-                return
-            reaching = _Waiting(lambda: open_colocated(target.url, token, target.timeout), target)
-            yield from reaching
-            channel = reaching.done
-            yield CheckResult("directory", True, "an executor listens there")
-        yield CheckResult("token", True, f"accepted (from {target.token})")
-        yield CheckResult("protocol", True, f"both sides speak {SUBPROTOCOL}")
+        self.step = "dns"
+        yield _resolve(host, port)
 
-        step = "manifest"
-        opened = channel
-        remote = RemoteExecutor(single_replica(lambda: opened, target.url), DTYPE_NAMES[target.wire_dtype])
-        comparison.manifests[target.party] = remote.manifest
+        self.step = "tcp"
+        opening = _Waiting(lambda: open_tcp(host, port, target.timeout, target.address), target)
+        yield from opening
+        self._sock = opening.done
+        milliseconds = opening.seconds * 1e3
+        yield CheckResult("tcp", True, f"port {port} is open, connected in {milliseconds:.1f} ms")
+
+        self.step = "tls"
+        tls = self._sock = start_tls(opening.done, host, context)
+        yield from _check_tls(tls)
+        yield _key_exchange(agreed(tls))
+        self.comparison.meet(target.url, tls, self.party)
+
+        self.step = "token"
+        token = target.secret
+        if not token:
+            yield from _without_token(lambda token: upgrade(tls, target.url, token), target)
+            return
+        upgrade(tls, target.url, token)
+        self._channel = WebsocketChannel(tls, target.url, timeout=target.timeout, entropy=os.urandom)
+
+    def _on_this_machine(self) -> Iterator[CheckResult]:
+        target = self.target
+        yield CheckResult("url", True, f"directory {directory_of(target.url)}, on this machine")
+
+        self.step = "token"
+        token = target.secret
+
+        self.step = "directory"
+        self.comparison.meet(target.url, None, self.party)
+        if not token:
+            yield from _without_token(lambda token: open_colocated(target.url, token, target.timeout), target)
+            return
+        reaching = _Waiting(lambda: open_colocated(target.url, token, target.timeout), target)
+        yield from reaching
+        self._channel = reaching.done
+        yield CheckResult("directory", True, "an executor listens there")
+
+    def _of_executor(self, channel: Channel) -> Iterator[CheckResult]:
+        target = self.target
+        self.step = "manifest"
+        remote = RemoteExecutor(single_replica(lambda: channel, target.url), DTYPE_NAMES[target.wire_dtype])
+        self.comparison.manifests[target.party] = remote.manifest
         yield from _check_manifest(remote.manifest)
 
-        step = "transcript"
-        yield from _transcript(remote.manifest, comparison.terms)
+        self.step = "transcript"
+        yield from _transcript(remote.manifest, self.comparison.terms)
 
-        step = "digest"
+        self.step = "digest"
         yield _digest(remote.manifest, target.digest)
 
-        step = "layers"
+        self.step = "layers"
         yield _layers(remote)
 
-        step = "speed"
+        self.step = "speed"
         yield from _speed(remote)
-    except SymbiosisError as error:
+
+    @property
+    def _authority_option(self) -> str:
+        return "mask_source_ca" if self.target.source else "ca"
+
+    def failed(self, error: SymbiosisError) -> CheckResult:
+        """The last result: what failed, and what to do."""
+        step, target = self.step, self.target
         if isinstance(error, ProtocolVersionError):
             step = "protocol"
         if isinstance(error, AuthenticationError) and step == "directory":
@@ -253,17 +280,19 @@ def examine(
             step = "client cert"
         what, advice = error.told, Message()
         if isinstance(error, TlsError) and error.untrusted:
-            what += why_untrusted(target.authority, "mask_source_ca" if target.source else "ca")
+            what += why_untrusted(target.authority, self._authority_option)
         if isinstance(error, AuthenticationError | TlsError):
             what, advice = what.divided("; ")
         if step == "tls":
             what += _shown_certificate(target)
-        yield CheckResult(step, False, what, remedy_of(error, step, target, advice))
-    finally:
-        if channel is not None:
-            channel.close()
-        if sock is not None:
-            sock.close()
+        return CheckResult(step, False, what, remedy_of(error, step, target, advice))
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._sock is not None:
+            self._sock.close()
 
 
 class _Waiting(Generic[T]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -185,39 +186,31 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.workers: Callable[[], Sequence[WorkerState]] = list
         self.registry.register(_WorkersCollector(lambda: self.workers()))
-        labels = ("operation", "direction")
-        rows = Counter(
-            "symbiosis_rows", "Rows of answered products and effects.", labels, registry=self.registry
-        )
-        seconds = Histogram(
-            "symbiosis_product_seconds",
-            "Products and effects answered: time from a complete request to its computed answer.",
-            labels,
+        counter = functools.partial(Counter, registry=self.registry)
+        seconds = functools.partial(
+            Histogram,
             registry=self.registry,
             buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1, 3, 10),
         )
+        labels = ("operation", "direction")
+        rows = counter("symbiosis_rows", "Rows of answered products and effects.", labels)
+        products = seconds(
+            "symbiosis_product_seconds",
+            "Products and effects answered: time from a complete request to its computed answer.",
+            labels,
+        )
         self._products = {
-            (o, d): (
-                rows.labels(operation, direction),
-                seconds.labels(operation, direction),
-            )
+            (o, d): (rows.labels(operation, direction), products.labels(operation, direction))
             for o, operation in _OPERATIONS.items()
             for d, direction in _DIRECTIONS.items()
         }
-        buckets = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1, 3, 10)
-        self._queue = Histogram(
+        self._queue = seconds(
             "symbiosis_queue_seconds",
             "From a complete request to the beginning of its first product.",
             ("request_class",),
-            registry=self.registry,
-            buckets=buckets,
         )
-        self._reply = Histogram(
-            "symbiosis_reply_seconds",
-            "From a complete request to its computed answer.",
-            ("request_class",),
-            registry=self.registry,
-            buckets=buckets,
+        self._reply = seconds(
+            "symbiosis_reply_seconds", "From a complete request to its computed answer.", ("request_class",)
         )
         self._batch_rows = Histogram(
             "symbiosis_batch_rows",
@@ -225,13 +218,10 @@ class Metrics:
             registry=self.registry,
             buckets=tuple(4**i for i in range(9)),
         )
-        self._batch_seconds = Histogram(
-            "symbiosis_batch_seconds", "Time of products.", registry=self.registry, buckets=buckets
-        )
-        self._processor = Counter(
+        self._batch_seconds = seconds("symbiosis_batch_seconds", "Time of products.")
+        self._processor = counter(
             "symbiosis_product_cpu_seconds",
             "Processor time of products, in the thread that gathers and begins them; with --threads 1, all.",
-            registry=self.registry,
         )
         self._usage: UsageBy = {}
         self.registry.register(_UsageCollector(self._usage))
@@ -240,21 +230,14 @@ class Metrics:
             for c in RequestClass
             if c
         }
-        self.received = Counter("symbiosis_received_bytes", "Payload bytes received.", registry=self.registry)
-        self.sent = Counter("symbiosis_sent_bytes", "Payload bytes sent.", registry=self.registry)
-        self.refused = Counter(
-            "symbiosis_refused", "Requests answered with an error.", ("code",), registry=self.registry
+        self.received = counter("symbiosis_received_bytes", "Payload bytes received.")
+        self.sent = counter("symbiosis_sent_bytes", "Payload bytes sent.")
+        self.refused = counter("symbiosis_refused", "Requests answered with an error.", ("code",))
+        self.handshakes_failed = counter(
+            "symbiosis_handshakes_failed", "Connections that ended before a session began.", ("reason",)
         )
-        self.handshakes_failed = Counter(
-            "symbiosis_handshakes_failed",
-            "Connections that ended before a session began.",
-            ("reason",),
-            registry=self.registry,
-        )
-        self.usage_failures = Counter(
-            "symbiosis_usage_write_failures",
-            "Times that usage could not be written to its file.",
-            registry=self.registry,
+        self.usage_failures = counter(
+            "symbiosis_usage_write_failures", "Times that usage could not be written to its file."
         )
         # A series that appears with its first failure would show no increase to Prometheus.
         for code in CODES:

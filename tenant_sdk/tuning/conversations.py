@@ -68,14 +68,16 @@ def chat_template(
     try:
         return str(tokenizer.get_chat_template(tools=tools))
     except (ValueError, AttributeError):  # none, or several and none of them the default
-        raise ConfigurationError(
-            Message(
-                "{}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has one "
-                "with {tokenizer}, or {}",
-                *(where, instead),
-                tokenizer=Word("FOLDER"),
-            )
+        raise _refusal(
+            "{}: a chat needs a chat template and this tokenizer has none; give a tokenizer that has one "
+            "with {tokenizer}, or {}",
+            *(where, instead),
         ) from None
+
+
+def _refusal(template: str, *values: object) -> ConfigurationError:
+    """An error that names the tokenizer's option; see ``Message``."""
+    return ConfigurationError(Message(template, *values, tokenizer=Word("FOLDER")))
 
 
 def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
@@ -196,15 +198,12 @@ class _Chat:
         if not lost:
             end, changed = self.words.end(sample, text)
         if lost or changed:
-            raise ConfigurationError(
-                Message(
-                    "{}: the chat template does not write the whole conversation: it {} {}. Use a tokenizer "
-                    "whose template writes it ({tokenizer}), or remove it from the record, or write the "
-                    "record with `prompt` and `completion`. Some templates leave parts out of earlier "
-                    "answers only: then train on answers alone",
-                    *(self.where, "leaves out" if lost else "changes", lost or changed),
-                    tokenizer=Word("FOLDER"),
-                )
+            raise _refusal(
+                "{}: the chat template does not write the whole conversation: it {} {}. Use a tokenizer "
+                "whose template writes it ({tokenizer}), or remove it from the record, or write the record "
+                "with `prompt` and `completion`. Some templates leave parts out of earlier answers only: "
+                "then train on answers alone",
+                *(self.where, "leaves out" if lost else "changes", lost or changed),
             )
         return end
 
@@ -231,14 +230,11 @@ class _Chat:
             before, ids = before + piece, ids + more
             labels += more if learned else [IGNORED] * len(more)
         if all(label == IGNORED for label in labels):
-            raise ConfigurationError(
-                Message(
-                    "{}: the chat template marks parts with {{% generation %}}, and nothing of an answer. "
-                    "Use a tokenizer whose template marks it ({tokenizer}), or write `weight`: 0 if it is "
-                    "not to be learned",
-                    self.where,
-                    tokenizer=Word("FOLDER"),
-                )
+            raise _refusal(
+                "{}: the chat template marks parts with {{% generation %}}, and nothing of an answer. Use a "
+                "tokenizer whose template marks it ({tokenizer}), or write `weight`: 0 if it is not to be "
+                "learned",
+                self.where,
             )
         return ids, labels
 
@@ -250,17 +246,14 @@ class _Chat:
         pairs = enumerate(zip(prompt, text, strict=False))
         same = next((n for n, (one, other) in pairs if one != other), min(len(prompt), len(text)))
         same = max(prompt.rfind(">", 0, same) + 1, same - _SHOWN)  # not in the middle of a marker
-        return ConfigurationError(
-            Message(
-                "{}: the chat template begins the answer of message {} otherwise than it asks for it: the "
-                "prompt ends with {!r}, and the conversation has {!r} where the prompt has {!r}. Give the "
-                "answer a `reasoning_content` if the prompt opens a thought, or none if the prompt closes "
-                "it; or use a tokenizer with another template ({tokenizer}); or write the record with "
-                "`prompt` and `completion`",
-                *(self.where, at + 1, prompt[-_SHOWN:]),
-                *(text[same : same + _SHOWN], prompt[same : same + _SHOWN]),
-                tokenizer=Word("FOLDER"),
-            )
+        return _refusal(
+            "{}: the chat template begins the answer of message {} otherwise than it asks for it: the prompt "
+            "ends with {!r}, and the conversation has {!r} where the prompt has {!r}. Give the answer a "
+            "`reasoning_content` if the prompt opens a thought, or none if the prompt closes it; or use a "
+            "tokenizer with another template ({tokenizer}); or write the record with `prompt` and "
+            "`completion`",
+            *(self.where, at + 1, prompt[-_SHOWN:]),
+            *(text[same : same + _SHOWN], prompt[same : same + _SHOWN]),
         )
 
     def _pieces(self, at: int, answered: str, begin: int, end: int) -> list[tuple[str, bool]]:
@@ -297,14 +290,11 @@ class _Chat:
             found += [(own, learned)] if own else []
             place += len(piece)
         if "".join(own for own, _ in found) != answer:
-            raise ConfigurationError(
-                Message(
-                    "{}: it does not show what the chat template marks with {{% generation %}}: with signs "
-                    "in place of the marks it writes another text. Use a tokenizer whose template marks "
-                    "less, or nothing ({tokenizer})",
-                    self.where,
-                    tokenizer=Word("FOLDER"),
-                )
+            raise _refusal(
+                "{}: it does not show what the chat template marks with {{% generation %}}: with signs in "
+                "place of the marks it writes another text. Use a tokenizer whose template marks less, or "
+                "nothing ({tokenizer})",
+                self.where,
             )
         return found
 
