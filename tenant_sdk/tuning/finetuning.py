@@ -70,11 +70,11 @@ def check_reports(names: Sequence[str]) -> None:
             raise ConfigurationError(
                 Message("{} must be one of {}", given, ", ".join(INTEGRATION_TO_CALLBACK))
             )
+        check_trackers([name])  # before its package is imported, which looks for its files
         if name not in get_available_reporting_integrations():
             raise ConfigurationError(
                 Message("{} needs its package, which is not installed: `pip install {}`", given, name)
             )
-    check_trackers(names)
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def test_a_copy_that_transformers_does_not_load_here(
     with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError) as caught:
         attach_own(session, str(tmp_path))
     assert reason in str(caught.value)
-    assert str(caught.value).endswith("Leave out --model: then the provider's dense weights are used")
+    assert str(caught.value).endswith("Leave out model: then the provider's dense weights are used")
     assert len(str(caught.value)) < 400
 
 
@@ -237,5 +237,17 @@ def test_a_copy_with_an_adapter_beside_it(tmp_path: Path, serve: Callable[..., E
 
 def test_a_copy_that_is_none(tmp_path: Path, serve: Callable[..., Executor]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="no model of your own"):
+    with (
+        serve(BASE_MODEL).connect() as session,
+        pytest.raises(CheckpointError, match="has no model"),
+    ):
         attach_own(session, str(tmp_path))
+
+
+def test_a_copy_of_more_layers_than_it_holds(tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    """transformers would build all of them before it reads a weight."""
+    shutil.copytree(BASE_MODEL, tmp_path / "own")
+    config = json.loads((BASE_MODEL / "config.json").read_text())
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1000}))
+    with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="many more layers"):
+        attach_own(session, str(tmp_path / "own"))

@@ -9,6 +9,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from shared.errors import ConfigurationError
 from tenant_sdk.profiles import approve
+from tenant_sdk.tuning.finetuning import check_reports
 from tenant_sdk.tuning.trackers import check_trackers, where_reports_go
 
 
@@ -45,6 +46,8 @@ def test_a_file_that_nobody_has_named_is_refused_until_it_is_approved(
     file.write_text("[default]\nbase_url = http://127.0.0.1:9911\n")
     with pytest.raises(ConfigurationError, match=r"was not approved by you.*your key.*leave out report_to="):
         check_trackers(["tensorboard", tracker])
+    with pytest.raises(ConfigurationError, match="was not approved by you"):
+        check_reports([tracker])  # whether it is installed or not
     approve(Path(name))
     check_trackers([tracker])
     assert f"{name} (approved)" in next(where_reports_go([tracker]))
