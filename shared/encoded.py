@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from shared.errors import ConfigurationError
+
 # What decoding raises of text that is none, of another encoding, or nested without an end.
 UNREADABLE = (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError)
 
@@ -20,6 +22,20 @@ _SHORT = re.compile(rb'(?s)(?:[^"0-9]++|"(?:[^"\\]++|\\.)*+"|[0-9]{1,%d}+(?![0-9
 def numbers_fit(text: bytes) -> bool:
     """Whether no number of a text that is JSON has more than ``DIGITS`` digits in a row."""
     return _SHORT.fullmatch(text) is not None
+
+
+def read_within(path: Path, most: int) -> bytes:
+    """A file of so many bytes at most; no more of it is read, since it may be a hole of any size.
+
+    Raises:
+        ConfigurationError: it is larger.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ConfigurationError(f"{path} is larger than {most:,} bytes, which is no file of this kind")
+    return content
 
 
 def path_text(path: Path) -> str:

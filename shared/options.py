@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from shared.encoded import UNREADABLE
+from shared.encoded import UNREADABLE, read_within
 from shared.errors import (
     ALONE,
     Argument,
@@ -298,6 +298,10 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {found[0]}?" if found else ""
 
 
+MOST_BYTES = 1 << 16  # of a file of options
+MOST_DOTS = 100  # of a line: tomllib takes the square of the parts of a key
+
+
 def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Options from a TOML file, by their names with underscores.
 
@@ -310,7 +314,11 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_own(path)
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_within(path, MOST_BYTES).decode()
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.count(".") > MOST_DOTS:
+                raise ConfigurationError(f"{path}: line {number} has more than {MOST_DOTS} dots")
+        given = tomllib.loads(text)
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except UNREADABLE as error:

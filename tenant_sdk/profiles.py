@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from shared.encoded import UNREADABLE, path_text
+from shared.encoded import UNREADABLE, path_text, read_within
 from shared.errors import ALONE, ConfigurationError, Message, SymbiosisError, Word
 from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
@@ -27,6 +27,7 @@ from tenant_sdk.trust.operators import SYSTEM
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MOST_APPROVED = 1 << 20  # bytes of a file that is approved
 HERE = Path("symbiosis.toml")  # what command lines use if they are told nothing else, once it is approved
 FIELDS = fields_of(SessionConfig)
 _FILE = Word("FILE")
@@ -148,7 +149,7 @@ def _approvals() -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_within(path, MOST_APPROVED)).hexdigest()
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
 

@@ -17,7 +17,7 @@ from shared.secrets import Secret, text_of
 from tenant_sdk.cli import app
 from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import replicas_of
-from tenant_sdk.profiles import KINDS, merged, profile_path, read_profile
+from tenant_sdk.profiles import KINDS, merged, profile_here, profile_path, read_profile
 
 PROFILE = """
 provider = "wss://a.example"
@@ -390,3 +390,28 @@ def test_secrets_are_not_read_before_they_are_needed(tmp_path: Path) -> None:
         ConfigurationError, match="NOT_SET_ANYWHERE is not set: put the provider's token there"
     ):
         secret.read()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("x." * 101 + "x = 1", "line 1 has more than 100 dots"),
+        ("# " + "x" * (1 << 16), "larger than 65,536 bytes"),
+    ],
+)
+def test_a_profile_is_small(content: str, message: str, tmp_path: Path) -> None:
+    """Else a file of another person takes memory, or minutes."""
+    file = tmp_path / "profile.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        read_profile(file)
+
+
+def test_a_hole_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a terabyte takes no bytes of an archive."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
+    with Path("symbiosis.toml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigurationError, match="larger than 1,048,576 bytes"):
+        profile_here()
