@@ -108,7 +108,7 @@ class CommandLine:
             text, more["metavar"] = f"Environment variable that holds {option.confidential}.", "VAR"
         if option.single:
             kind, text = list[kind], f"{text} Repeat for several."
-        default = field.default
+        default = field.default or None if option.confidential else field.default
         if not defaults:
             more["show_default"] = shown_default(field) or False
             default = None

@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import tenant_sdk
+from shared.command_line import CommandLine
 from shared.errors import ConfigurationError
 from shared.secrets import Secret
 from tenant_sdk.config import WIRE_DTYPES, SessionConfig
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of
 from tenant_sdk.gateway.connection import read, written
+from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.reference import reference
 
@@ -209,3 +212,9 @@ def test_a_gateways_worker_is_given_all_but_secrets(tmp_path: Path) -> None:
     assert read(json.loads(table)) == dataclasses.replace(expected, allow_same=["host"])
     with pytest.raises(ConfigurationError, match="where its secrets are"):
         written(dataclasses.replace(config, token="t0k3n"))
+
+
+def test_a_secret_that_nobody_names_is_not_given() -> None:
+    line = CommandLine(typer.Option, typer.Argument)
+    (key,) = [each for each in line.parameters(GatewayOptions) if each.name == "api_key_env"]
+    assert key.default is None
