@@ -240,12 +240,8 @@ def finetune(
             say(f"held-out perplexity before: {before:.2f}")
         done = int(resume_from.name.rpartition("-")[2]) if resume_from else 0
         if done < steps:
-            batch, left = training.batch_size, steps - done
-            say(
-                estimate(
-                    model, examples, batch, left, training.seed, lambda: session.stats, _collate(training)
-                )
-            )
+            planned = training.batch_size, steps - done, training.seed
+            say(estimate(model, examples, *planned, lambda: session.stats, _collate(training)))
         started = time.perf_counter()
         first, last = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
         seconds = time.perf_counter() - started
