@@ -22,7 +22,7 @@ class Numbers:
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
 
-    def get_chat_template(self) -> str:
+    def get_chat_template(self, tools: Any = None) -> str:
         return self.chat_template
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
