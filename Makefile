@@ -85,7 +85,7 @@ counts: install ## print how large the project is, and how it is arranged
 
 coverage: install ## run the tests under branch coverage; a table of rooms, pages in out/coverage/html
 	@rm -rf out/coverage
-	$(BIN)/coverage run -m $(PYTEST) $(ARGS)
+	$(BIN)/coverage run -m $(PYTEST) -m 'not architectures' $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage html --quiet
 	@$(BIN)/python .ci/rooms.py

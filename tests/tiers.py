@@ -1,9 +1,37 @@
 """Which tests only `make release` runs, and why they can wait that long.
 
-Each of these files takes long. What it tests has quicker tests in `make test` too, or depends on files that
-seldom change.
+Each of these files takes half a minute to three minutes. What it tests has quicker tests in `make test` too,
+or depends on files that seldom change.
 """
 
 from __future__ import annotations
 
-RELEASE: dict[str, str] = {}
+_AUDIT = "audits with controls; the attacks themselves are in tests/unit/test_audit_*.py"
+_LONG = "every way of a feature; tests/unit has its policies"
+
+RELEASE: dict[str, str] = {
+    "e2e/test_audit.py": _AUDIT,
+    "e2e/test_audit_chance.py": _AUDIT,
+    "e2e/test_audit_gateway.py": _AUDIT,
+    "e2e/test_audit_hostile.py": _AUDIT,
+    "e2e/test_audit_routes.py": _AUDIT,
+    "e2e/test_audit_structure.py": _AUDIT,
+    "e2e/test_audit_supplies.py": _AUDIT,
+    "e2e/test_gateway_isolation.py": "hostile clients; bounds and shares are in tests/unit/test_gateway_*.py",
+    "e2e/test_gateway_models.py": "many architectures in a gateway; test_gateway.py has one",
+    "e2e/test_gpu_benchmark.py": "a benchmark",
+    "e2e/test_hub_cli.py": "names of a hub in all commands; integration/test_hub.py reads them",
+    "e2e/test_long_contexts.py": _LONG,
+    "e2e/test_mask_source_failures.py": "killed processes; integration/test_recovery.py breaks connections in one",
+    "e2e/test_memory.py": "memory over many rounds",
+    "e2e/test_plans.py": "forecasts against real runs",
+    "e2e/test_quickstart.py": "the tutorial, word by word",
+    "e2e/test_restarts.py": "trainings whose executors are killed; tests/unit/test_retrying.py has the policy",
+    "e2e/test_torchrun.py": "executors of several machines",
+    "e2e/test_worker_processes.py": "workers that die; integration/test_workers.py has some",
+    "integration/test_compile.py": "torch.compile, which takes minutes to compile",
+    "integration/test_gathered.py": "FSDP, a baseline to compare with",
+    "integration/test_long_generation.py": _LONG,
+    "integration/test_long_tuning.py": _LONG,
+    "integration/test_resuming.py": "all ten methods, to the bit; finetuning and trainer tests resume one",
+}
