@@ -22,7 +22,7 @@ RELEASE: dict[str, str] = {
     "e2e/test_gpu_benchmark.py": "a benchmark",
     "e2e/test_hub_cli.py": "names of a hub in all commands; integration/test_hub.py reads them",
     "e2e/test_long_contexts.py": _LONG,
-    "e2e/test_mask_source_failures.py": "killed processes; integration/test_recovery.py breaks connections in one",
+    "e2e/test_mask_source_failures.py": "killed processes; integration/test_recovery.py breaks connections",
     "e2e/test_memory.py": "memory over many rounds",
     "e2e/test_plans.py": "forecasts against real runs",
     "e2e/test_quickstart.py": "the tutorial, word by word",
