@@ -26,7 +26,7 @@ RELEASE: dict[str, str] = {
     "e2e/test_memory.py": "memory over many rounds",
     "e2e/test_plans.py": "forecasts against real runs",
     "e2e/test_quickstart.py": "the tutorial, word by word",
-    "e2e/test_restarts.py": "trainings whose executors are killed; tests/unit/test_retrying.py has the policy",
+    "e2e/test_restarts.py": "trainings whose executors are killed; unit/test_retrying.py has the policy",
     "e2e/test_torchrun.py": "executors of several machines",
     "e2e/test_worker_processes.py": "workers that die; integration/test_workers.py has some",
     "integration/test_compile.py": "torch.compile, which takes minutes to compile",
