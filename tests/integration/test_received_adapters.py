@@ -15,6 +15,7 @@ import torch
 from conftest import Executor, relative_error
 from parity import fixed_result, load_local, token_ids
 from safetensors.torch import load_file, save_file
+from test_adapter_folders import adapted, read
 
 import tenant_sdk
 from shared.errors import ConfigurationError
@@ -43,17 +44,6 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"asked a hub: {names}")
 
     monkeypatch.setattr("peft.utils.other.file_exists", asked)
-
-
-def adapted(model: Any) -> Any:
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config).eval()
-
-
-def read(folder: Path, name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / name).read_text())
-    return content
 
 
 @pytest.fixture
