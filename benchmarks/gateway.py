@@ -137,7 +137,16 @@ def gateway(
 ) -> Iterator[str]:
     """With one-time masks."""
     port = free_port()
-    command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--provider", provider.url, "--ca", provider.ca]
+    command = [
+        PYTHON,
+        "-m",
+        "tenant_sdk.command_line.main",
+        "serve",
+        "--provider",
+        provider.url,
+        "--ca",
+        provider.ca,
+    ]
     command += ["--token-env", "PROVIDER_TOKEN", "--mask-source", masks.url, "--mask-source-ca", masks.ca]
     command += ["--mask-source-token-env", "MASKS_TOKEN", "--allow-same", "all", "--port", port]
     command += [

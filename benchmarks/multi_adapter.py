@@ -39,7 +39,7 @@ from transformers import logging
 
 import tenant_sdk
 from shared.memory import keep_freed_memory
-from tenant_sdk.tuning import MultiAdapter
+from tenant_sdk import MultiAdapter
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -46,7 +46,16 @@ def gateway(
     with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
         folder = Path(temporary)
         shutil.copytree(adapter, folder / "adapters" / ADAPTER)
-        command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--name", base_model, "--port", free_port()]
+        command = [
+            PYTHON,
+            "-m",
+            "tenant_sdk.command_line.main",
+            "serve",
+            "--name",
+            base_model,
+            "--port",
+            free_port(),
+        ]
         command += ["--adapters", folder / "adapters", "--ready-file", folder / "url"]
         command += ["--privacy", privacy, "--provider", provider.url, "--ca", provider.ca]
         command += ["--token-env", "TOKEN_0"]

@@ -2,7 +2,7 @@
 
 ::
 
-    with provider.inprocess.serve("examples/base_model") as endpoint:
+    with provider.serve_in_process("examples/base_model") as endpoint:
         session = tenant_sdk.connect(endpoint, privacy="plain")
 
 Everything but the carrier is as behind a port: headers, checks on both sides, batching, metrics. There is
@@ -120,7 +120,7 @@ class InprocessSession:
         self._answers.put((header.pack(), payload.view(header.payload_shape)))
 
 
-def serve(
+def serve_in_process(
     model_dir: str | Path, *, numerics: str = "ring", tokens: TokenFile | None = None, **options: Any
 ) -> InprocessExecutor:
     """Load a checkpoint and serve it to this process.

@@ -40,7 +40,7 @@ from security.trials.gateway import Gateways
 from security.trials.hostile import HostileProvider
 from security.trials.passive import Evidence, PassiveAttacks
 from security.trials.routes import Routes
-from security.trials.supplies import Supplies
+from security.trials.supplies import SupplyAttacks
 from security.verdicts.findings import Finding
 from security.verdicts.judges import STATISTICAL
 from security.verdicts.plan import PROVIDER, SOURCE, AuditPlan, AuditResult, Stage
@@ -105,7 +105,7 @@ class Audit:
                 self.active(parties)
                 hostile = HostileProvider(parties, folder, self.plan, self.text, self.rng, self.confidence)
                 hostile.run(self.result, self.stage)
-                Supplies(hostile).run(self.result, self.stage)
+                SupplyAttacks(hostile).run(self.result, self.stage)
                 Routes(hostile).run(self.result, self.stage)
                 Gateways(hostile, self.gateway).run(self.result, self.stage)
             texts = self.texts(parties)

@@ -47,7 +47,7 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-class Home:
+class MadeHere:
     """The process in which something was made."""
 
     __slots__ = ("_made",)

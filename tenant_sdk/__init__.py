@@ -1,10 +1,9 @@
 """The tenant's side: ordinary transformers and PEFT code whose frozen layers run on an executor."""
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from symbiosis_executor import NAME, check_package
+from symbiosis_executor import NAME, check_package, published
 
 DISTRIBUTION = NAME
 check_package("shared")
@@ -39,13 +38,15 @@ from shared.errors import (  # noqa: E402 - of this project, which is checked be
 
 if TYPE_CHECKING:
     from shared.secrets import Secret
-    from tenant_sdk.composition import connect
     from tenant_sdk.connection.stats import Stats
     from tenant_sdk.products.bank_options import NoiseBankOptions
     from tenant_sdk.products.fingerprints import write_fingerprints
-    from tenant_sdk.sequences.tuning import LongTuning, long_tuning
-    from tenant_sdk.session import Session
+    from tenant_sdk.session.opening import connect
+    from tenant_sdk.session.session import Session
     from tenant_sdk.tuning.folders import load_adapter, save_adapter
+    from tenant_sdk.tuning.long_sequences import LongTuning, long_tuning
+    from tenant_sdk.tuning.multi_adapter import MultiAdapter
+    from tenant_sdk.tuning.resuming import ExactResume
 
 __all__ = [
     "AuthenticationError",
@@ -53,8 +54,10 @@ __all__ = [
     "ConfigurationError",
     "ConnectError",
     "ConnectionLost",
+    "ExactResume",
     "LongTuning",
     "ModelMismatch",
+    "MultiAdapter",
     "NoiseBankOptions",
     "NonFiniteError",
     "ProtocolVersionError",
@@ -76,30 +79,20 @@ __all__ = [
     "write_fingerprints",
 ]
 
-# What needs torch and transformers, which take seconds to import: imported when it is first used.
-_LAZY = {
-    "LongTuning": "tenant_sdk.sequences.tuning",
-    "NoiseBankOptions": "tenant_sdk.products.bank_options",
-    "Secret": "shared.secrets",
-    "Session": "tenant_sdk.session",
-    "Stats": "tenant_sdk.connection.stats",
-    "connect": "tenant_sdk.composition",
-    "load_adapter": "tenant_sdk.tuning.folders",
-    "long_tuning": "tenant_sdk.sequences.tuning",
-    "save_adapter": "tenant_sdk.tuning.folders",
-    "write_fingerprints": "tenant_sdk.products.fingerprints",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """See PEP 562."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """See PEP 562."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = published(
+    __name__,
+    {
+        "ExactResume": "tenant_sdk.tuning.resuming",
+        "LongTuning": "tenant_sdk.tuning.long_sequences",
+        "MultiAdapter": "tenant_sdk.tuning.multi_adapter",
+        "NoiseBankOptions": "tenant_sdk.products.bank_options",
+        "Secret": "shared.secrets",
+        "Session": "tenant_sdk.session.session",
+        "Stats": "tenant_sdk.connection.stats",
+        "connect": "tenant_sdk.session.opening",
+        "load_adapter": "tenant_sdk.tuning.folders",
+        "long_tuning": "tenant_sdk.tuning.long_sequences",
+        "save_adapter": "tenant_sdk.tuning.folders",
+        "write_fingerprints": "tenant_sdk.products.fingerprints",
+    },
+)

@@ -11,7 +11,7 @@ from click.testing import Result
 from conftest import Executor
 from typer.testing import CliRunner
 
-from tenant_sdk.cli import app
+from tenant_sdk.command_line.main import app
 
 ROOT = Path(__file__).parents[1]
 BASE_MODEL = ROOT / "examples" / "base_model"
@@ -60,7 +60,7 @@ def at(executor: Executor) -> tuple[object, ...]:
 
 def tenant(command: str, executor: Executor, *more: object, **options: object) -> subprocess.Popen[str]:
     return start(
-        "tenant_sdk.cli",
+        "tenant_sdk.command_line.main",
         command,
         *at(executor),
         *more,

@@ -49,7 +49,16 @@ def gateway(
     """Serve with one-time masks until the block ends; its log is in the folder."""
     folder.mkdir(exist_ok=True)
     ready, log = folder / "ready", folder / "log"
-    command = [PYTHON, "-m", "tenant_sdk.cli", "serve", "--port", free_port(), "--ready-file", ready]
+    command = [
+        PYTHON,
+        "-m",
+        "tenant_sdk.command_line.main",
+        "serve",
+        "--port",
+        free_port(),
+        "--ready-file",
+        ready,
+    ]
     command += ["--provider", provider.url, "--ca", provider.ca, "--token-env", "TENANT_TOKEN"]
     command += ["--mask-source", masks.url, "--allow-same", "all", *options]
     variables = {**ENVIRONMENT, "TENANT_TOKEN": provider.token, "OMP_NUM_THREADS": "1", **environment}

@@ -71,7 +71,7 @@ def over(store: Store) -> None:
 
 
 class Joined:
-    """A worker that has joined; see ``provider.workers.process.Summoned``."""
+    """A worker that has joined; see ``provider.workers.process.StartedWorker``."""
 
     pid = 0
 
@@ -79,7 +79,7 @@ class Joined:
         self.link = link
 
     def end(self) -> str:
-        """See Summoned: whoever started it does that."""
+        """See StartedWorker: whoever started it does that."""
         return "on another machine, or started by others"
 
 

@@ -15,7 +15,7 @@ from provider.engine.loop import Loop
 from provider.workers.batch import Batch, Layout, Part, is_seed
 from provider.workers.link import BATCH, Done, Failure, Rows, Share
 from provider.workers.memory import Segments
-from provider.workers.process import Process, Ready, Summon, WorkerProcess
+from provider.workers.process import Process, Ready, StartWorker, WorkerProcess
 from provider.workers.state import WorkerState, resident_bytes, weight_bytes
 from shared.errors import WireError
 from shared.transport.colocated import SharedMemory
@@ -58,7 +58,7 @@ class WorkerLane:
         name: in the log.
         shares: what each worker holds: the same groups, each another stripe of them.
         expected: seconds that a batch should take.
-        summon: see ``WorkerProcess``.
+        start: see ``WorkerProcess``.
 
     Attributes:
         workers: one for each share.
@@ -71,7 +71,7 @@ class WorkerLane:
         name: str,
         shares: Sequence[Share],
         expected: Callable[[Sequence[RowRange]], float],
-        summon: Summon = Process,
+        start: StartWorker = Process,
     ) -> None:
         self._name, self._expected = name, expected
         first = shares[0]
@@ -84,7 +84,7 @@ class WorkerLane:
         names = [name if len(shares) == 1 else f"{name}.{stripe}" for stripe in range(len(shares))]
         self.workers: list[WorkerProcess] = []
         for name, share in zip(names, shares, strict=True):
-            self.workers.append(WorkerProcess(name, share, self, summon))
+            self.workers.append(WorkerProcess(name, share, self, start))
 
     @property
     def depth(self) -> int:

@@ -27,7 +27,7 @@ from provider.workers.gathered import GatheredLane, GatheredLatency
 from provider.workers.lane import WorkerLane
 from provider.workers.link import Loaded, Share
 from provider.workers.planner import Placement, place
-from provider.workers.process import Process, Summon
+from provider.workers.process import Process, StartWorker
 from provider.workers.state import WorkerState
 from provider.workers.survey import Found, devices_of, survey_apart
 from provider.workers.world import World, processors_each
@@ -150,19 +150,19 @@ class Sharding:
         """Devices of a lane's workers."""
         return self.devices[number * self.together : (number + 1) * self.together]
 
-    def summons(self, store: Store | None) -> list[Summon]:
+    def starts(self, store: Store | None) -> list[StartWorker]:
         """What brings the workers of each lane; ``store``: the world's."""
-        summons: list[Summon] = [Process] * (len(self.devices) // self.together)
+        starts: list[StartWorker] = [Process] * (len(self.devices) // self.together)
         if self.world is not None and store is not None:
             ranks = range(1, self.world.size)
-            summons[len(summons) - len(ranks) :] = [Rank(store, rank) for rank in ranks]
-        return summons
+            starts[len(starts) - len(ranks) :] = [Rank(store, rank) for rank in ranks]
+        return starts
 
-    def threads_of(self, summon: Summon) -> int:
+    def threads_of(self, start: StartWorker) -> int:
         """Of one product of a worker; 0: it knows itself, for it is on another machine."""
         if self.world is None:
             return self.threads or processors_each(self.devices.count("cpu"))
-        return self.threads or (processors_each(self.world.local_size) if summon is Process else 0)
+        return self.threads or (processors_each(self.world.local_size) if start is Process else 0)
 
 
 class WorkerPool:
@@ -214,9 +214,9 @@ class WorkerPool:
         self._store = world.store() if world is not None else None
         self.lanes: list[WorkerLane] = []
         with ExitStack() as opened:
-            for number, summon in enumerate(sharding.summons(self._store)):
+            for number, start in enumerate(sharding.starts(self._store)):
                 own = {group: groups[group] for group in range(*served) if self.lane_of[group] == number}
-                lane = self._lane(number, own, sharding, summon, checkpoint, numerics)
+                lane = self._lane(number, own, sharding, start, checkpoint, numerics)
                 opened.callback(lane.close)
                 self.lanes.append(lane)
             scales = self._loaded(groups, checkpoint if world is not None else None)
@@ -238,13 +238,13 @@ class WorkerPool:
         number: int,
         own: dict[int, GroupInfo],
         sharding: Sharding,
-        summon: Summon,
+        start: StartWorker,
         checkpoint: Checkpoint,
         numerics: str,
     ) -> WorkerLane:
         devices, stripes = sharding.of_lane(number), sharding.stripes
         digest = sharding.world is not None or numerics not in RINGS
-        threads = sharding.threads_of(summon)
+        threads = sharding.threads_of(start)
         whole = Share(str(checkpoint.folder), numerics, devices[0], threads, own, digest=digest)
         if sharding.fsdp:
             return GatheredLane(str(number), whole, len(devices), self._expected)
@@ -252,7 +252,7 @@ class WorkerPool:
         shares = [
             replace(whole, stripe=stripe, device=device) for stripe, device in zip(cut, devices, strict=True)
         ]
-        return WorkerLane(str(number), shares, self._expected, summon)
+        return WorkerLane(str(number), shares, self._expected, start)
 
     def _loaded(self, groups: list[GroupInfo], checkpoint: Checkpoint | None) -> dict[int, torch.Tensor]:
         """Wait until all workers, which load at the same time, have their shares; their groups' scales.

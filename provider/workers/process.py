@@ -69,7 +69,7 @@ class Owner(Protocol):
         ...
 
 
-class Summoned(Protocol):
+class StartedWorker(Protocol):
     """What multiplies for a worker's name, until it ends.
 
     Attributes:
@@ -86,7 +86,7 @@ class Summoned(Protocol):
 
 
 class Process:
-    """See Summoned: a process of this machine, started now."""
+    """See StartedWorker: a process of this machine, started now."""
 
     def __init__(self, stop: threading.Event) -> None:
         ours, theirs = socket.socketpair()
@@ -107,7 +107,7 @@ class Process:
         return f"exit status {self._process.wait()}"
 
 
-Summon = Callable[[threading.Event], Summoned]
+StartWorker = Callable[[threading.Event], StartedWorker]
 
 
 class WorkerProcess:
@@ -117,7 +117,7 @@ class WorkerProcess:
         name: in the log.
         share: what it shall hold.
         owner: see there.
-        summon: starts it, or waits until it joins; until the event is set.
+        start: starts it, or waits until it joins; until the event is set.
 
     Attributes:
         link: to it; None while it is away.
@@ -130,8 +130,8 @@ class WorkerProcess:
         SymbiosisError: it does not join.
     """
 
-    def __init__(self, name: str, share: Share, owner: Owner, summon: Summon = Process) -> None:
-        self.name, self.share, self._owner, self._summon = name, share, owner, summon
+    def __init__(self, name: str, share: Share, owner: Owner, start: StartWorker = Process) -> None:
+        self.name, self.share, self._owner, self._start = name, share, owner, start
         self.link: Link | None = None
         self.restarts = 0
         self.why, self.since = "loading", time.time()
@@ -140,7 +140,7 @@ class WorkerProcess:
         self._loop: Loop | None = None
         self._tries, self._came = 0, time.monotonic()
         self._closing = threading.Event()
-        self._process = self._summoned()
+        self._process = self._launch()
 
     def ready(self) -> Ready:
         """Wait until the worker has its share; it may be given batches from then on.
@@ -173,14 +173,14 @@ class WorkerProcess:
         self._process.link.close(finished=True)
         self._process.end()
 
-    def _summoned(self) -> Summoned:
+    def _launch(self) -> StartedWorker:
         """A fresh one, which loads its share."""
-        summoned = self._summon(self._closing)
+        started = self._start(self._closing)
         try:
-            summoned.link.send(SHARE, msgspec.msgpack.encode(self.share))
+            started.link.send(SHARE, msgspec.msgpack.encode(self.share))
         except OSError:
             pass  # which whoever waits for its answer is told
-        return summoned
+        return started
 
     def _ready(self) -> Ready:
         scales = dict[str, torch.Tensor]()
@@ -256,7 +256,7 @@ class WorkerProcess:
             self.restarts += 1
             try:
                 self.share = self._owner.again(self)
-                self._process = self._summoned()
+                self._process = self._launch()
                 if not self._closing.is_set():
                     self._ready()
             except Exception as failure:  # whatever it is: nobody else brings it back

@@ -18,7 +18,7 @@ from security.recordings.executors import AuditError
 from security.views.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.wire.header import DTYPE_CODES, RINGS, Direction, Header, Operation
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 
 POISONED_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers
 

@@ -18,7 +18,7 @@ import torch
 import tenant_sdk
 from security.attacks.streams import SpeculationWatch, guess_from_labelled
 from shared.errors import SymbiosisError
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 
 
 class VocabularyPath:

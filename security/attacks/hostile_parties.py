@@ -184,12 +184,12 @@ def in_copy(action: Callable[[], object]) -> str:
 
 def unguarded(masks: Any, action: Callable[[], object]) -> str:
     """The same without what keeps a child from its parent's masks; its connections it loses all the same."""
-    left, check = forks.Home.left, forks.Home.check
+    left, check = forks.MadeHere.left, forks.MadeHere.check
     forks._owners.discard(masks)
-    forks.Home.left = property(lambda self: False)  # type: ignore[method-assign, assignment]
-    forks.Home.check = lambda self: None  # type: ignore[method-assign]
+    forks.MadeHere.left = property(lambda self: False)  # type: ignore[method-assign, assignment]
+    forks.MadeHere.check = lambda self: None  # type: ignore[method-assign]
     try:
         return in_copy(action)
     finally:
-        forks.Home.left, forks.Home.check = left, check  # type: ignore[method-assign]
+        forks.MadeHere.left, forks.MadeHere.check = left, check  # type: ignore[method-assign]
         forks.own(masks)

@@ -22,7 +22,7 @@ from security.views.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.ring.fixed_point import capacity, exponents, steps
 from shared.wire.header import Direction, Header
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 
 ORACLE_ROWS = 9  # of a request that is lied about; fingerprints are made and tried with other numbers
 

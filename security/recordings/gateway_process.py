@@ -44,9 +44,12 @@ def gateway_command(named: Path | None = None) -> list[str] | None:
     beside = _ROOT / ".venv-gateway" / "bin" / "symbiosis-tenant"
     program = named or (beside if beside.exists() else None)
     if program is not None:
-        return [str(program), *(["-m", "tenant_sdk.cli"] if program.name.startswith("python") else [])]
+        return [
+            str(program),
+            *(["-m", "tenant_sdk.command_line.main"] if program.name.startswith("python") else []),
+        ]
     if importlib.util.find_spec("vllm") is not None:
-        return [sys.executable, "-m", "tenant_sdk.cli"]
+        return [sys.executable, "-m", "tenant_sdk.command_line.main"]
     return None
 
 

@@ -14,7 +14,7 @@ from shared.compat import cache_name
 from shared.wire.header import Direction, Operation
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 
 ADAPTED = ("up_proj",)
 LORA_RANK, LORA_ALPHA = 8, 16

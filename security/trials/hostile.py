@@ -38,7 +38,7 @@ from shared.errors import VerificationError
 from shared.wire.header import Direction
 from shared.wire.messages import Limits, Manifest, digest_of
 from tenant_sdk.connection.remote import PendingProduct
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 
 TOLERANCE = 1.0  # of the control's tenant, far above what rounding does to the oracle's rows
 PROMPT, PHRASE, NEW = 24, 4, 5  # tokens: of a prompt, of what it repeats, generated

@@ -45,7 +45,7 @@ from shared.ring.fixed_point import capacity
 from shared.ring.rows import hide
 from shared.wire.header import Direction
 from shared.wire.messages import Manifest
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 
 WORD, OTHER = "diabetes", "arthritis"  # what the provider wants to know of, and what may stand there instead
 WORDS = 12  # of a prompt
@@ -69,7 +69,7 @@ class _Passes:
         return cls([h.rows for h in asked if (h.group, h.direction) == (0, Direction.FORWARD)])
 
 
-class Supplies:
+class SupplyAttacks:
     """Runs the attacks.
 
     Args:

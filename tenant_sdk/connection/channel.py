@@ -29,7 +29,7 @@ from shared.errors import (
     peer_seconds,
     peer_text,
 )
-from shared.forks import Home
+from shared.forks import MadeHere
 from shared.wire.header import Header, Operation, RequestClass
 from shared.wire.messages import ErrorInfo, decode
 from shared.wire.protocol import TenantProtocol
@@ -78,7 +78,7 @@ class Channel(abc.ABC):
         self.timeout = timeout
         self._protocol = TenantProtocol()
         self._lock = threading.Lock()  # guards all below
-        self._home = Home()
+        self._made_here = MadeHere()
         self._leading = False
         self._pending: dict[int, Pending] = {}
         self._pongs: deque[Pending] = deque()
@@ -96,7 +96,7 @@ class Channel(abc.ABC):
             ConnectionLost: this is a forked child.
             SymbiosisError: what broke the channel earlier.
         """
-        self._home.check()
+        self._made_here.check()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
@@ -118,7 +118,7 @@ class Channel(abc.ABC):
 
         What breaks the channel here is raised to those who wait.
         """
-        self._home.check()
+        self._made_here.check()
         pusher = Pending()  # nobody waits for it
         try:
             with self._lock:
@@ -136,7 +136,7 @@ class Channel(abc.ABC):
             RequestRefused: the executor answered with an error; the channel is still good.
             ConnectionLost, RequestTimeout, WireError: the channel is broken from now on.
         """
-        self._home.check()
+        self._made_here.check()
         try:
             with self._lock:
                 pending.waited = True
@@ -168,7 +168,7 @@ class Channel(abc.ABC):
 
     def ping(self) -> None:
         """A round trip that asks for nothing."""
-        self._home.check()
+        self._made_here.check()
         pending = Pending()
         with self._lock:
             if self._broken is not None:
@@ -181,7 +181,7 @@ class Channel(abc.ABC):
 
     def close(self) -> None:
         """End the session; later requests, and those under way, raise ConnectionLost."""
-        if self._home.left:
+        if self._made_here.left:
             return  # it is the parent's, who goes on with it
         with self._lock:
             ours = not self._leading  # else the leader shuts the carrier: nobody else may touch it

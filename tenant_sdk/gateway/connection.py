@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigurationError
 from shared.secrets import Secret
-from tenant_sdk.config import SessionConfig
-from tenant_sdk.profiles import FIELDS
+from tenant_sdk.session.options import SessionConfig
+from tenant_sdk.session.profiles import FIELDS
 from tenant_sdk.trust.operators import SYSTEM
 
 if TYPE_CHECKING:
-    from tenant_sdk.session import Session
+    from tenant_sdk.session.session import Session
 
 _session: Session | None = None
 _SECRET = "secret"  # noqa: S105 - the key of a reference to one
@@ -77,7 +77,7 @@ def open_here(options: Mapping[str, Any]) -> Session:
     """
     global _session
     if _session is None:
-        from tenant_sdk.composition import open_session
+        from tenant_sdk.session.opening import open_session
 
         _session = open_session(dataclasses.replace(read(options), fill_masks=True))
     return _session

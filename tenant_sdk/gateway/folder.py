@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tenant_sdk.session import Session
+    from tenant_sdk.session.session import Session
 
 METHOD = "symbiosis"  # of ``quantization_config``
 

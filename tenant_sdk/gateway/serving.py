@@ -26,7 +26,7 @@ from tenant_sdk.gateway.turns import TOKENIZING_THREADS
 
 if TYPE_CHECKING:
     from shared.wire.messages import Manifest
-    from tenant_sdk.config import SessionConfig
+    from tenant_sdk.session.options import SessionConfig
 
 PATIENCE = 10.0  # seconds; clients wait as long
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
@@ -143,8 +143,8 @@ def _prepare(
     say: Callable[[str], None],
 ) -> None:
     """Write the model's folder, and let the endpoints know what they serve."""
-    from tenant_sdk.composition import open_session
     from tenant_sdk.gateway import endpoints
+    from tenant_sdk.session.opening import open_session
 
     with open_session(dataclasses.replace(config, experts="local")) as session:
         say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")

@@ -21,13 +21,13 @@ from vllm.v1.sample import rejection_sampler
 from shared.errors import SymbiosisError
 from shared.options import flags_of
 from shared.wire.header import RequestClass
-from tenant_sdk.cli_options import NAMES
 from tenant_sdk.gateway.connection import session_here
 from tenant_sdk.gateway.doorkeeper import Failure
 from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, lost_rows, probe
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.quiet import leave_words_out, wordless
 from tenant_sdk.gateway.status import Status
+from tenant_sdk.session.options import SessionConfig
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Base
@@ -246,7 +246,7 @@ class Worker(Base):  # type: ignore[misc]
 def _shown(error: Exception) -> str:
     """What it says to the user of the command line."""
     if isinstance(error, SymbiosisError):
-        error.show_options({**NAMES, **flags_of(GatewayOptions)})
+        error.show_options(flags_of(SessionConfig) | flags_of(GatewayOptions))
     return str(error)
 
 

@@ -10,7 +10,7 @@ from threading import Condition
 import numpy as np
 import torch
 
-from shared.forks import Home, own
+from shared.forks import MadeHere, own
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
@@ -49,7 +49,7 @@ class BankMasks:
         self._options, self._entropy, self._clock = options, entropy, clock
         self._banks: dict[Kind, _Bank] = {}
         self._lock = Condition()
-        self._home = Home()
+        self._made_here = MadeHere()
         own(self)
 
     def take(
@@ -60,7 +60,7 @@ class BankMasks:
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
         """See Masks."""
-        self._home.check()
+        self._made_here.check()
         with self._lock:
             bank, now = self._banks.get(kind), self._clock()
             if (
@@ -89,7 +89,7 @@ class BankMasks:
 
     def close(self) -> None:
         """See Masks."""
-        if self._home.left:
+        if self._made_here.left:
             return
         self._banks.clear()
         self._source.close()
@@ -100,12 +100,12 @@ class _BankMask:
     masks: torch.Tensor = field(repr=False)
     bank: torch.Tensor = field(repr=False)  # effects
     picked: torch.Tensor = field(repr=False)
-    home: Home = field(default_factory=Home)
+    made_here: MadeHere = field(default_factory=MadeHere)
 
     def request(self) -> torch.Tensor:
-        self.home.check()
+        self.made_here.check()
         return self.masks  # a copy: indexing made it
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        self.home.check()
+        self.made_here.check()
         yield slice(0, len(self.picked)), [self.bank[self.picked]]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from shared.errors import ConfigurationError, ConnectionLost, RequestTimeout
-from shared.forks import Home, own
+from shared.forks import MadeHere, own
 from shared.ring.mask_stream import MaskStream
 from shared.wire.header import SEED_BYTES, RequestClass
 from shared.wire.protocol import GroupShape
@@ -85,7 +85,7 @@ class NoMasks:
     """Privacy mode ``plain``: the mask is zero."""
 
     def __init__(self, shapes: list[GroupShape]) -> None:
-        self._shapes, self._home = shapes, Home()
+        self._shapes, self._made_here = shapes, MadeHere()
 
     def take(
         self,
@@ -95,7 +95,7 @@ class NoMasks:
         request_class: RequestClass = RequestClass.UNDECLARED,
     ) -> Mask:
         """See Masks."""
-        self._home.check()
+        self._made_here.check()
         plan = self._shapes[kind.group].plan(kind.direction, kind.members)
         return _NoMask(torch.zeros((rows, plan.request_columns), dtype=torch.int32))
 
@@ -109,14 +109,14 @@ class NoMasks:
 @dataclass(frozen=True)
 class _NoMask:
     zeros: torch.Tensor
-    home: Home = field(default_factory=Home)
+    made_here: MadeHere = field(default_factory=MadeHere)
 
     def request(self) -> torch.Tensor:
-        self.home.check()
+        self.made_here.check()
         return self.zeros
 
     def effects(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        self.home.check()
+        self.made_here.check()
         yield slice(0, len(self.zeros)), []
 
 
@@ -156,7 +156,7 @@ class OneTimeMask:
     """
 
     def __init__(self, mask: torch.Tensor, parts: list[tuple[int, int, list[Future[torch.Tensor]]]]) -> None:
-        self._home = Home()
+        self._made_here = MadeHere()
         self._mask: torch.Tensor | None = mask
         self._parts = parts  # rows, where they begin in the effects, and the effects
 
@@ -170,7 +170,7 @@ class OneTimeMask:
             RuntimeError: it was handed over before.
             ConnectionLost: this is a forked child.
         """
-        self._home.check()
+        self._made_here.check()
         mask, self._mask = self._mask, None
         if mask is None:
             raise RuntimeError("a one-time mask was asked for twice")
@@ -180,7 +180,7 @@ class OneTimeMask:
         """See Mask."""
         at = 0
         for rows, start, effects in self._parts:
-            self._home.check()  # nothing arrives in a child
+            self._made_here.check()  # nothing arrives in a child
             try:
                 there = [effect.result()[start : start + rows] for effect in effects]
             except CancelledError:
@@ -233,7 +233,7 @@ class OneTimeMasks:
         self._closed = False
         self._warned = not budget_bytes  # whoever gives none knows
         self._satisfied = False  # nothing under way, and nothing to order
-        self._home = Home()
+        self._made_here = MadeHere()
         own(self)
         Thread(target=self._fetch_ahead, name="symbiosis-masks", daemon=True).start()
 
@@ -249,7 +249,7 @@ class OneTimeMasks:
         Raises:
             ConnectionLost: the session is closed, or this process is not the one that opened it.
         """
-        self._home.check()
+        self._made_here.check()
         columns = self._shapes[kind.group].plan(kind.direction, kind.members).request_columns
         masks: list[torch.Tensor] = []
         parts: list[tuple[int, int, list[Future[torch.Tensor]]]] = []
@@ -376,7 +376,7 @@ class OneTimeMasks:
             RequestTimeout: it took longer than ``timeout`` seconds.
             ConnectionLost: this is a forked child.
         """
-        self._home.check()
+        self._made_here.check()
         with self._changed:
             self.budget_bytes, self._satisfied, self._warned = budget_bytes, False, True
             self._changed.notify_all()
@@ -410,7 +410,7 @@ class OneTimeMasks:
 
     def close(self) -> None:
         """See Masks."""
-        if self._home.left:
+        if self._made_here.left:
             return
         with self._changed:
             self._closed = True

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shared.errors import ModelMismatch, NonFiniteError, VerificationError
-from shared.forks import Home
+from shared.forks import MadeHere
 from shared.ring.fixed_point import Bounds, capacity
 from shared.ring.rows import below, hide, reveal
 from shared.wire.header import Direction, Operation, RequestClass, member_indices
@@ -92,7 +92,7 @@ class RingProducts:
         self._unforeseen = unforeseen
         self._groups: dict[int, RingGroup] = {}
         self._failed: VerificationError | None = None
-        self._home = Home()
+        self._made_here = MadeHere()
 
     def submit(
         self,
@@ -107,7 +107,7 @@ class RingProducts:
         Raises:
             VerificationError: a wrong answer, now or earlier in this session.
         """
-        self._home.check()  # in a forked child locks may be held for ever
+        self._made_here.check()  # in a forked child locks may be held for ever
         if self._failed is not None:
             raise again(self._failed)
         kind = Kind(group, direction, members)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shared.forks import Home
+from shared.forks import MadeHere
 from tenant_sdk.sequences.kv_layers import BLOCK, Block, host_memory
 from tenant_sdk.sequences.spill import Spill, Spilled
 
@@ -75,7 +75,7 @@ class Room:
         self._layers: list[weakref.ref[DiskLayer]] = []  # weak: the file is closed with the last of them
         self._scratches, self._next = [_Scratch(), _Scratch()], 0
         self._ahead: _Ahead | None = None
-        self._readers, self._home = ThreadPoolExecutor(_READERS, "keys and values"), Home()
+        self._readers, self._made_here = ThreadPoolExecutor(_READERS, "keys and values"), MadeHere()
 
     def enter(self, layer: DiskLayer) -> int:
         """The number of a new layer."""
@@ -112,7 +112,7 @@ class Room:
             reading.result()
 
     def _begin(self, blocks: Sequence[Block], out: Sequence[Tensor]) -> list[Future[None]]:
-        self._home.check()
+        self._made_here.check()
         numbered = list(enumerate(blocks))
         shares = [numbered[first::_READERS] for first in range(_READERS)]
         return [self._readers.submit(fill, self.spill, share, out) for share in shares if share]
@@ -122,7 +122,7 @@ class Room:
 
         They are overwritten by the second call after this one.
         """
-        self._home.check()
+        self._made_here.check()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             wait(ahead.reading)
@@ -151,7 +151,7 @@ class Room:
 
     def forget(self) -> None:
         """Blocks change: what was read ahead is of no use."""
-        self._home.check()
+        self._made_here.check()
         if self._ahead is not None:
             wait(self._ahead.reading)
             self._ahead = None

@@ -201,7 +201,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Places:
+class Stores:
     """Where a sequence is kept: answers of the executor (None: they are asked for again), and all else."""
 
     answers: Store | None
@@ -216,14 +216,14 @@ class Run:
         wanted: whether there will be a backward.
     """
 
-    def __init__(self, stack: Stack, batch: Batch, window: int, places: Places, *, wanted: bool) -> None:
-        self.stack, self.batch, self.places, self.wanted = stack, batch, places, wanted
+    def __init__(self, stack: Stack, batch: Batch, window: int, stores: Stores, *, wanted: bool) -> None:
+        self.stack, self.batch, self.stores, self.wanted = stack, batch, stores, wanted
         self._length = batch.labels.shape[1]
         self.spans = [slice(at, min(at + window, self._length)) for at in range(0, self._length, window)]
         self._cache = WindowCache(len(stack.layers))
         self._calls: dict[int, list[Call]] = {}
         self._call_bytes = 0
-        self._kept = Kept(places.states)
+        self._kept = Kept(stores.states)
         self._answers: dict[tuple[int, int], Recording] = {}
         self._moments: dict[tuple[int, int], Moment] = {}
         self._freed = FreedMemory(FREED_BYTES)
@@ -272,8 +272,8 @@ class Run:
                 if again:
                     self._kept.put((index, at), hidden[at])
                     self._moments[index, at] = Moment.now(hidden[at].device)
-                    if self.places.answers is not None:
-                        recording = self._answers[index, at] = Recording(self.places.answers)
+                    if self.stores.answers is not None:
+                        recording = self._answers[index, at] = Recording(self.stores.answers)
                         recorded.enter_context(recording.record())
                 hidden[at] = self.stack.layer(index, hidden[at], call)
             if again and span.stop == self._length:

@@ -31,8 +31,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from shared.errors import Argument, ConfigurationError, Message, StorageError, SymbiosisError, Word
 from tenant_sdk.model.naming import base_of
 from tenant_sdk.sequences.stack import NotInParts
-from tenant_sdk.sequences.tuning import long_tuning
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 from tenant_sdk.storage import (
     TrainingCheckpoints,
     check_new_folder,
@@ -44,6 +43,7 @@ from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method,
 from tenant_sdk.tuning.conversations import Example
 from tenant_sdk.tuning.data import Collate, Reader, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import save_adapter
+from tenant_sdk.tuning.long_sequences import long_tuning
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate, last_loss
 from tenant_sdk.tuning.resuming import ExactResume, state_bytes

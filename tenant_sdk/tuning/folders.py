@@ -14,7 +14,7 @@ from shared.errors import ConfigurationError
 from shared.options import closest
 from tenant_sdk.model.naming import base_of, find_base, folder_of_peer
 from tenant_sdk.model.remote_weight import RemoteWeight
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.attestation import base_model
 from tenant_sdk.tuning.adapters import no_untrue_warnings

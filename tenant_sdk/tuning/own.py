@@ -27,7 +27,7 @@ from shared.recipes import config_in, few_modules
 from tenant_sdk.model.configuration import read_configuration
 from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
-from tenant_sdk.session import Session
+from tenant_sdk.session.session import Session
 from tenant_sdk.storage import ADAPTER_CONFIG, disk_errors
 from tenant_sdk.trust.attestation import open_checkpoint
 from tenant_sdk.tuning.sampling import ends_of

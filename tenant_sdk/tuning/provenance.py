@@ -15,7 +15,7 @@ from tenant_sdk.model.naming import Base, plain_name
 
 if TYPE_CHECKING:
     from shared.wire.messages import Manifest
-    from tenant_sdk.session import Session
+    from tenant_sdk.session.session import Session
 
 RECORD = "symbiosis.json"
 _AUTO_CLASSES = {

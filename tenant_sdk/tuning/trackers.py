@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shared.errors import Argument, ConfigurationError, Message
-from tenant_sdk.profiles import check_approved
+from tenant_sdk.session.profiles import check_approved
 
 _DVC = (".dvc/config", ".dvc/config.local")
 # Of each tracker whose files are known: those of the working directory that it reads.

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-import provider.inprocess
+import provider
 import tenant_sdk
 from shared.errors import SymbiosisError
 from tenant_sdk.model.remote_weight import RemoteWeight
@@ -155,7 +155,7 @@ def _examine(result: Result, folder: Path, reach: Callable[[str], None]) -> None
         return
     reach("serve")
     with (
-        provider.inprocess.serve(folder, numerics="float32") as endpoint,
+        provider.serve_in_process(folder, numerics="float32") as endpoint,
         tenant_sdk.connect(endpoint, privacy="plain", patience=0.0) as session,
     ):
         reach("load")

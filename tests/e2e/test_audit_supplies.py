@@ -23,15 +23,15 @@ from security.attacks.hostile_files import LoadOutcome, MemoryBomb
 from security.attacks.hostile_parties import MaskServedTwice, in_copy
 from security.recordings.executors import AuditError
 from security.trials.hostile import HostileProvider
-from security.trials.supplies import Supplies
+from security.trials.supplies import SupplyAttacks
 from security.verdicts.claims import CLAIMS
 from security.verdicts.findings import HostileFinding
 from security.verdicts.plan import AuditResult
 from shared import forks
-from tenant_sdk import composition, config
 from tenant_sdk.model import configuration
 from tenant_sdk.model import loading as model_loading
 from tenant_sdk.products import masks
+from tenant_sdk.session import opening, options
 from tenant_sdk.trust import operators
 
 RNG = np.random.default_rng(0)
@@ -47,10 +47,10 @@ CLAIMED = {
 
 
 @contextmanager
-def supplies(folder: Path) -> Iterator[Supplies]:
+def supplies(folder: Path) -> Iterator[SupplyAttacks]:
     audit = Short()
     with audit.executors(folder) as parties:
-        yield Supplies(HostileProvider(parties, folder, SMALL, lines(), RNG, audit.confidence))
+        yield SupplyAttacks(HostileProvider(parties, folder, SMALL, lines(), RNG, audit.confidence))
 
 
 def judged(hostile: list[HostileFinding]) -> dict[str, bool]:
@@ -87,7 +87,7 @@ def careless_tokenizer(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def unattested(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Provider and mask source may list other files."""
-    patch.setattr(composition, "check_agreement", lambda *_: None)
+    patch.setattr(opening, "check_agreement", lambda *_: None)
 
 
 def obeyed_settings(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -108,14 +108,14 @@ def unbounded(patch: pytest.MonkeyPatch, folder: Path) -> None:
 def one_authority(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """One authority may vouch for two parties."""
     patch.setattr(
-        config, "own_authorities", lambda ca, given, _: operators.own_authorities(ca, given, {"authority"})
+        options, "own_authorities", lambda ca, given, _: operators.own_authorities(ca, given, {"authority"})
     )
 
 
 def children_go_on(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Nobody counts forks."""
-    patch.setattr(forks.Home, "left", property(lambda self: False))
-    patch.setattr(forks.Home, "check", lambda self: None)
+    patch.setattr(forks.MadeHere, "left", property(lambda self: False))
+    patch.setattr(forks.MadeHere, "check", lambda self: None)
     patch.setattr(masks.OneTimeMasks, "forked", lambda self: None)
 
 

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from shared.errors import ConfigurationError, RequestRefused
 from shared.secrets import text_of
-from tenant_sdk import cli
-from tenant_sdk.cli import app
-from tenant_sdk.config import SessionConfig
+from tenant_sdk.command_line import main as cli
+from tenant_sdk.command_line.main import app
+from tenant_sdk.session.options import SessionConfig
 
 
 def test_from_certificates_to_a_generated_text(
@@ -146,7 +146,14 @@ def test_notes_of_an_error_come_after_it(capsys: pytest.CaptureFixture[str]) -> 
 def test_one_line_and_status_1_for_an_error(tmp_path: Path) -> None:
     status, out, err = finish(
         start(
-            "tenant_sdk.cli", "generate", "--provider", "wss://h", "--token-env", "NOT_SET", "--prompt", "x"
+            "tenant_sdk.command_line.main",
+            "generate",
+            "--provider",
+            "wss://h",
+            "--token-env",
+            "NOT_SET",
+            "--prompt",
+            "x",
         )
     )
     assert (status, out) == (1, "")
@@ -225,7 +232,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         given.append(config)
         raise ConfigurationError("enough")
 
-    monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
+    monkeypatch.setattr("tenant_sdk.session.opening.open_session", open_session)
     where = ["generate", *COMMON, "--prompt", "x", "--ca", "ca", "--digest", "d", "--timeout", "3"]
     sources = ["--mask-source", "wss://a", "--mask-source", "wss://b", "--mask-source-ca", "a.pem"]
     sources += ["--mask-source-token-env", "A_TOKEN", "--mask-source-token-env", "B_TOKEN"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from provider.serve.certificates import write_certificates
 from shared.launching import free_port
-from tenant_sdk.cli import app
+from tenant_sdk.command_line.main import app
 
 PATIENCE = ("--timeout", 20, "--wait", 0)
 PROMPT = ("--prompt", "x")

@@ -68,7 +68,9 @@ def test_what_it_prints_can_be_typed(tmp_path: Path) -> None:
             assert program == "symbiosis-tenant"
             words = [{"120": "2"}.get(word, word) for word in words]  # steps
             words += SHORT[words[0]]
-            said.append(ok(start("tenant_sdk.cli", *words, cwd=tmp_path, secrets=running.tokens)))
+            said.append(
+                ok(start("tenant_sdk.command_line.main", *words, cwd=tmp_path, secrets=running.tokens))
+            )
         assert "lists what the provider lists" in said[0][0]
         assert "adapter: symbiosis-dev/adapter" in said[1][0]
         assert "4 tokens in" in said[2][1]

@@ -98,8 +98,8 @@ def test_command_lines_take_several(
     profile = tmp_path / "several.toml"
     profile.write_text(f'provider = ["{gone}", "{one.url}"]\nca = "{one.ca}"\ntoken_env = "TENANT_TOKEN"\n')
     given = ("--provider", f"{one.url},{other.url}", "--ca", one.ca, "--token-env", "TENANT_TOKEN")
-    first = start("tenant_sdk.cli", "doctor", *given, token=one.token)
-    second = start("tenant_sdk.cli", "doctor", "--profile", profile, token=one.token)
+    first = start("tenant_sdk.command_line.main", "doctor", *given, token=one.token)
+    second = start("tenant_sdk.command_line.main", "doctor", "--profile", profile, token=one.token)
     status, out, err = finish(first)
     assert status == 0, out + err
     for each in (one, other):

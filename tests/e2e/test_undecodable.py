@@ -11,7 +11,7 @@ from commands import BASE_MODEL, finish, here, ok, start
 from conftest import Executor
 
 from shared.errors import ConfigurationError
-from tenant_sdk.profiles import approve, check_approved
+from tenant_sdk.session.profiles import approve, check_approved
 
 # What the kernel takes as a name, and Python hands on as half a character.
 BYTE = os.fsdecode(b"\xff")
@@ -20,7 +20,12 @@ BYTE = os.fsdecode(b"\xff")
 @pytest.mark.parametrize(
     ("module", "arguments", "status", "said"),
     [
-        ("tenant_sdk.cli", ("generate", "--prompt", f"a{BYTE}"), 1, "--prompt is not UTF-8 text: byte 0xff"),
+        (
+            "tenant_sdk.command_line.main",
+            ("generate", "--prompt", f"a{BYTE}"),
+            1,
+            "--prompt is not UTF-8 text: byte 0xff",
+        ),
         ("provider.cli", ("certs", f"FOLDER/tls{BYTE}"), 0, "tls\\udcff"),
         ("security.cli", (f"a{BYTE}",), 2, "No such command"),
     ],
@@ -61,7 +66,7 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """What is written as JSON has escapes for their bytes."""
     records = tmp_path / f"{BYTE}.jsonl"
     records.write_text('{"prompt": "a", "completion": " b"}\n')
-    out = ok(start("tenant_sdk.cli", "data", records, "--tokenizer", BASE_MODEL, "--json"))[0]
+    out = ok(start("tenant_sdk.command_line.main", "data", records, "--tokenizer", BASE_MODEL, "--json"))[0]
     assert json.loads(out)["file"] == f"{tmp_path}/\\xff.jsonl"
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
     monkeypatch.chdir(tmp_path)

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import tenant_sdk
 from provider.serve.certificates import write_certificates
 from shared.errors import SymbiosisError, TlsError
-from tenant_sdk.cli import app
-from tenant_sdk.cli_options import NAMES
+from tenant_sdk.command_line.main import app
+from tenant_sdk.command_line.options import NAMES
 
 
 @pytest.fixture

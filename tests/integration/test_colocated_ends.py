@@ -46,10 +46,10 @@ from shared.errors import (
 )
 from shared.wire.header import PROTOCOL_VERSION, Direction, Operation
 from shared.wire.messages import Limits
-from tenant_sdk.cli_options import Target
+from tenant_sdk.command_line.doctor import examine
+from tenant_sdk.command_line.options import Target
 from tenant_sdk.connection.colocated import Areas, open_colocated
-from tenant_sdk.doctor import examine
-from tenant_sdk.profiles import Secret
+from tenant_sdk.session.profiles import Secret
 
 pytest_plugins = ("transport_fixtures", "wire_fixtures")
 

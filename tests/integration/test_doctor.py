@@ -18,10 +18,10 @@ from provider.serve.certificates import write_certificates
 from provider.serve.listening import bound, listen
 from provider.serve.provider import Provider
 from shared.wire.messages import Limits
-from tenant_sdk.checks import CheckResult
-from tenant_sdk.cli_options import NAMES, Target
-from tenant_sdk.doctor import examine
-from tenant_sdk.profiles import Secret
+from tenant_sdk.command_line.checks import CheckResult
+from tenant_sdk.command_line.doctor import examine
+from tenant_sdk.command_line.options import NAMES, Target
+from tenant_sdk.session.profiles import Secret
 
 TLS = ["url", "authority", "dns", "tcp", "tls", "certificate", "key exchange"]
 ALL = [*TLS, "token", "protocol", "manifest", "digest"]

@@ -398,7 +398,7 @@ def test_long_examples_fit_into_memory(
         asked.append(more)
         return Plan(pieces=True, checkpointed=packing, window=None if packing else 8)
 
-    monkeypatch.setattr("tenant_sdk.sequences.tuning.plan_step", plan)
+    monkeypatch.setattr("tenant_sdk.tuning.long_sequences.plan_step", plan)
     got, said = train(session, dataclasses.replace(usual, output=tmp_path / "fit", held_out=(data,)))
     assert asked == [{"window": None, "packed": packing, "given": 1000}]
     assert any(("made again" if packing else "windows of 8 tokens") in each for each in said)

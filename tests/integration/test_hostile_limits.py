@@ -29,7 +29,7 @@ from shared.stored import bytes_of, parameter_hash
 from shared.wire.header import DTYPE_CODES, Direction, Header, Operation
 from shared.wire.messages import Fetch, encode
 from shared.wire.websocket import Incoming
-from tenant_sdk.checks import CheckResult
+from tenant_sdk.command_line.checks import CheckResult
 from tenant_sdk.model.configuration import model_configuration
 from tenant_sdk.model.tokenizer import build_tokenizer
 from tenant_sdk.products.fingerprints import write_fingerprints

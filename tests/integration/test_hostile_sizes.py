@@ -19,7 +19,7 @@ from transformers import TrOCRConfig, TrOCRForCausalLM
 from shared.errors import ModelMismatch, SymbiosisError, WireError
 from shared.wire.messages import ParameterInfo, digest_of
 from shared.wire.protocol import validate_manifest
-from tenant_sdk.cli import run
+from tenant_sdk.command_line.main import run
 from tenant_sdk.model.configuration import model_configuration
 from tenant_sdk.model.loading import _check_shapes, _tables
 from tenant_sdk.model.tokenizer import build_tokenizer

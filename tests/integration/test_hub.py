@@ -15,7 +15,7 @@ from hubs import COMMIT, hub
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError
 from shared.hub import checkpoint_folder, hub_id, id_of_snapshot
-from tenant_sdk.profiles import read_profile
+from tenant_sdk.session.profiles import read_profile
 
 ROOT = Path(__file__).parents[2]
 ASK = """

@@ -23,11 +23,11 @@ from transports import Everywhere, Start
 import tenant_sdk
 from shared.errors import ConfigurationError, TlsError
 from tenant_sdk import Stats
-from tenant_sdk.checks import CheckResult
-from tenant_sdk.cli_options import Target
+from tenant_sdk.command_line.checks import CheckResult
+from tenant_sdk.command_line.doctor import _key_exchange, examine
+from tenant_sdk.command_line.options import Target
 from tenant_sdk.connection.handshake import client_context, open_tcp, start_tls
 from tenant_sdk.connection.key_exchange import UNKNOWN, agreed, group_of, hybrid, prefer
-from tenant_sdk.doctor import _key_exchange, examine
 
 pytest_plugins = ("ring_fixtures", "transport_fixtures")
 

@@ -317,7 +317,8 @@ def test_several_prompts_read_ahead_share_the_memory(opened: Opened, monkeypatch
     session, model = opened("llama")
     chunks = []
     monkeypatch.setattr(
-        "tenant_sdk.session.prefill", lambda *given, **_: chunks.append(given[3]["prefill_chunk_size"])
+        "tenant_sdk.session.session.prefill",
+        lambda *given, **_: chunks.append(given[3]["prefill_chunk_size"]),
     )
     session.prefill(model, PADDED, MASK, memory_gib=SMALL)
     session.prefill(model, PADDED, MASK, memory_gib=SMALL, batch_size=2)

@@ -173,10 +173,10 @@ LONG = """
 import resource, sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-import peft, tenant_sdk, provider.inprocess
+import peft, tenant_sdk, provider
 folder, out, planned, length = sys.argv[1], sys.argv[2], sys.argv[3] == "planned", 16384
 torch.set_num_threads(1)
-with tenant_sdk.connect(provider.inprocess.serve(folder), privacy="plain") as session:
+with tenant_sdk.connect(provider.serve_in_process(folder), privacy="plain") as session:
     model = session.load_model(progress=False)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, lora)

@@ -38,10 +38,10 @@ from shared.errors import (
     NobodyListens,
 )
 from shared.wire.header import Direction, Operation
-from tenant_sdk.cli_options import Target, Terms
+from tenant_sdk.command_line.doctor import diagnose
+from tenant_sdk.command_line.options import SessionRules, Target
 from tenant_sdk.connection.replicas import addresses
-from tenant_sdk.doctor import diagnose
-from tenant_sdk.profiles import Secret
+from tenant_sdk.session.profiles import Secret
 
 pytest_plugins = ("ring_fixtures",)
 
@@ -467,7 +467,7 @@ def test_doctor_lists_replicas(
 
 
 def _diagnosed(target: Target) -> list[tuple[str, list[Any]]]:
-    found = diagnose([target], Terms())
+    found = diagnose([target], SessionRules())
     next(found)  # of libraries
     return [(title, list(results)) for title, results in found]
 

@@ -28,7 +28,7 @@ from torch import nn
 import tenant_sdk
 import tenant_sdk.tuning
 from shared.errors import ConfigurationError, NonFiniteError
-from tenant_sdk.tuning import MultiAdapter
+from tenant_sdk import MultiAdapter
 
 # PEFT finds the short names of these tests in the prefix of its parameters.
 pytestmark = pytest.mark.filterwarnings("ignore:Adapter name")

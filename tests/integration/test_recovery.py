@@ -22,7 +22,7 @@ from ring_sessions import WAYS, Sent, Trio, one_time, session_in, taken_down
 from transports import Start
 from websockets.exceptions import ConnectionClosedError
 
-import provider.inprocess
+import provider
 import tenant_sdk
 from provider.serve.colocated import ColocatedServer
 from provider.serve.tokens import TokenFile
@@ -341,7 +341,7 @@ def test_an_executor_of_this_process_is_not_waited_for(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = only_closing_ends_waits(monkeypatch)
-    with provider.inprocess.serve(checkpoint("llama")) as endpoint:
+    with provider.serve_in_process(checkpoint("llama")) as endpoint:
         session = tenant_sdk.connect(endpoint, privacy="plain", patience=600.0)
         fixed_result(session.load_model(progress=False), token_ids())
     with pytest.raises(ConnectionLost):

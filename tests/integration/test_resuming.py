@@ -184,7 +184,7 @@ def test_packed_records_and_windows(
 ) -> None:
     if window:
         plan = Plan(pieces=True, window=window)
-        monkeypatch.setattr("tenant_sdk.sequences.tuning.plan_step", lambda *_, **__: plan)
+        monkeypatch.setattr("tenant_sdk.tuning.long_sequences.plan_step", lambda *_, **__: plan)
     training = options(
         records(text.parent, 8),
         "resumed",
@@ -389,7 +389,7 @@ def test_a_trainer_of_ones_own(method: str, executor: Executor, tmp_path: Path) 
     """Each in a session of its own, as in a process of its own."""
 
     def run(folder: str, *more: TrainerCallback, resume: Path | None = None) -> Any:
-        callbacks = (tenant_sdk.tuning.ExactResume(), Allocation(), *more)
+        callbacks = (tenant_sdk.ExactResume(), Allocation(), *more)
         with executor.connect() as session:
             made = trainer(adapted(session, method), tmp_path / folder, *callbacks, **OWN)
             made.train(resume_from_checkpoint=resume and str(resume))
@@ -419,7 +419,7 @@ def test_the_best_model_is_loaded_at_the_end(
             seen[state.global_step] = parameters(kwargs["model"])
 
     best = OWN | {"load_best_model_at_end": True, "learning_rate": 1.0}
-    callbacks = (tenant_sdk.tuning.ExactResume(), Allocation(), Note())
+    callbacks = (tenant_sdk.ExactResume(), Allocation(), Note())
     run = trainer(adapted(session, method), tmp_path, *callbacks, **best)
     run.train()
     same(parameters(run.model), seen[run.state.best_global_step])
@@ -451,7 +451,7 @@ def test_what_it_does_not_do(session: tenant_sdk.Session, tmp_path: Path) -> Non
     def run(model: Any, *callbacks: TrainerCallback) -> Any:
         return trainer(model, tmp_path / "run", *callbacks, **OWN)
 
-    exact = tenant_sdk.tuning.ExactResume
+    exact = tenant_sdk.ExactResume
     with pytest.raises(ConfigurationError, match="has no adapter"):
         run(session.load_model(progress=False), exact())
     random_lora = peft.LoraConfig(target_modules=["q_proj"], velora_config=peft.VeloraConfig())

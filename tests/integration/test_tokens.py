@@ -28,7 +28,7 @@ from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from shared.errors import AuthenticationError, ConfigurationError
 from shared.wire.header import Direction, Operation
-from tenant_sdk.cli import app as tenant_app
+from tenant_sdk.command_line.main import app as tenant_app
 
 
 class Clock:

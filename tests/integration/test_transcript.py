@@ -24,7 +24,7 @@ from provider.serve.provider import Provider
 from security.recordings.transcript import TranscriptError, read_transcript
 from shared.errors import ConfigurationError, RequestRefused
 from shared.wire.header import Direction, Operation
-from tenant_sdk.cli import app
+from tenant_sdk.command_line.main import app
 
 
 class Recorded:

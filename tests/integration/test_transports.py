@@ -303,7 +303,7 @@ def test_options_of_tls_without_tls(llama_everywhere: Everywhere, tmp_path: Path
 def test_the_executor_in_a_notebook(checkpoint: Callable[[str], Path]) -> None:
     """The snippet of ``provider/inprocess.py``: no certificates, no tokens."""
     assert 'connect(endpoint, privacy="plain")' in (provider.inprocess.__doc__ or "")
-    with provider.inprocess.serve(checkpoint("llama")) as endpoint:
+    with provider.serve_in_process(checkpoint("llama")) as endpoint:
         session = tenant_sdk.connect(endpoint, privacy="plain")
         got = fixed_result(session.load_model(progress=False), token_ids())
     expected = fixed_result(load_local(checkpoint("llama")), token_ids())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError
-from tenant_sdk.context_options import PromptOptions
+from tenant_sdk.command_line.context_options import PromptOptions
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:

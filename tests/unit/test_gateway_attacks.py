@@ -217,7 +217,7 @@ def test_how_a_gateway_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         os.chmod(programs / name, 0o755)
     assert gateway_command() == [str(programs / "symbiosis-tenant")]
     named = programs / "python3.11"
-    assert gateway_command(named) == [str(named), "-m", "tenant_sdk.cli"]
+    assert gateway_command(named) == [str(named), "-m", "tenant_sdk.command_line.main"]
     with pytest.raises(AuditError, match="no such program"):
         gateway_command(tmp_path / "nothing")
 

@@ -18,7 +18,6 @@ from shared.errors import (
     SymbiosisError,
     VerificationError,
 )
-from tenant_sdk.config import SessionConfig
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway import serving
 from tenant_sdk.gateway.doorkeeper import Allowance, Door, Failure, Queue, Refusal, Shares, Strangers, told
@@ -27,6 +26,7 @@ from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import Asked, asked
 from tenant_sdk.gateway.status import Status, client_of, request_name
+from tenant_sdk.session.options import SessionConfig
 
 KEY = "a-key-of-enough-letters"
 

@@ -72,12 +72,14 @@ logging.StreamHandler.emit = lambda self, record: stop(self, record.getMessage()
 
 
 def main(package: str) -> str:
-    return f"from {package}.cli import main; main()"
+    module = "command_line.main" if package == "tenant_sdk" else "cli"
+    return f"from {package}.{module} import main; main()"
 
 
 def test_the_sdk_itself() -> None:
     assert run(
-        "import tenant_sdk, tenant_sdk.config, tenant_sdk.tuning, tenant_sdk.cli, provider.cli, security.cli"
+        "import tenant_sdk, tenant_sdk.session.options, tenant_sdk.tuning, provider.cli, security.cli\n"
+        "import tenant_sdk.command_line.main"
     ) == ([], "")
 
 

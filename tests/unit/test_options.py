@@ -17,8 +17,8 @@ from provider.engine.scheduler import POLICIES
 from provider.executor.loading import NUMERICS
 from shared.errors import ConfigurationError
 from shared.secrets import text_of
-from tenant_sdk.cli import app as tenant_app
-from tenant_sdk.config import SessionConfig
+from tenant_sdk.command_line.main import app as tenant_app
+from tenant_sdk.session.options import SessionConfig
 
 REQUIRED: dict[str, Any] = {"model_dir": Path("m"), "tls_dir": Path("t"), "token_file": Path("f")}
 
@@ -212,7 +212,7 @@ def test_a_tenants_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         opened.append(dataclasses.replace(config, token=text_of(config.token)))
         raise ConfigurationError("enough")
 
-    monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
+    monkeypatch.setattr("tenant_sdk.session.opening.open_session", open_session)
     file = tmp_path / "tenant.toml"
     text = """
         provider = "wss://a.example"

@@ -21,10 +21,10 @@ from provider.serve.certificates import DEFAULT_HOSTS, own_certificate, write_ce
 from provider.serve.tokens import TokenFile
 from shared.errors import ConfigurationError
 from shared.ownership import check_own, check_secret, check_tree
-from tenant_sdk.cli import app
+from tenant_sdk.command_line.main import app
 from tenant_sdk.connection.handshake import client_context
 from tenant_sdk.products.fingerprints import StoredFingerprints
-from tenant_sdk.profiles import Secret, read_profile
+from tenant_sdk.session.profiles import Secret, read_profile
 from tenant_sdk.storage import TrainingCheckpoints
 
 OTHER = 54321  # a user and group that nobody has

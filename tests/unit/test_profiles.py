@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import tenant_sdk
 from shared.errors import ConfigurationError
 from shared.secrets import Secret, text_of
-from tenant_sdk.cli import app
-from tenant_sdk.config import SessionConfig
+from tenant_sdk.command_line.main import app
 from tenant_sdk.connection.urls import replicas_of
-from tenant_sdk.profiles import KINDS, merged, profile_here, profile_path, read_profile
+from tenant_sdk.session.options import SessionConfig
+from tenant_sdk.session.profiles import KINDS, merged, profile_here, profile_path, read_profile
 
 PROFILE = """
 provider = "wss://a.example"
@@ -55,7 +55,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SessionConfi
         found.append(revealed(config))
         raise ConfigurationError("enough")
 
-    monkeypatch.setattr("tenant_sdk.composition.open_session", open_session)
+    monkeypatch.setattr("tenant_sdk.session.opening.open_session", open_session)
     monkeypatch.setattr(SessionConfig, "credentials", None)  # which reads the files of authorities
     monkeypatch.setenv("A_TOKEN", "a")
     monkeypatch.setenv("OTHER", "other")

@@ -16,12 +16,12 @@ import tenant_sdk
 from shared.command_line import CommandLine
 from shared.errors import ConfigurationError
 from shared.secrets import Secret
-from tenant_sdk.config import WIRE_DTYPES, SessionConfig
+from tenant_sdk.command_line.reference import reference
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of
 from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.products.bank_options import NoiseBankOptions
-from tenant_sdk.reference import reference
+from tenant_sdk.session.options import WIRE_DTYPES, SessionConfig
 
 HERE = {"provider": "wss://a.example:1", "token": "t0k3n", "mask_sources": ["local:folder"]}
 
@@ -36,7 +36,7 @@ def test_they_are_the_parameters_of_connect() -> None:
 
 def test_all_parameters_of_connect_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[SessionConfig] = []
-    monkeypatch.setattr("tenant_sdk.composition.open_session", opened.append)
+    monkeypatch.setattr("tenant_sdk.session.opening.open_session", opened.append)
     given = HERE | {"timeout": 3.0, "noise_bank": NoiseBankOptions(masks=2), "digest": "d", "pad_rows": 4}
     tenant_sdk.connect(**given)  # type: ignore[arg-type]
     assert opened == [SessionConfig(**given)]  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ NEW_OPTION = """
 import dataclasses, sys
 from typing import Annotated
 from shared.options import Option
-import tenant_sdk.config as config
+import tenant_sdk.session.options as config
 
 @dataclasses.dataclass(frozen=True)
 class Extended(config.SessionConfig):
@@ -149,14 +149,15 @@ class Extended(config.SessionConfig):
 config.SessionConfig = Extended
 from typer.testing import CliRunner
 import tenant_sdk
-from tenant_sdk import cli, composition, reference
+from tenant_sdk.command_line import main as cli, reference
+from tenant_sdk.session import opening
 from shared.errors import ConfigurationError
 
 opened = []
 def open_session(config):
     opened.append(config.chatter)
     raise ConfigurationError("enough")
-composition.open_session = open_session
+opening.open_session = open_session
 
 profile = sys.argv[1]
 common = ["--profile", profile, "--prompt", "x"]
@@ -190,7 +191,7 @@ def test_a_new_option_is_one_field(tmp_path: Path) -> None:
 
 def test_the_reference_is_that_of_the_fields() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
-    assert page.read_text() == reference(), f"python -m tenant_sdk.reference > {page}"
+    assert page.read_text() == reference(), f"python -m tenant_sdk.command_line.reference > {page}"
 
 
 def test_a_gateways_worker_is_given_all_but_secrets(tmp_path: Path) -> None:

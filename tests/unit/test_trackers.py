@@ -8,7 +8,7 @@ import pytest
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from shared.errors import ConfigurationError
-from tenant_sdk.profiles import approve
+from tenant_sdk.session.profiles import approve
 from tenant_sdk.tuning.finetuning import check_reports
 from tenant_sdk.tuning.trackers import check_trackers, where_reports_go
 

@@ -10,9 +10,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tenant_sdk.cli_options import Terms
-from tenant_sdk.doctor import diagnose
-from tenant_sdk.versions import TESTED, untested
+from tenant_sdk.command_line.doctor import diagnose
+from tenant_sdk.command_line.options import SessionRules
+from tenant_sdk.command_line.versions import TESTED, untested
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_others_are_named(found: str, said: str | None, monkeypatch: pytest.Monk
 
 def test_doctor_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, transformers="5.99", torch="2.13.0+cpu")
-    title, results = next(diagnose([], Terms()))
+    title, results = next(diagnose([], SessionRules()))
     (result,) = results
     assert (title, result.step, result.ok) == ("", "versions", None)
     assert result.detail == "transformers 5.99 is newer than the newest that was tested (5.24)"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from shared.compat import before_threads_are_joined
 from shared.errors import ConnectionLost, ModelMismatch, SymbiosisError
-from shared.forks import Home
+from shared.forks import MadeHere
 from shared.wire.header import Header, Operation
 from shared.wire.messages import Hello, Manifest, decode, encode
 from shared.wire.protocol import validate_manifest
@@ -87,7 +87,7 @@ class ReconnectingConnection:
     ) -> None:
         self._find, self._stats, self._party, self._digest = find, stats, party, digest
         self._group, self._clock = group, clock
-        self._home = Home()
+        self._made_here = MadeHere()
         self._closing = threading.Event()
         _connections.add(self)
         self._reminder = Reminder()  # that requests are put off
@@ -120,7 +120,7 @@ class ReconnectingConnection:
             ConnectionLost: the executor was away for longer than is waited for; or this is a forked child,
                 which opens none in its parent's name.
         """
-        self._home.check()
+        self._made_here.check()
         if self._channel.broken and not self._closing.is_set():
             self._reopen(self._clock.now())
         return self._channel
@@ -183,14 +183,14 @@ class ReconnectingConnection:
 
     def close(self) -> None:
         """End it; it is not opened again, and nobody waits any longer. In a forked child, nothing."""
-        if self._home.left:
+        if self._made_here.left:
             return
         self._closing.set()
         self._channel.close()
 
     def stop_waiting(self) -> None:
         """Wait for nobody any longer, but go on with an open channel. In a forked child, nothing."""
-        if not self._home.left:
+        if not self._made_here.left:
             self._closing.set()
 
     def _wait(self, until: float) -> None:
@@ -219,7 +219,7 @@ class ReconnectingConnection:
 
     def _open_since(self, since: float, cause: SymbiosisError) -> Channel:
         """An open channel, a new one if the last one broke; see ``_reopen``."""
-        self._home.check()
+        self._made_here.check()
         if self._channel.broken:
             self._reopen(since, cause)
         return self._channel

@@ -19,8 +19,8 @@ from shared.hub import HUB
 from shared.options import Flag, check_options, described, fields_of, read_options, secret_ways
 from shared.ownership import check_own
 from shared.secrets import Secret
-from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
+from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.storage import disk_errors
 from tenant_sdk.trust.operators import SYSTEM
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from shared.errors import ConfigurationError, Message, SymbiosisError
 from shared.wire.header import DTYPE_NAMES
 from shared.wire.messages import Manifest
-from tenant_sdk.cli_options import Target, Terms
+from tenant_sdk.command_line.options import SessionRules, Target
 from tenant_sdk.connection.handshake import client_context
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.replicas.addresses import Address, Resolver
@@ -46,8 +46,8 @@ class Comparison:
         refused: why a session would not take these parties together, in its words.
     """
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms, self.operators, self.refused = terms, Operators(terms.masks_allow), Message()
+    def __init__(self, rules: SessionRules) -> None:
+        self.rules, self.operators, self.refused = rules, Operators(rules.masks_allow), Message()
         self.manifests: dict[str, Manifest] = {}
 
     def meet(self, url: str, sock: ssl.SSLSocket | None, party: Hashable) -> None:

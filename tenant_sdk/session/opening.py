@@ -15,11 +15,9 @@ from shared.secrets import text_of
 from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
 from shared.wire.protocol import GroupShape
-from tenant_sdk.config import WEAKER, SessionConfig
 from tenant_sdk.connection.remote import RemoteExecutor
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.urls import LOCAL, is_local, party_name
-from tenant_sdk.parties import ReplicatedExecutor
 from tenant_sdk.products.bank_masks import BankMasks
 from tenant_sdk.products.bank_options import NoiseBankOptions
 from tenant_sdk.products.fingerprints import StoredFingerprints
@@ -29,8 +27,10 @@ from tenant_sdk.products.noise_bank import NoiseBank
 from tenant_sdk.products.products import PlainProducts, Products, padded
 from tenant_sdk.products.ring_products import RingProducts
 from tenant_sdk.products.verification import Fingerprints, LiveFingerprints, Verifier
-from tenant_sdk.profiles import takes_options
-from tenant_sdk.session import Session
+from tenant_sdk.session.options import WEAKER, SessionConfig
+from tenant_sdk.session.parties import ReplicatedExecutor
+from tenant_sdk.session.profiles import takes_options
+from tenant_sdk.session.session import Session
 from tenant_sdk.trust.attestation import check_agreement
 from tenant_sdk.trust.operators import SIGNS, Operators
 

@@ -17,7 +17,6 @@ from shared.errors import (
     Word,
 )
 from shared.wire.header import DTYPE_NAMES
-from tenant_sdk.config import SessionConfig
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.handshake import client_context, why_untrusted
 from tenant_sdk.connection.remote import RemoteExecutor
@@ -26,6 +25,7 @@ from tenant_sdk.connection.replicas.reconnecting import OpenChannel
 from tenant_sdk.connection.stats import Stats
 from tenant_sdk.connection.transports import OnConnect, look_at, open_channel
 from tenant_sdk.connection.urls import Party, replicas_of, url_of
+from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.trust.operators import Operators
 
 # For a step of opening a connection, where another replica can be asked instead.

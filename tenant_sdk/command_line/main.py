@@ -23,19 +23,19 @@ from shared import imports
 from shared.command_line import escape_output, prints_version
 from shared.errors import Message, Names, SymbiosisError, peer_text
 from shared.options import flags_of
-from tenant_sdk import cli_options as options
-from tenant_sdk.config import SessionConfig
+from tenant_sdk.command_line import options
+from tenant_sdk.command_line.context_options import ContextOptions, PromptOptions
+from tenant_sdk.command_line.data import data
+from tenant_sdk.command_line.gateway import serve
 from tenant_sdk.connection.urls import party_name
-from tenant_sdk.context_options import ContextOptions, PromptOptions
-from tenant_sdk.gateway.command import serve
-from tenant_sdk.profiles import approve
+from tenant_sdk.session.options import SessionConfig
+from tenant_sdk.session.profiles import approve
 from tenant_sdk.terminal import Terminal
-from tenant_sdk.tuning.data_command import data
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
 from tenant_sdk.tuning.sampling import Sampling
 
 if TYPE_CHECKING:
-    from tenant_sdk.session import Session
+    from tenant_sdk.session.session import Session
     from tenant_sdk.tuning.finetuning import TrainingReport
     from tenant_sdk.tuning.progress import TrainingStep
 
@@ -134,7 +134,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     config = connection.session()
     check_data([*training.data, *training.held_out])
     with _loading():
-        from tenant_sdk.composition import open_session
+        from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.finetuning import check_reports
         from tenant_sdk.tuning.finetuning import finetune as train
         from tenant_sdk.tuning.own import load
@@ -217,8 +217,8 @@ def generate(
     if adapter is not None:
         check_adapter_folder(adapter)
     with _loading():
-        from tenant_sdk.composition import open_session
         from tenant_sdk.sequences.contexts import LongContext, default_place
+        from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.folders import load_adapter
         from tenant_sdk.tuning.generation import stream
         from tenant_sdk.tuning.own import load, not_used, tokenizer_in
@@ -289,14 +289,14 @@ def doctor(
     ] = 30.0,
 ) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""
-    targets, terms = executors.targets(wait)
+    targets, rules = executors.targets(wait)
     urls = escape(" and ".join(target.party for target in targets))
     _status.print(f"examining {urls} (loading torch takes some seconds)")
     with imports.at_once():
-        from tenant_sdk.doctor import diagnose
+        from tenant_sdk.command_line.doctor import diagnose
 
     failed = False
-    for title, results in diagnose(targets, terms):
+    for title, results in diagnose(targets, rules):
         if title:
             _results.print(f"[bold]{escape(title)}[/]")
         for result in results:

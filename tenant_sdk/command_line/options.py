@@ -14,10 +14,10 @@ from shared.command_line import CommandLine
 from shared.errors import ALONE, Argument, ConfigurationError, Message, Names, Word
 from shared.options import Flag, arguments_of, flags_of
 from shared.secrets import Secret, text_of
-from tenant_sdk.config import SessionConfig, for_each
 from tenant_sdk.connection.replicas.addresses import Address
 from tenant_sdk.connection.urls import is_local, party_name, replicas_of, url_of
-from tenant_sdk.profiles import HERE, merged, names_in, profile_here, read_profile
+from tenant_sdk.session.options import SessionConfig, for_each
+from tenant_sdk.session.profiles import HERE, merged, names_in, profile_here, read_profile
 from tenant_sdk.trust.operators import SIGNS, SYSTEM, allowed_signs
 
 # How errors that name an argument of ``connect`` say it to who types a command.
@@ -80,7 +80,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Terms:
+class SessionRules:
     """What a session would put up with, for `doctor`.
 
     Attributes:
@@ -192,8 +192,8 @@ class SessionOptions:
         config.credentials  # noqa: B018 - refuses tokens and authorities that parties would share
         return config
 
-    def targets(self, wait: float) -> tuple[list[Target], Terms]:
-        """The provider and its mask sources, as `doctor` wants them, and the terms of a session with them.
+    def targets(self, wait: float) -> tuple[list[Target], SessionRules]:
+        """The provider and its mask sources, as `doctor` wants them, and the rules of a session with them.
 
         Raises:
             ConfigurationError: see ``arguments``.
@@ -216,7 +216,7 @@ class SessionOptions:
             strict=True,
         ):
             found.append(_target(url, its_ca, token=its_token, source=True, **common))
-        return found, Terms(allowed, masks, arguments.get("allow_transcript", False))
+        return found, SessionRules(allowed, masks, arguments.get("allow_transcript", False))
 
 
 command_line = CommandLine(typer.Option, typer.Argument)

@@ -22,7 +22,7 @@ from tenant_sdk.sequences.pieces import Loss, LossInPieces, items_of, shifted
 from tenant_sdk.sequences.planning import GIB, Place, Plan, plan_step
 from tenant_sdk.sequences.spill import Spill
 from tenant_sdk.sequences.stack import NotInParts, Stack, instead
-from tenant_sdk.sequences.windows import Batch, Held, Places, Run, WindowedLoss
+from tenant_sdk.sequences.windows import Batch, Held, Run, Stores, WindowedLoss
 from tenant_sdk.trust.attestation import base_model
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class LongTuning:
             given.get("position_ids"),
         )
         _check_batch(batch, self._stack.model.config.get_text_config())
-        places = Places(
+        stores = Stores(
             None if self.plan.answers == Place.NOWHERE else self._store(self.plan.answers),
             self._store(self.plan.states, own=True),
         )
@@ -183,7 +183,7 @@ class LongTuning:
         wanted = torch.is_grad_enabled() and (
             bool(parameters) or (embeddings is not None and embeddings.requires_grad)
         )
-        run = Run(self._stack, batch, window, places, wanted=wanted)
+        run = Run(self._stack, batch, window, stores, wanted=wanted)
         if wanted:
             loss: torch.Tensor = WindowedLoss.apply(run, embeddings, *parameters)  # type: ignore[no-untyped-call]
             return loss

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from shared import imports
 from shared.encoded import path_text
-from tenant_sdk import cli_options as options
+from tenant_sdk.command_line import options
 from tenant_sdk.terminal import Terminal
 from tenant_sdk.tuning.options import ReadingOptions
 from tenant_sdk.tuning.records import check_data, where
@@ -52,7 +52,7 @@ def data(
     check_data(files)
     config = None if tokenizer is not None else connection.session()
     with imports.at_once():
-        from tenant_sdk.composition import open_session
+        from tenant_sdk.session.opening import open_session
         from tenant_sdk.tuning.data import Reader
         from tenant_sdk.tuning.own import Words, words_in, words_of
 

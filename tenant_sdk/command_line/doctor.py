@@ -27,8 +27,10 @@ from shared.errors import (
 from shared.transport.colocated import directory_of
 from shared.wire.header import DTYPE_NAMES, RINGS, SUBPROTOCOL, Direction, Operation
 from shared.wire.messages import Manifest
-from tenant_sdk.checks import CheckResult, Comparison, ReplicaChecks
-from tenant_sdk.cli_options import Target, Terms
+from tenant_sdk.command_line.checks import CheckResult, Comparison, ReplicaChecks
+from tenant_sdk.command_line.options import SessionRules, Target
+from tenant_sdk.command_line.remedies import remedy_of
+from tenant_sdk.command_line.versions import untested
 from tenant_sdk.connection.channel import Channel
 from tenant_sdk.connection.colocated import open_colocated
 from tenant_sdk.connection.handshake import (
@@ -44,10 +46,8 @@ from tenant_sdk.connection.remote import PendingProduct, RemoteExecutor
 from tenant_sdk.connection.replicas.reconnecting import single_replica
 from tenant_sdk.connection.urls import LOCAL, over_tls, split_url
 from tenant_sdk.connection.websocket_channel import WebsocketChannel
-from tenant_sdk.remedies import remedy_of
 from tenant_sdk.trust.attestation import check_agreement, trusted_checkpoint
 from tenant_sdk.trust.operators import own_authorities, own_tokens
-from tenant_sdk.versions import untested
 
 T = TypeVar("T")
 
@@ -58,22 +58,22 @@ LARGE_BYTES = 4 << 20
 SOON_DAYS = 14
 
 
-def diagnose(targets: list[Target], terms: Terms) -> Iterator[tuple[str, Iterator[CheckResult]]]:
+def diagnose(targets: list[Target], rules: SessionRules) -> Iterator[tuple[str, Iterator[CheckResult]]]:
     """Libraries, every executor's results, and whether executors fit each other, each under a title.
 
     Args:
         targets: the provider, and its mask sources.
-        terms: on which a session would use them.
+        rules: of a session with them.
     """
     yield "", _untested()
     own, *others = targets
     sources = [target.party for target in others]
-    comparison = Comparison(terms)
+    comparison = Comparison(rules)
     executors = [target for target in targets if not target.url.startswith(LOCAL)]
     for target in executors:
         yield target.party if sources or target.replicas else "", _examine_party(target, comparison)
     if own.party in comparison.manifests:
-        shared = _shared(executors, terms)
+        shared = _shared(executors, rules)
         yield (
             "one-time masks" if sources else "",
             _together(comparison, comparison.manifests[own.party], sources, shared),
@@ -92,17 +92,17 @@ def _examine_party(target: Target, comparison: Comparison) -> Iterator[CheckResu
     yield from examine(replicas.usable, comparison, party)
 
 
-def _shared(targets: list[Target], terms: Terms) -> Iterator[CheckResult]:
+def _shared(targets: list[Target], rules: SessionRules) -> Iterator[CheckResult]:
     """Tokens and authorities that provider and mask sources have in common."""
 
     def check_tokens() -> None:
         tokens = [target.secret for target in targets]
         if all(tokens):  # else their owner has not given them, and they are not compared
-            own_tokens(tokens[0], tokens[1:], terms.allowed)
+            own_tokens(tokens[0], tokens[1:], rules.allowed)
 
     def check_authorities() -> None:
         tls = [target.ca and str(target.ca) for target in targets[1:] if over_tls(target.url)]
-        own_authorities(targets[0].ca, tls, terms.allowed)
+        own_authorities(targets[0].ca, tls, rules.allowed)
 
     for what, check in (("tokens", check_tokens), ("authorities", check_authorities)):
         try:
@@ -146,7 +146,7 @@ def _together(
     if comparison.refused:
         yield CheckResult("operators", False, comparison.refused)
     elif comparison.operators.same:
-        by = comparison.terms.allowed_by
+        by = comparison.rules.allowed_by
         yield CheckResult(
             "operators",
             True,
@@ -166,7 +166,7 @@ def examine(
         comparison: with others.
         party: who it is to the comparison; default: somebody who was not there yet.
     """
-    examination = _Examination(target, comparison or Comparison(Terms()), party or object())
+    examination = _Examination(target, comparison or Comparison(SessionRules()), party or object())
     try:
         yield from examination.results()
     except SymbiosisError as error:
@@ -254,7 +254,7 @@ class _Examination:
         yield from _check_manifest(remote.manifest)
 
         self.step = "transcript"
-        yield from _transcript(remote.manifest, self.comparison.terms)
+        yield from _transcript(remote.manifest, self.comparison.rules)
 
         self.step = "digest"
         yield _digest(remote.manifest, target.digest)
@@ -425,8 +425,8 @@ def _check_manifest(manifest: Manifest) -> Iterator[CheckResult]:
         )
 
 
-def _transcript(manifest: Manifest, terms: Terms) -> Iterator[CheckResult]:
-    if manifest.recorded and not terms.transcript:
+def _transcript(manifest: Manifest, rules: SessionRules) -> Iterator[CheckResult]:
+    if manifest.recorded and not rules.transcript:
         raise ConfigurationError(
             Message(
                 "it records what tenants send, so sessions refuse it without {allow_transcript}",

@@ -1,4 +1,4 @@
-"""Writes docs/reference/options.md: ``python -m tenant_sdk.reference``."""
+"""Writes docs/reference/options.md: ``python -m tenant_sdk.command_line.reference``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from shared.options import Field, fields_of, secret_ways, shown_default
-from tenant_sdk.context_options import ContextOptions, PromptOptions
+from tenant_sdk.command_line.context_options import ContextOptions, PromptOptions
 from tenant_sdk.gateway.options import GatewayOptions
-from tenant_sdk.profiles import FIELDS, SOURCE_NAMES
+from tenant_sdk.session.profiles import FIELDS, SOURCE_NAMES
 from tenant_sdk.tuning.options import ModelOptions, TrainingOptions
 from tenant_sdk.tuning.sampling import Sampling
 
 _INTRODUCTION = """# Options
 
-`python -m tenant_sdk.reference` writes this page from the fields of the options.
+`python -m tenant_sdk.command_line.reference` writes this page from the fields of the options.
 
 ## Of a session
 

@@ -7,7 +7,7 @@ import dataclasses
 import typer
 
 from shared import imports
-from tenant_sdk import cli_options as options
+from tenant_sdk.command_line import options
 from tenant_sdk.gateway.options import GatewayOptions
 
 

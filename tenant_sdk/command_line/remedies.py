@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.errors import AuthenticationError, Message, ProtocolVersionError, SymbiosisError
 from shared.secrets import Secret
-from tenant_sdk.cli_options import Target
+from tenant_sdk.command_line.options import Target
 
 
 def remedy_of(error: SymbiosisError, step: str, target: Target, advice: Message) -> Message | str:

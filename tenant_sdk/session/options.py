@@ -59,7 +59,7 @@ class SessionConfig:
             "an executor on this machine listens (serve --local-dir). Several, in a list or with commas in "
             "between, are replicas: executors of one operator and model, of which one is used at a time. "
             "Several addresses of a host name are replicas too. Or they are parts (serve --part k/n), which "
-            "are all used. In Python, also what provider.inprocess.serve returns.",
+            "are all used. In Python, also what provider.serve_in_process returns.",
             unit="URL",
         ),
     ] = ""

@@ -1,0 +1,1 @@
+"""What a session is given, and how it is opened."""
