@@ -29,7 +29,7 @@ def check_package(name: str) -> None:
 
 
 def published(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package (PEP 562): a name's module is imported when it is first used.
+    """``__getattr__`` and ``__dir__`` of a package (PEP 562), which import a name when it is first used.
 
     Modules that need torch and transformers take seconds to import.
 

@@ -36,6 +36,7 @@ from security.recordings.capture import ELSEWHERE, MODES, ONE_TIME, PLAIN, RING_
 from security.recordings.executors import AuditError, ExecutorProcess
 from security.recordings.workload import GroundTruth, blocks_of, generate, tune, watch
 from security.report import environment
+from security.trials.context import Trials
 from security.trials.gateway import Gateways
 from security.trials.hostile import HostileProvider
 from security.trials.passive import Evidence, PassiveAttacks
@@ -103,11 +104,11 @@ class Audit:
                 self._plant(parties)
                 self.work(parties)
                 self.active(parties)
-                hostile = HostileProvider(parties, folder, self.plan, self.text, self.rng, self.confidence)
-                hostile.run(self.result, self.stage)
-                SupplyAttacks(hostile).run(self.result, self.stage)
-                Routes(hostile).run(self.result, self.stage)
-                Gateways(hostile, self.gateway).run(self.result, self.stage)
+                trials = Trials(parties, folder, self.plan, self.text, self.rng, self.confidence)
+                HostileProvider(trials).run(self.result, self.stage)
+                SupplyAttacks(trials).run(self.result, self.stage)
+                Routes(trials).run(self.result, self.stage)
+                Gateways(trials, self.gateway).run(self.result, self.stage)
             texts = self.texts(parties)
         evidence = self.collect(parties)
         passive = PassiveAttacks(evidence, self.plan, self.result, self.rng, self.confidence, self.stage)

@@ -28,7 +28,7 @@ from security.attacks.streams import SpeculationWatch, Stream
 from security.attacks.tokens import NoiseAware, SubspaceProjection, VocabularyMatching
 from security.recordings.gateway_process import NO_GATEWAY, Gateway, Work, gateway, write_adapters
 from security.recordings.workload import GroundTruth, SentRequest
-from security.trials.hostile import HostileProvider, sequences
+from security.trials.context import Trials, sequences
 from security.verdicts.findings import Finding, HostileFinding, NothingToScore, able, of_guess
 from security.verdicts.plan import (
     BLIND_RUNS,
@@ -61,14 +61,14 @@ class Gateways:
     """Runs gateways and the attacks on what the provider recorded of them.
 
     Args:
-        hostile: by whose parties, plan, text and random numbers.
+        trials: with what.
         command: that runs ``symbiosis-tenant``; None: there is none.
     """
 
-    def __init__(self, hostile: HostileProvider, command: list[str] | None) -> None:
-        self.hostile, self.parties, self.plan, self.rng = hostile, hostile.parties, hostile.plan, hostile.rng
-        self.command, self.confidence = command, hostile.confidence
-        self.folder = hostile.folder / "gateways"
+    def __init__(self, trials: Trials, command: list[str] | None) -> None:
+        self.trials, self.parties, self.plan, self.rng = trials, trials.parties, trials.plan, trials.rng
+        self.command, self.confidence = command, trials.confidence
+        self.folder = trials.folder / "gateways"
         self.key = secrets.token_urlsafe(24)
         self.names = [f"adapter-{secrets.token_hex(8)}" for _ in range(TOGETHER)]
 
@@ -82,7 +82,7 @@ class Gateways:
             result.skipped[GATEWAY] = NO_GATEWAY
             return
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.parties.model)
-        lines = self.hostile.text * 8
+        lines = self.trials.text * 8
         self.stream = [t for each in lines for t in tokenizer(each, add_special_tokens=False)["input_ids"]]
         write_adapters(self.parties.model, self.folder / "adapters", self.names)
         with stage("a gateway at work"):
@@ -130,7 +130,7 @@ class Gateways:
     def _bursts(self, there: Gateway) -> tuple[list[int], list[Work]]:
         """One prompt by four clients at once: all with one adapter (0), another (1), or each another (2)."""
         kinds = [int(k) for _ in range(self.plan.gateway_trials) for k in self.rng.permutation(3)]
-        prompt = self.hostile.text[0][:32]  # as text: what a client really sends
+        prompt = self.trials.text[0][:32]  # as text: what a client really sends
         works = []
         for kind in kinds:
             names = self.names if kind == 2 else [self.names[kind]] * TOGETHER
@@ -209,7 +209,7 @@ class Gateways:
         kinds, works = again
         rows = [during(views[PROVIDER], [work]).of(0)[0].count for work in works]
         guesses = CachedPrefix().attack((rows, kinds[: len(kinds) // 2]), self.rng)
-        result.findings.append(self.hostile.told_apart(CachedPrefix, GATEWAY, guesses, kinds, PROVIDER))
+        result.findings.append(self.trials.told_apart(CachedPrefix, GATEWAY, guesses, kinds, PROVIDER))
         data = {party: _since(executor.newest, before[party]) for party, executor in executors.items()}
         result.figures["gateway, secrets found"] = ByteSearch(self._sought(public, bursts[1])).attack(
             data, self.rng
@@ -281,7 +281,7 @@ class Gateways:
         )
         blocks, several = side((0, 2))
         told = AdaptersInStep().attack((blocks, several[: len(several) // 2]), self.rng)
-        return [of_rows, self.hostile.told_apart(AdaptersInStep, GATEWAY, told, several, sees)]
+        return [of_rows, self.trials.told_apart(AdaptersInStep, GATEWAY, told, several, sees)]
 
     def _boundaries(self, sees: str, view: View, lengths: list[int], works: list[Work]) -> Finding:
         """Where one prompt ends and the next begins, of those that were computed in one request."""
@@ -336,7 +336,7 @@ class Gateways:
         both = []
         for mode, streams in ((GATEWAY, usual), (GATEWAY_LOOKUP, lookup)):
             guesses = SpeculationWatch().attack((streams, kinds[: len(kinds) // 2]), self.rng)
-            both.append(self.hostile.told_apart(SpeculationWatch, mode, guesses, kinds, PROVIDER))
+            both.append(self.trials.told_apart(SpeculationWatch, mode, guesses, kinds, PROVIDER))
         defended, control = both
         steps = [[len(s.rows) for s, kind in zip(lookup, kinds, strict=True) if kind == k] for k in (0, 1)]
         later = sorted({rows for stream in lookup for rows in stream.rows[1:]})
@@ -360,7 +360,7 @@ class Gateways:
 
     def _sought(self, public: PublicModel, works: list[Work]) -> dict[bytes, str]:
         """What the provider must not be sent as it is."""
-        text = self.hostile.text[0][:32].encode()
+        text = self.trials.text[0][:32].encode()
         found = {name.encode(): "an adapter's name" for name in self.names}
         found |= {self.key.encode(): "an API key"}
         found |= {text[at : at + 8]: "text of a prompt" for at in range(0, len(text) - 8, 8)}

@@ -3,93 +3,46 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import torch
 
-from provider.executor.base import BaseExecutor
-from provider.observe.metrics import Metrics
-from provider.observe.transcript import TranscriptWriter
-from provider.serve.server import Server, server_context
-from provider.serve.tokens import TokenFile
-from provider.session.tenant import Service
-from security.attacks.active import LyingProvider
 from security.attacks.hostile_provider import AbortOracle, ImprintedEmbeddings, ImprintedHead, craft
 from security.attacks.streams import LabelledStreams, SpeculationWatch, Stream, TopicFromTraffic
-from security.recordings.capture import ONE_TIME, PLAIN, Parties
-from security.recordings.executors import AuditError, ExecutorProcess
-from security.recordings.transcript import RecordedRequest, read_transcript
+from security.recordings.capture import ONE_TIME, PLAIN
+from security.recordings.executors import AuditError
 from security.recordings.workload import GroundTruth, blocks_of, tune, watch
+from security.trials.context import PROMPT, HostedExecutor, Trials, sequences
 from security.verdicts import findings
 from security.verdicts.findings import Finding, HostileFinding
-from security.verdicts.plan import BLIND_RUNS, MALICIOUS, PROVIDER, AuditPlan, AuditResult, Stage
-from security.verdicts.statistics import rate
+from security.verdicts.plan import BLIND_RUNS, MALICIOUS, PROVIDER, AuditResult, Stage
 from security.views.adversaries import check_aligned, products_of, provider_view, requests_of, whole
 from security.views.public_model import PublicModel
 from shared.errors import VerificationError
 from shared.wire.header import Direction
-from shared.wire.messages import Limits, Manifest, digest_of
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.session.session import Session
 
 TOLERANCE = 1.0  # of the control's tenant, far above what rounding does to the oracle's rows
-PROMPT, PHRASE, NEW = 24, 4, 5  # tokens: of a prompt, of what it repeats, generated
+NEW = 5  # tokens that are generated
 LOOKED_UP = 8  # tokens that are guessed from the prompt at once
 ANSWER = 6  # tokens at most that follow a prompt on a topic
 CLAUSE = re.compile(r"[.:;,!?\n]\s*")
 
 
-@dataclass(frozen=True)
-class HostedExecutor:
-    """An executor in this process that lies when told to; what it recorded is read once it ended."""
-
-    url: str
-    liar: LyingProvider
-    manifest: Manifest
-    recording: Path
-    folder: Path  # of what it serves
-
-    def sessions(self, tenant: str) -> int:
-        """How many one tenant opened with it."""
-        return list(read_transcript(self.recording).tenants.values()).count(tenant)
-
-    def requests(self, tenant: str) -> list[RecordedRequest]:
-        """What one tenant asked for."""
-        return requests_of([read_transcript(self.recording)], tenant)
-
-
 class HostileProvider:
-    """Runs the attacks.
+    """Runs the attacks of a provider; ``trials``: with what."""
 
-    Args:
-        folder: for a crafted checkpoint and recordings.
-        confidence: of each interval.
-    """
-
-    def __init__(
-        self,
-        parties: Parties,
-        folder: Path,
-        plan: AuditPlan,
-        text: list[str],
-        rng: np.random.Generator,
-        confidence: float,
-    ) -> None:
-        self.parties, self.folder, self.plan, self.text = parties, folder, plan, text
-        self.rng, self.confidence = rng, confidence
-        self._hosts = self._streamed = 0
+    def __init__(self, trials: Trials) -> None:
+        self.trials, self.parties, self.plan, self.rng = trials, trials.parties, trials.plan, trials.rng
+        self._streamed = 0
 
     def run(self, result: AuditResult, stage: Stage) -> None:
         """Add what was found; to add an attack, add its method here."""
-        self.perform(
+        self.trials.perform(
             {
                 "lies to watch who stops": self.abort_oracle,
                 "parameters made to give tokens away": self.imprints,
@@ -101,64 +54,11 @@ class HostileProvider:
         with stage("topics from traffic"):
             result.findings += self.topics()
 
-    @staticmethod
-    def perform(
-        attacks: dict[str, Callable[[], list[HostileFinding]]], result: AuditResult, stage: Stage
-    ) -> None:
-        """Run attacks, each under its stage's name, and add what they found."""
-        for what, attack in attacks.items():
-            with stage(what):
-                for found in attack():
-                    result.hostile.append(found)
-                    result.findings += [found.defended, found.control]
-
-    @contextmanager
-    def hosted(
-        self,
-        like: ExecutorProcess,
-        model: Path | None = None,
-        files: Mapping[str, bytes | None] | None = None,
-        tls: Path | None = None,
-    ) -> Iterator[HostedExecutor]:
-        """Another executor with the certificates and tokens of one of the parties.
-
-        Args:
-            like: that party.
-            model: checkpoint folder; default: the parties' own.
-            files: what it serves in place of the checkpoint's files, by name; None leaves one out.
-            tls: folder of other certificates.
-        """
-        self._hosts += 1
-        folder = model or self.parties.model
-        if files is not None:
-            folder = Path(shutil.copytree(folder, self.folder / f"served-{self._hosts}"))
-        base = BaseExecutor(
-            folder,
-            numerics=like.numerics,
-            recorded=True,
-            limits=Limits(64 << 20, 65536),
-        )
-        if files is not None:
-            _serve_instead(base, files)
-        recording = TranscriptWriter(self.folder / f"hostile-{self._hosts}", base.manifest)
-        liar = LyingProvider.of(base)
-        server = Server(
-            Service(base, liar, Metrics(), transcript=recording),
-            context=server_context(tls or like.folder / "tls"),
-            tokens=TokenFile(like.folder / "tokens.json"),
-            port=0,
-        )
-        try:
-            yield HostedExecutor(server.url, liar, base.manifest, recording.path, folder)
-        finally:
-            server.drain(1.0)
-            recording.close()
-
     # -- abort oracle -----------------------------------------------------------------------------
 
     def abort_oracle(self) -> list[HostileFinding]:
         """Lies about chosen rows, to a tenant that checks all, and to one that tolerates small errors."""
-        with self.hosted(self.parties.ring) as host:
+        with self.trials.hosted(self.parties.ring) as host:
             public = PublicModel(self.parties.model, host.manifest)
             widths = [info.inputs + sum(m.outputs for m in info.members) for info in host.manifest.groups]
             group = widths.index(min(widths))
@@ -209,23 +109,14 @@ class HostileProvider:
         half = len(secrets) // 2
         guesses = oracle.attack((observed, secrets[:half]), self.rng)
         mode = f"{ONE_TIME}, verify={verify}" + (", checked with a tolerance" if verify == "off" else "")
-        return self.told_apart(AbortOracle, mode, guesses, secrets), [after for _, after in observed]
-
-    def told_apart(
-        self, attack: Any, mode: str, guesses: torch.Tensor, secrets: list[int], sees: str = MALICIOUS
-    ) -> Finding:
-        """Of guesses at the last secrets, of which there are two and as many of each."""
-        right = int((guesses == torch.tensor(secrets[-len(guesses) :]).bool()).sum())
-        return Finding(
-            attack.name, mode, sees, attack.metric, rate(right, len(guesses), self.confidence), 0.5
-        )
+        return self.trials.told_apart(AbortOracle, mode, guesses, secrets), [after for _, after in observed]
 
     # -- crafted parameters -----------------------------------------------------------------------
 
     def imprints(self) -> list[HostileFinding]:
         """Embeddings and head that carry tokens, read from rows under masks and in the clear."""
-        crafted = self.folder / "crafted"
-        with self.hosted(self.parties.ring) as host:
+        crafted = self.trials.folder / "crafted"
+        with self.trials.hosted(self.parties.ring) as host:
             honest = PublicModel(self.parties.model, host.manifest)
         code = craft(honest, self.parties.model, crafted, self.rng)
         found = {mode: self._imprinted(mode, crafted, code) for mode in (ONE_TIME, PLAIN)}
@@ -252,14 +143,17 @@ class HostileProvider:
         truth, tenant = GroundTruth(), f"imprinted-{mode}"
         # The mask source serves the crafted checkpoint as well: parameters that differ may be refused.
         provider = self.parties.ring if mode == ONE_TIME else self.parties.floats
-        with self.hosted(provider, crafted) as host, self.hosted(self.parties.source, crafted) as source:
+        with (
+            self.trials.hosted(provider, crafted) as host,
+            self.trials.hosted(self.parties.source, crafted) as source,
+        ):
             options: dict[str, Any] = {"provider": host.url}
             if mode == ONE_TIME:
                 options["mask_sources"] = [source.url]
             with self.parties.connect(mode, tenant, **options) as session:
                 watch(session, truth)
                 model = session.load_model(progress=False)
-                tune(model, blocks_of(self._stream(session), 64, 0), self.plan.imprinted_steps, truth)
+                tune(model, blocks_of(self.trials.tokens(session), 64, 0), self.plan.imprinted_steps, truth)
         public = PublicModel(crafted, host.manifest)
         view = provider_view(public, whole(host.requests(tenant), truth))
         check_aligned(view, truth, tenant)
@@ -276,14 +170,14 @@ class HostileProvider:
             reader.attack(view, self.rng),
             tokens,
             torch.cat([reader.attack(each, self.rng) for each in blind]),
-            self.confidence,
+            self.trials.confidence,
         )
         labels = findings.of_labels(
             head.attack(view, self.rng),
             truth,
             last,
             torch.cat([part for each in blind for part in head.attack(each, self.rng)]),
-            self.confidence,
+            self.trials.confidence,
         )
         return [
             Finding(
@@ -294,7 +188,7 @@ class HostileProvider:
                 success,
                 chance,
                 "",
-                **findings.able(chance, success.trials, self.confidence, self.plan.resolution),
+                **findings.able(chance, success.trials, self.trials.confidence, self.plan.resolution),
             )
             for attack, (success, chance) in ((reader, read), (head, labels))
         ]
@@ -310,7 +204,7 @@ class HostileProvider:
         }
 
         def prompts(session: Session) -> list[list[int]]:
-            return self.repeating(session, secrets)
+            return self.trials.repeating(session, secrets)
 
         found = []
         for mode, how in settings.items():
@@ -318,7 +212,7 @@ class HostileProvider:
             streams = self._streams(prompts, limits | how)
             view: LabelledStreams = (streams, secrets[: len(secrets) // 2])
             guesses = SpeculationWatch().attack(view, self.rng)
-            finding = self.told_apart(SpeculationWatch, mode, guesses, secrets, PROVIDER)
+            finding = self.trials.told_apart(SpeculationWatch, mode, guesses, secrets, PROVIDER)
             found.append((finding, {stream.rows for stream in streams}))
         (defended, seen), (control, seen_control) = found
         return [
@@ -335,14 +229,6 @@ class HostileProvider:
             )
         ]
 
-    def repeating(self, session: Session, secrets: list[int]) -> list[list[int]]:
-        """Prompts of PROMPT tokens of the tenant's text, which repeat a phrase where the secret is 1."""
-        stream, chosen = self._stream(session), []
-        for i, secret in enumerate(secrets):
-            own = list(dict.fromkeys(stream[i * PROMPT :]))[: PROMPT - 1]  # each once
-            chosen.append([0, *(own if not secret else (own[:PHRASE] * PROMPT)[: PROMPT - 1])])
-        return chosen
-
     def topics(self) -> list[Finding]:
         """Clauses of the tenant's text and of the public model's own: told apart by rows and times."""
         secrets = [0, 1] * self.plan.topic_prompts
@@ -353,7 +239,7 @@ class HostileProvider:
             own = tokenizer.batch_decode(public.own_text(1), skip_special_tokens=True)
             clauses = [
                 [part for line in lines for part in CLAUSE.split(line)[1:-1] if len(part.split()) > 2]
-                for lines in (self.text, own)
+                for lines in (self.trials.text, own)
             ]
             if not all(clauses):
                 raise AuditError("the tenant's text or the model's own has no clauses to tell topics by")
@@ -372,7 +258,7 @@ class HostileProvider:
             mode = f"{ONE_TIME}, {name}"
             streams = self._streams(prompts, {"max_new_tokens": ANSWER}, **options)
             guesses = TopicFromTraffic().attack((streams, secrets[: len(secrets) // 2]), self.rng)
-            found.append(self.told_apart(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
+            found.append(self.trials.told_apart(TopicFromTraffic, mode, guesses, secrets, PROVIDER))
         return found
 
     def _streams(
@@ -401,24 +287,6 @@ class HostileProvider:
         ]
         return [Stream(*zip(*passes[start:end], strict=True)) for start, end in pairwise(ends)]
 
-    def _stream(self, session: Session) -> list[int]:
-        tokenizer = session.load_tokenizer()
-        return [t for line in self.text for t in tokenizer(line, add_special_tokens=False)["input_ids"]]
-
-
-def _serve_instead(base: BaseExecutor, files: Mapping[str, bytes | None]) -> None:
-    """Have an executor serve other files than it loaded; its manifest lists them truly."""
-    checkpoint = base.catalog.checkpoint
-    for name, data in files.items():
-        path = checkpoint.folder / name  # from which an attack's control loads
-        path.unlink(missing_ok=True)
-        checkpoint.files.pop(name, None)
-        if data is not None:
-            path.write_bytes(data)
-            checkpoint.files[name] = data
-    listed = msgspec.structs.replace(base.manifest, files=base.catalog.checkpoint.tenant_files())
-    base.catalog.manifest = msgspec.structs.replace(listed, digest=digest_of(listed))
-
 
 def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) -> None:
     """Make a session check after rounding, and accept what is nearly right."""
@@ -440,8 +308,3 @@ def _check_with_tolerance(session: Session, group: int, weight: torch.Tensor) ->
         return PendingProduct(result)
 
     products.submit = checked
-
-
-def sequences(seen: set[tuple[int, ...]]) -> str:
-    """How many there are, in words."""
-    return f"{len(seen)} different sequences" if len(seen) > 1 else "one and the same sequence"

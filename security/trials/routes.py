@@ -15,7 +15,7 @@ from security.attacks.routing import Routing, RoutingView
 from security.recordings.capture import ONE_TIME
 from security.recordings.executors import AuditError
 from security.recordings.transcript import RecordedRequest
-from security.trials.hostile import HostileProvider
+from security.trials.context import Trials
 from security.verdicts.findings import Finding, HostileFinding
 from security.verdicts.plan import PROVIDER, AuditResult, Stage
 from security.verdicts.statistics import rate
@@ -40,11 +40,11 @@ class Routes:
     """Runs the attack.
 
     Args:
-        hostile: by whose executors, parties, plan and random numbers.
+        trials: with what.
     """
 
-    def __init__(self, hostile: HostileProvider) -> None:
-        self.hostile, self.parties, self.plan, self.rng = hostile, hostile.parties, hostile.plan, hostile.rng
+    def __init__(self, trials: Trials) -> None:
+        self.trials, self.parties, self.plan, self.rng = trials, trials.parties, trials.plan, trials.rng
 
     def run(self, result: AuditResult, stage: Stage) -> None:
         """Add what was found."""
@@ -55,7 +55,7 @@ class Routes:
 
     def routes(self) -> tuple[list[HostileFinding], list[Finding]]:
         """The same prompts in every setting, of a few tokens and of many."""
-        folder = mixture(self.parties.model, self.hostile.folder / "mixture")
+        folder = mixture(self.parties.model, self.trials.folder / "mixture")
         found = {setting: self._recognised(folder, setting) for setting in SETTINGS}
         hostile = [
             HostileFinding(
@@ -80,8 +80,8 @@ class Routes:
         """By length of the prompts what the attack finds, and how many different counts there were."""
         tenant, limit = f"routes-{setting}", self.plan.routed_prompts
         with ExitStack() as open_:
-            host = open_.enter_context(self.hostile.hosted(self.parties.ring, folder))
-            source = open_.enter_context(self.hostile.hosted(self.parties.source, folder))
+            host = open_.enter_context(self.trials.hosted(self.parties.ring, folder))
+            source = open_.enter_context(self.trials.hosted(self.parties.source, folder))
             there: dict[str, Any] = {"provider": host.url, "mask_sources": [source.url], "experts": setting}
             with self.parties.connect(ONE_TIME, tenant, **there) as session:
                 model: Any = session.load_model(progress=False)
@@ -103,7 +103,7 @@ class Routes:
                 f"{ONE_TIME}, experts {setting}, {length} tokens",
                 PROVIDER,
                 Routing.metric,
-                rate(right, limit, self.hostile.confidence),
+                rate(right, limit, self.trials.confidence),
                 1 / limit,
             )
             found[length] = finding, len(np.unique(counted, axis=0))
@@ -111,7 +111,7 @@ class Routes:
 
     def _prompts(self, tokenizer: Any, length: int) -> torch.Tensor:
         """Prompts [N, length] of the tenant's text, all different."""
-        lines, count = self.hostile.text, self.plan.routed_prompts
+        lines, count = self.trials.text, self.plan.routed_prompts
         stream = [t for line in lines for t in tokenizer(line, add_special_tokens=False)["input_ids"]]
         if len(stream) < count * length:
             raise AuditError(f"the tenant's text has {len(stream)} tokens, and {count * length} are needed")

@@ -34,7 +34,7 @@ from security.recordings.capture import ONE_TIME, PLAIN
 from security.recordings.executors import AuditError
 from security.recordings.transcript import RecordedRequest
 from security.recordings.workload import GroundTruth, watch
-from security.trials.hostile import PROMPT, HostedExecutor, HostileProvider, sequences
+from security.trials.context import PROMPT, HostedExecutor, Trials, sequences
 from security.verdicts.findings import Finding, HostileFinding
 from security.verdicts.plan import MALICIOUS, PROVIDER, AuditResult, Stage
 from security.verdicts.statistics import rate
@@ -73,11 +73,11 @@ class SupplyAttacks:
     """Runs the attacks.
 
     Args:
-        hostile: by whose executors, parties, plan and random numbers.
+        trials: with what.
     """
 
-    def __init__(self, hostile: HostileProvider) -> None:
-        self.hostile, self.parties, self.plan, self.rng = hostile, hostile.parties, hostile.plan, hostile.rng
+    def __init__(self, trials: Trials) -> None:
+        self.trials, self.parties, self.plan, self.rng = trials, trials.parties, trials.plan, trials.rng
         self._folders = 0
 
     def run(self, result: AuditResult, stage: Stage) -> None:
@@ -90,7 +90,7 @@ class SupplyAttacks:
             "a provider in the mask source's place": self.substituted,
             "forked children": self.forks,
         }
-        self.hostile.perform(attacks, result, stage)
+        self.trials.perform(attacks, result, stage)
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class SupplyAttacks:
         ours, theirs = [], []
         for files in attack.files(path):
             with (
-                self.hostile.hosted(self.parties.floats, files=files) as host,
+                self.trials.hosted(self.parties.floats, files=files) as host,
                 self.parties.connect(PLAIN, "vocabulary", provider=host.url) as session,
             ):
                 ours.append(
@@ -129,7 +129,7 @@ class SupplyAttacks:
     def filler(self) -> list[HostileFinding]:
         """Prompts that name a word and prompts that do not: with a source that attests, and with none."""
         attack = Filler(WORD)
-        words = [w for line in self.hostile.text for w in line.split() if WORD not in w and OTHER not in w]
+        words = [w for line in self.trials.text for w in line.split() if WORD not in w and OTHER not in w]
         secrets = [0, 1] * self.plan.filler_prompts
         prompts = []
         for i, secret in enumerate(secrets):
@@ -138,13 +138,13 @@ class SupplyAttacks:
         files = {"tokenizer.json": attack.rules((self.parties.model / "tokenizer.json").read_bytes())}
         found, seen = [], []
         for mode, like in ((ONE_TIME, self.parties.ring), (PLAIN, self.parties.floats)):
-            with self.hostile.hosted(like, files=files) as host:
+            with self.trials.hosted(like, files=files) as host:
                 ends = self._prompted(host, mode, prompts)
             passes = _Passes.of(host.requests("filler")).rows
             rows = [sum(passes[start:end]) for start, end in pairwise(ends)]
             guesses = attack.attack((rows, secrets[: len(secrets) // 2]), self.rng)
             where = mode if mode == ONE_TIME else f"{PLAIN}, nobody attests"
-            found.append(self.hostile.told_apart(attack, where, guesses, secrets))
+            found.append(self.trials.told_apart(attack, where, guesses, secrets))
             seen.append(rows)
         defended, control = found
         return [
@@ -187,7 +187,7 @@ class SupplyAttacks:
         secrets = [0, 1] * self.plan.served_prompts
         files = ServedSpeculation.files(self.parties.model)
         found, seen = [], []
-        with self.hostile.hosted(self.parties.floats, files=files) as host:
+        with self.trials.hosted(self.parties.floats, files=files) as host:
             ends = {
                 tenant: self._generated(host, tenant, secrets, own)
                 for tenant, own in (("served", False), ("served-own", True))
@@ -199,7 +199,7 @@ class SupplyAttacks:
                 for start, end in pairwise(ends[tenant])
             ]
             guesses = ServedSpeculation().attack((streams, secrets[: len(secrets) // 2]), self.rng)
-            found.append(self.hostile.told_apart(ServedSpeculation, mode, guesses, secrets, PROVIDER))
+            found.append(self.trials.told_apart(ServedSpeculation, mode, guesses, secrets, PROVIDER))
             seen.append({stream.rows for stream in streams})
         defended, control = found
         return [
@@ -229,7 +229,7 @@ class SupplyAttacks:
                 served = download(session, self._folder() / "served")
                 model.generation_config = transformers.GenerationConfig.from_pretrained(served)
             watch(session, truth)
-            for ids in self.hostile.repeating(session, secrets):
+            for ids in self.trials.repeating(session, secrets):
                 tokens, limits = torch.tensor([ids]), {"max_new_tokens": NEW, "min_new_tokens": NEW}
                 model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **limits)
                 ends.append(len(truth.of(0)))
@@ -251,7 +251,7 @@ class SupplyAttacks:
         with ExitStack() as stack:
             cases = attack.files(model, attack.RULES)
             hosts = {
-                what: stack.enter_context(self.hostile.hosted(floats, files=files))
+                what: stack.enter_context(self.trials.hosted(floats, files=files))
                 for what, files in cases.items()
             }
             jobs: list[tuple[Callable[..., None], str, Path]] = [
@@ -290,8 +290,8 @@ class SupplyAttacks:
         both = folder / "both.pem"
         both.write_bytes(self.parties.source.ca.read_bytes() + shared.read_bytes())
         with (
-            self.hostile.hosted(self.parties.ring, tls=folder / "provider") as host,
-            self.hostile.hosted(self.parties.source, tls=folder / "between") as between,
+            self.trials.hosted(self.parties.ring, tls=folder / "provider") as host,
+            self.trials.hosted(self.parties.source, tls=folder / "between") as between,
         ):
             public = PublicModel(self.parties.model, host.manifest)
             attack = SubstitutedSource(public)
@@ -324,10 +324,10 @@ class SupplyAttacks:
         defended, control = (
             Finding(attack.name, mode, MALICIOUS, attack.metric, success, None)
             for mode, success in (
-                (ONE_TIME, rate(hits, len(tokens) * len(truths), self.hostile.confidence)),
+                (ONE_TIME, rate(hits, len(tokens) * len(truths), self.trials.confidence)),
                 (
                     f"{ONE_TIME}, allow_same authority",
-                    rate(read("waived", truth), len(tokens), self.hostile.confidence),
+                    rate(read("waived", truth), len(tokens), self.trials.confidence),
                 ),
             )
         )
@@ -385,7 +385,7 @@ class SupplyAttacks:
                 copies += len(view) - BEFORE - AFTER
                 read = [row for rows in MaskServedTwice().attack(view, self.rng) for row in rows]
                 hits += sum(any(torch.equal(row, each) for each in read) for row in expected)
-            success = rate(hits, FORKS * FORKED_ROWS, self.hostile.confidence)
+            success = rate(hits, FORKS * FORKED_ROWS, self.trials.confidence)
             found[mode] = (
                 Finding(MaskServedTwice.name, mode, MALICIOUS, MaskServedTwice.metric, success, None),
                 copies,
@@ -430,12 +430,12 @@ class SupplyAttacks:
     # -- what several need ------------------------------------------------------------------------
 
     def _counted(self, attack: Any, mode: str, succeeded: list[bool]) -> Finding:
-        success = rate(sum(succeeded), len(succeeded), self.hostile.confidence)
+        success = rate(sum(succeeded), len(succeeded), self.trials.confidence)
         return Finding(attack.name, mode, MALICIOUS, attack.metric, success, None)
 
     def _folder(self) -> Path:
         self._folders += 1
-        made = self.hostile.folder / f"supplies-{self._folders}"
+        made = self.trials.folder / f"supplies-{self._folders}"
         made.mkdir()
         return made
 

@@ -12,8 +12,8 @@ from audits import MODEL, lines, silent
 
 from security.audit import Audit
 from security.recordings.gateway_process import gateway_command
+from security.trials.context import Trials
 from security.trials.gateway import Gateways
-from security.trials.hostile import HostileProvider
 from security.verdicts.claims import CLAIMS
 from security.verdicts.plan import GATEWAY_LOOKUP, GATEWAY_PADDED, PROVIDER, QUICK_PLAN
 
@@ -31,8 +31,8 @@ def test_a_real_gateway(tmp_path: Path) -> None:
     audit = Audit(MODEL, lines(), plan, silent)
     with audit.executors(tmp_path) as parties:
         rng = np.random.default_rng(0)
-        hostile = HostileProvider(parties, tmp_path, plan, audit.text, rng, audit.confidence)
-        Gateways(hostile, gateway_command(PYTHON)).run(audit.result, silent)
+        trials = Trials(parties, tmp_path, plan, audit.text, rng, audit.confidence)
+        Gateways(trials, gateway_command(PYTHON)).run(audit.result, silent)
     result = audit.result
     result.about["confidence_of_one_interval"] = audit.confidence
     judged = [claim.verdict(result) for claim in CLAIMS if "gateway" in claim.identity]

@@ -15,6 +15,7 @@ from audits import PLAN, Short, lines
 
 import security
 from security.attacks.streams import SpeculationWatch, Stream, TopicFromTraffic, guess_from_labelled
+from security.trials.context import Trials
 from security.trials.hostile import HostileProvider
 from security.verdicts.claims import CLAIMS
 from security.verdicts.findings import Finding, HostileFinding
@@ -32,7 +33,7 @@ SMALL = replace(PLAN, oracle_lies=8, imprinted_steps=4, speculated_prompts=8, to
 def provider(folder: Path) -> Iterator[HostileProvider]:
     audit = Short()
     with audit.executors(folder) as parties:
-        yield HostileProvider(parties, folder, SMALL, lines(), RNG, audit.confidence)
+        yield HostileProvider(Trials(parties, folder, SMALL, lines(), RNG, audit.confidence))
 
 
 def judged(hostile: list[HostileFinding]) -> dict[str, bool]:

@@ -12,7 +12,7 @@ import pytest
 from audits import PLAN, Short, lines
 
 from security.attacks.routing import Routing, RoutingView
-from security.trials.hostile import HostileProvider
+from security.trials.context import Trials
 from security.trials.routes import Routes
 from security.verdicts.claims import CLAIMS
 from security.verdicts.plan import AuditResult
@@ -26,7 +26,7 @@ def routes(folder: Path) -> Iterator[Routes]:
     audit = Short()
     with audit.executors(folder) as parties:
         plan = replace(PLAN, routed_prompts=8)
-        yield Routes(HostileProvider(parties, folder, plan, lines(), RNG, audit.confidence))
+        yield Routes(Trials(parties, folder, plan, lines(), RNG, audit.confidence))
 
 
 def judged(found: Routes) -> dict[str, bool]:

@@ -22,7 +22,7 @@ from security.attacks import hostile_files
 from security.attacks.hostile_files import LoadOutcome, MemoryBomb
 from security.attacks.hostile_parties import MaskServedTwice, in_copy
 from security.recordings.executors import AuditError
-from security.trials.hostile import HostileProvider
+from security.trials.context import Trials
 from security.trials.supplies import SupplyAttacks
 from security.verdicts.claims import CLAIMS
 from security.verdicts.findings import HostileFinding
@@ -50,7 +50,7 @@ CLAIMED = {
 def supplies(folder: Path) -> Iterator[SupplyAttacks]:
     audit = Short()
     with audit.executors(folder) as parties:
-        yield SupplyAttacks(HostileProvider(parties, folder, SMALL, lines(), RNG, audit.confidence))
+        yield SupplyAttacks(Trials(parties, folder, SMALL, lines(), RNG, audit.confidence))
 
 
 def judged(hostile: list[HostileFinding]) -> dict[str, bool]:

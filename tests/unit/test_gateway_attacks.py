@@ -17,8 +17,8 @@ from security.attacks.batches import ByteSearch, CachedPrefix, SeenSequences, Se
 from security.recordings import gateway_process
 from security.recordings.executors import AuditError
 from security.recordings.gateway_process import Work, gateway_command
+from security.trials.context import Trials
 from security.trials.gateway import LEAST, PAIR, TOGETHER, Gateways, during
-from security.trials.hostile import HostileProvider
 from security.verdicts.claims import CLAIMS
 from security.verdicts.judges import GATEWAY_TOKENS
 from security.verdicts.plan import BOTH, PROVIDER, QUICK_PLAN, AuditResult
@@ -58,11 +58,11 @@ def marked_with_the_adapter(count: int, adapter: int = 0) -> torch.Tensor:
 
 
 def gateways() -> Gateways:
-    hostile: Any = SimpleNamespace(
+    trials: Any = SimpleNamespace(
         parties=None, plan=QUICK_PLAN, rng=RNG, confidence=0.9993, folder=Path("none")
     )
-    hostile.told_apart = partial(HostileProvider.told_apart, hostile)
-    return Gateways(hostile, None)
+    trials.told_apart = partial(Trials.told_apart, trials)
+    return Gateways(trials, None)
 
 
 def seen(at: float, rows: torch.Tensor, group: int = 0) -> ObservedRequest:
