@@ -28,7 +28,7 @@ from rich.table import Table
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, logging, set_seed
 
 import tenant_sdk
-from provider import inprocess
+from provider import serve_in_process
 from provider.executor.weights import RingWeight
 from shared.ring.fixed_point import bounds, capacity, quantize_weight
 from shared.ring.rows import hide, reveal
@@ -57,7 +57,7 @@ def served(folder: Path, numerics: str | None, local: Callable[[], Any]) -> Iter
         yield local()
         return
     with (
-        inprocess.serve(folder, numerics=numerics) as executor,
+        serve_in_process(folder, numerics=numerics) as executor,
         tenant_sdk.connect(executor, privacy="plain") as session,
     ):
         yield session.load_model(progress=False)

@@ -16,7 +16,7 @@ import sys, time
 from pathlib import Path
 import torch, transformers
 import tenant_sdk
-from provider import inprocess
+from provider import serve_in_process
 from shared.compat import cache_name
 
 folder, layers, place, tokens, what = Path(sys.argv[1]), *sys.argv[2:]
@@ -41,7 +41,7 @@ class Told:
             time.sleep(600)
     def end(self): pass
 
-with tenant_sdk.connect(inprocess.serve(folder / "model", numerics="float32"), privacy="plain") as session:
+with tenant_sdk.connect(serve_in_process(folder / "model", numerics="float32"), privacy="plain") as session:
     model = session.load_model(progress=False)
     where = {"kv_folder": folder / "spilled"} if place == "disk" else {}
     options = session.generate_options(model, kv=place, memory_gib=0.1, **where)

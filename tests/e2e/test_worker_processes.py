@@ -24,7 +24,7 @@ from raw_peers import SECONDS, eventually
 from transformers import AutoModelForCausalLM
 
 import tenant_sdk
-from provider import inprocess
+from provider import serve_in_process
 from provider.workers.link import REFUSED, SHARE, Share
 from provider.workers.pool import place_groups
 from provider.workers.process import Process
@@ -86,7 +86,7 @@ def sharded(
 ) -> Iterator[Sharded]:
     work = tmp_path_factory.mktemp("sharded")
     folder = shutil.copytree(checkpoint("llama"), work / "model")
-    with executor_processes(tls_dir, token_file, work) as start, inprocess.serve(folder) as alone:
+    with executor_processes(tls_dir, token_file, work) as start, serve_in_process(folder) as alone:
         executor = start(folder, "--numerics", RING, "--devices", "cpu,cpu")
         masks = f"local:{checkpoint('llama')}"  # which stays where it is
         with tenant_sdk.connect(alone, privacy="one-time", mask_sources=[masks]) as session:
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_was_replaced_is_not_loaded(sharded: Sharded, tmp_path
 
 def test_a_whole_model_while_a_worker_is_killed(sharded: Sharded) -> None:
     with (
-        inprocess.serve(sharded.folder) as alone,
+        serve_in_process(sharded.folder) as alone,
         tenant_sdk.connect(alone, privacy="one-time", mask_sources=[sharded.masks]) as session,
     ):
         expected = logits(session, range(4))

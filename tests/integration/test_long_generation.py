@@ -15,7 +15,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import tenant_sdk
-from provider import inprocess
+from provider import serve_in_process
 from shared.compat import cache_name
 from shared.errors import ConfigurationError
 from tenant_sdk.sequences.contexts import default_place
@@ -85,7 +85,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
         if name not in sessions:
             folder = tmp_path_factory.mktemp(name)
             save(name, folder)
-            session = tenant_sdk.connect(inprocess.serve(folder, numerics="float32"), privacy="plain")
+            session = tenant_sdk.connect(serve_in_process(folder, numerics="float32"), privacy="plain")
             sessions[name] = session, session.load_model(progress=False)
         return sessions[name]
 

@@ -235,7 +235,7 @@ def test_a_worker_without_memory_to_start_is_tried_again_with_pauses(
         pauses.append(seconds)
         return lost._closing.is_set()
 
-    monkeypatch.setattr(lost, "_summon", starved)
+    monkeypatch.setattr(lost, "_start", starved)
     monkeypatch.setattr(lost._closing, "wait", waited)
     said = set()
     try:

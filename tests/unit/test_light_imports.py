@@ -244,7 +244,7 @@ def test_names_of_options_are_whole_in_a_narrow_terminal(package: str) -> None:
     """Of every command, at 80 columns."""
     program = f"""
 import os, subprocess, sys, typer.main
-from {package}.cli import app
+from {package}.{"command_line.main" if package == "tenant_sdk" else "cli"} import app
 from typer.testing import CliRunner
 
 def show(command, words):
