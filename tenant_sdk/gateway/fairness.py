@@ -16,7 +16,7 @@ from tenant_sdk.gateway.doorkeeper import Shares
 
 # How many times as long a step may take for prompts: while others write, and else while others may come.
 BESIDE, ALONE = 1.5, 2.5
-LEAST_ROWS = 16  # of prompts, however long they take
+LEAST_ROWS = 8  # of prompts, however long they take
 SORTED = 1 << 17  # numbers that are sorted in a step for one client, while others have sequences
 FEW_TOKENS = 2048  # attended to in a step; beyond that, attention takes the blame for its time
 LATELY = 1.0  # seconds for which a client counts after its last sequence: its next one finds a short step
@@ -241,6 +241,21 @@ def resting(sorting: Sequence[tuple[str, str]], vocabulary: int) -> set[str]:
         had[client] += 1
         if had[client] > most:
             rest.add(name)
+    return rest
+
+
+def second_prompts(running: Sequence[Wanted]) -> set[str]:
+    """Names of sequences that wait while another prompt of their client is read: of each client one is.
+
+    Args:
+        running: sequences that have begun, in the order in which prompts came.
+    """
+    readers, rest = set[str](), set[str]()
+    for each in running:
+        if each.reading and each.client in readers:
+            rest.add(each.name)
+        elif each.reading:
+            readers.add(each.client)
     return rest
 
 

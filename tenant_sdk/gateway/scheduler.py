@@ -15,7 +15,17 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import Line
 from tenant_sdk.gateway.doorkeeper import Allowance
-from tenant_sdk.gateway.fairness import Attention, Memory, Seen, Steps, Wanted, giving_up, in_turn, resting
+from tenant_sdk.gateway.fairness import (
+    Attention,
+    Memory,
+    Seen,
+    Steps,
+    Wanted,
+    giving_up,
+    in_turn,
+    resting,
+    second_prompts,
+)
 from tenant_sdk.gateway.grammars import ENGINE_STACK
 from tenant_sdk.gateway.status import Ended, client_of
 from tenant_sdk.gateway.structured import LimitedGrammar, LimitedGuidance
@@ -57,7 +67,7 @@ class Scheduler(Base):  # type: ignore[misc]
         there = Counter({client_of(each.request_id): 0 for each in (*self.running, *self.waiting)})
         self._make_room()
         # A sequence that is written needs one row; prompts get what is left.
-        self.running.sort(key=_reads)
+        self.running.sort(key=lambda each: (_reads(each), _arrived(each) if _reads(each) else 0.0))
         waiting = {each.request_id: each for each in sorted(self.waiting, key=_arrived)}
         running = [self._wanted(each) for each in self.running]
         several = self._seen.count(there, time.monotonic()) > 1
@@ -118,7 +128,7 @@ class Scheduler(Base):  # type: ignore[misc]
             for each in running
             if not each.reading and _sorts(self.requests[each.name])
         ]
-        rest = resting(sorting, self.vllm_config.model_config.get_vocab_size())
+        rest = resting(sorting, self.vllm_config.model_config.get_vocab_size()) | second_prompts(running)
         going = [each for each in running if each.name not in rest]
         for each in going:
             there[each.client] += each.tokens

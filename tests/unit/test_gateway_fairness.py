@@ -21,6 +21,7 @@ from tenant_sdk.gateway.fairness import (
     giving_up,
     in_turn,
     resting,
+    second_prompts,
 )
 
 
@@ -65,6 +66,15 @@ def test_one_long_prompt_of_a_client_is_read_at_a_time() -> None:
     assert in_turn(running, [*several("a", 3, 1), *several("b", 2)], 32, 0, 2) == ["b0", "b1"]
     alone = in_turn(running, several("a", 3, 1), 32, 0, 2, several=False)
     assert alone == ["a1", "a2", "a3"]
+
+
+def test_a_second_prompt_of_a_client_waits_for_the_first() -> None:
+    """Rows for prompts are shared by client, and vLLM gives them to each prompt that has begun."""
+    running = [
+        Wanted("a0", "a"),
+        *(Wanted(name, name[0], reading=True) for name in ("a1", "a2", "b0", "a3")),
+    ]
+    assert second_prompts(running) == {"a2", "a3"}
 
 
 def test_a_client_counts_for_a_while_after_its_last_sequence() -> None:
