@@ -124,7 +124,7 @@ def test_prompts_get_what_attention_leaves() -> None:
     steps = Steps(Line(0.02, 0.0005), 1e-6)
     most = steps.most(2, 100, beside=True)
     assert steps.rows(2, 100, most, 512) == 23
-    assert steps.rows(2, 5000, most, 512) == 2 + LEAST_ROWS
+    assert steps.rows(2, 10_000, most, 512) == 2 + LEAST_ROWS
 
 
 def test_attention_takes_the_blame_for_long_sequences() -> None:
