@@ -63,13 +63,15 @@ class ServeConfig:
     serve_head: Annotated[bool, Option(_SERVED, "Also serve the output head.", negative=True)] = False
     device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
     threads: Annotated[
-        int, Option(_SERVED, "Threads of one product; 0: one a core, of all workers together.", least=0)
+        int,
+        Option(_SERVED, "Threads of one product; 0: one for each core, shared among all workers.", least=0),
     ] = 0
     workers: Annotated[
         int,
         Option(
             _SERVED,
-            "Processes that share the layers among them, started again when they end; 0: none, all is here.",
+            "Processes that share the layers, and are restarted if they end; 0: this process computes "
+            "everything.",
             least=0,
         ),
     ] = 0
@@ -77,8 +79,8 @@ class ServeConfig:
         int,
         Option(
             _SERVED,
-            "How many of the workers share each layer's outputs, for layers too large for one, or for less "
-            "time a product; 1: each layer is with one worker.",
+            "How many workers share each layer's outputs: for layers that are too large for one worker, "
+            "or for faster products. 1: each layer is with one worker.",
             least=1,
         ),
     ] = 1
@@ -86,16 +88,16 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "Serve only the k-th of n parts of the layers, written k/n: for hosts that need not talk to each "
-            "other. Tenants name all of them. Empty: all layers.",
+            "Serve only the k-th of n parts of the layers, written k/n: for hosts that do not communicate "
+            "with each other. Tenants name all hosts. Empty: all layers.",
         ),
     ] = ""
     fsdp: Annotated[
         bool,
         Option(
             _SERVED,
-            "The workers hold a shard of each layer and gather it for each product, as PyTorch's FSDP does: "
-            "a slow baseline to compare with, for float32 and bfloat16.",
+            "Each worker holds a shard of every layer, and gathers the layer for each product, as "
+            "PyTorch's FSDP does: a slow baseline for comparison, for float32 and bfloat16.",
             negative=True,
         ),
     ] = False
@@ -103,7 +105,7 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "Who starts the workers: process: this one, on this machine; ray: Ray, in the cluster at "
+            "Who starts the workers. process: this process, on this machine. ray: Ray, in the cluster at "
             "RAY_ADDRESS, if that is set.",
             choices=("process", "ray"),
         ),
@@ -112,30 +114,37 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "Where workers' products run, one worker for each: cuda:0,cuda:1. Layers go where there is room, "
-            "and to the faster in proportion. cpu,cpu is {workers} 2.",
+            "Devices on which products run, with one worker for each: cuda:0,cuda:1. Layers are placed by "
+            "free memory, and in proportion to speed. cpu,cpu is {workers} 2.",
         ),
     ] = ""
     plan: Annotated[
         bool,
         Option(
             _SERVED,
-            "Print which worker would have what, and why, and end: nothing is loaded, no port is opened.",
+            "Print which worker would have which layers, and why, and exit, without loading anything or "
+            "opening a port.",
         ),
     ] = False
-    json: Annotated[bool, Option(_SERVED, "Print {plan} for programs.")] = False
+    json: Annotated[bool, Option(_SERVED, "Print the output of {plan} as JSON, for programs.")] = False
     tls_dir: Annotated[
         Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without {dev}.")
     ] = None
-    token_file: Annotated[Path | None, Option(_ADMITTED, "Made by `token add`. Needed without {dev}.")] = None
+    token_file: Annotated[
+        Path | None, Option(_ADMITTED, "File that `token add` makes. Needed without {dev}.")
+    ] = None
     host: Annotated[str, Option(_ADMITTED, "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Option(_ADMITTED, "0 picks a free port.", least=0, most=65535)] = 8765
+    port: Annotated[
+        int, Option(_ADMITTED, "Port to listen on; 0 picks a free port.", least=0, most=65535)
+    ] = 8765
     client_ca: Annotated[
         Path | None,
         Option(_ADMITTED, "Also ask tenants for a certificate signed by this authority."),
     ] = None
     max_connections: Annotated[int, Option(_LIMITS, "Close further connections at once.", least=1)] = 256
-    tenant_connections: Annotated[int, Option(_LIMITS, "Turn further ones of one tenant away.", least=1)] = 64
+    tenant_connections: Annotated[
+        int, Option(_LIMITS, "Refuse further connections of one tenant.", least=1)
+    ] = 64
     tenant_mib: Annotated[
         int,
         Option(
@@ -161,8 +170,8 @@ class ServeConfig:
         float,
         Option(
             _LIMITS,
-            "Send a session away when it is so old, 10 % more or less, and nothing of it is under way; its "
-            "SDK connects again, perhaps to another replica. For executors with replicas; 0: never.",
+            "End a session that is this old, 10 % more or less, as soon as no request of it is under way; "
+            "its SDK connects again, perhaps to another replica. For executors with replicas; 0: never.",
             least=0,
         ),
     ] = 0.0
@@ -176,7 +185,7 @@ class ServeConfig:
     ] = "opportunistic"
     decode_objective_ms: Annotated[
         float,
-        Option(_SCHEDULING, "What the executor may take of one decoded token's time.", least=1),
+        Option(_SCHEDULING, "Time that the executor may take for one decoded token.", least=1),
     ] = 100.0
     decode_rows: Annotated[
         int,
@@ -184,11 +193,16 @@ class ServeConfig:
     ] = 256
     batch_wait_ms: Annotated[
         float,
-        Option(_SCHEDULING, "The most that a request waits for others to join it.", least=0),
+        Option(
+            _SCHEDULING, "The longest time that a request waits for others to share its product.", least=0
+        ),
     ] = 5.0
     local_dir: Annotated[
         Path | None,
-        Option(_LOCAL, "Also let tenants of this machine and user in, through this directory (ipc://DIR)."),
+        Option(
+            _LOCAL,
+            "Also admit tenants on this machine with the same user, through this directory (ipc://DIR).",
+        ),
     ] = None
     local_mib: Annotated[
         int, Option(_LOCAL, "MiB of shared memory of all local sessions together.", least=1)
@@ -197,8 +211,8 @@ class ServeConfig:
         str,
         Option(
             _OBSERVED,
-            "Address of {admin_port}. Its pages have no password: with any other than the loopback's, keep "
-            "it within your cluster.",
+            "Address of {admin_port}. Its pages have no password: if it is not a loopback address, make "
+            "sure that only your cluster reaches it.",
         ),
     ] = "127.0.0.1"
     admin_port: Annotated[
@@ -212,7 +226,11 @@ class ServeConfig:
     ] = 0
     ready_file: Annotated[
         Path | None,
-        Option(_OBSERVED, "Gets {{url, pid, admin_url}}, and local_url if there is one, once all is open."),
+        Option(
+            _OBSERVED,
+            "File that gets {{url, pid, admin_url}}, and local_url if there is one, when tenants can "
+            "connect.",
+        ),
     ] = None
     log_format: Annotated[
         str, Option(_OBSERVED, "text, or json: one object a line.", choices=("text", "json"))
@@ -221,18 +239,18 @@ class ServeConfig:
         Path | None,
         Option(
             _OBSERVED,
-            "Append what each tenant used to this CSV file; %Y-%m in its name makes a file a month.",
+            "Append each tenant's usage to this CSV file; %Y-%m in its name makes one file a month.",
         ),
     ] = None
     usage_seconds: Annotated[
-        int, Option(_OBSERVED, "Between two entries in {usage_file}, by the clock.", least=1)
+        int, Option(_OBSERVED, "Seconds between two entries in {usage_file}, by the clock.", least=1)
     ] = 3600
     transcript: Annotated[
         Path | None,
         Option(
             _OBSERVED,
-            "Record what tenants send into this folder, for an audit; tenants are told. Not what the mask "
-            "source of {dev} is sent.",
+            "Record the messages that tenants send, in this folder, for an audit; tenants are told. "
+            "Messages to the mask source of {dev} are not recorded.",
         ),
     ] = None
     dev: Annotated[
@@ -242,9 +260,9 @@ class ServeConfig:
             "Make certificates and tokens, run a mask source as well, and print a tenant's commands.",
         ),
     ] = False
-    dev_dir: Annotated[Path, Option(_TRIED, "Folder for what {dev} makes; used again.")] = Path(
-        "symbiosis-dev"
-    )
+    dev_dir: Annotated[
+        Path, Option(_TRIED, "Folder for the files that {dev} makes; they are used again.")
+    ] = Path("symbiosis-dev")
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""

@@ -16,12 +16,13 @@ _PROMPT, _CONTEXT = "Prompt", "Context"
 class PromptOptions:
     """What `symbiosis-tenant generate` goes on from, and how it is shown."""
 
-    prompt: Annotated[str | None, Option(_PROMPT, "What to go on from.", unit="TEXT")] = None
+    prompt: Annotated[str | None, Option(_PROMPT, "Text to continue.", unit="TEXT")] = None
     prompt_file: Annotated[
         Path | None,
         Option(
             _PROMPT,
-            "File with the prompt instead, in UTF-8, however long; it is read in chunks.",
+            "File with the prompt, in UTF-8, instead of {prompt}. The prompt may have any length; it is "
+            "read in chunks.",
             unit="FILE",
         ),
     ] = None
@@ -29,8 +30,8 @@ class PromptOptions:
         bool,
         Option(
             _PROMPT,
-            "The prompt is what a user says to a chat model, and what is written the answer: the tokenizer's "
-            "chat template puts the prompt into a conversation. Without this the model goes on from the "
+            "Treat the prompt as a user's message to a chat model and write the answer: the tokenizer's "
+            "chat template puts the prompt into a conversation. Without this, the model continues the "
             "prompt as it is.",
         ),
     ] = False
@@ -40,7 +41,7 @@ class PromptOptions:
     allow_other_base: Annotated[bool, Option(_PROMPT, "Load an adapter that was made for another model.")] = (
         False
     )
-    quiet: Annotated[bool, Option(_PROMPT, "No figures at the end.")] = False
+    quiet: Annotated[bool, Option(_PROMPT, "Print no figures at the end.")] = False
 
     def text(self) -> str:
         """The prompt that was given, one way or the other.
@@ -70,15 +71,21 @@ class ContextOptions:
         str | None,
         Option(
             _CONTEXT,
-            "Where keys and values of the context lie. host: in buffers in this machine's memory. disk: in "
-            "an encrypted file without a name that is gone at the end, so memory need not have room for "
-            "them. device: as transformers keeps them. Default: host, or device on an accelerator.",
+            "Where keys and values of the context are. host: in buffers in this machine's memory. disk: "
+            "in an encrypted file without a name, which the system deletes at the end, so they need not "
+            "fit into memory. device: as transformers keeps them. Default: host, or device on an "
+            "accelerator.",
             unit="device|host|disk",
         ),
     ] = None
     kv_memory_gib: Annotated[
         float,
-        Option(_CONTEXT, "Keys and values that stay in memory, if {kv} is disk.", least=0, unit="GIB"),
+        Option(
+            _CONTEXT,
+            "Keys and values that stay in memory, if {kv} is disk.",
+            least=0,
+            unit="GIB",
+        ),
     ] = 0.0
     kv_folder: Annotated[
         Path | None,
@@ -92,7 +99,7 @@ class ContextOptions:
         float,
         Option(
             _CONTEXT,
-            "What reading a chunk of the prompt may take, besides keys and values.",
+            "Memory for reading a chunk of the prompt, in addition to keys and values.",
             unit="GIB",
         ),
     ] = 1.0

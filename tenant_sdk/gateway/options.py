@@ -30,15 +30,15 @@ class GatewayOptions:
         Path | None,
         Option(
             _MODEL,
-            "Folder with the folders of LoRA adapters: each is a model of its name. What is put there or "
-            "taken away later is too.",
+            "Folder with the folders of LoRA adapters: each is a model of its name. The server follows "
+            "later changes of the folder.",
             unit="FOLDER",
         ),
     ] = None
     host: Annotated[
         str,
         Option(
-            _SERVER, "Address to listen on. Others than this machine's own need {api_key}.", unit="ADDRESS"
+            _SERVER, "Address to listen on. An address other than loopback needs {api_key}.", unit="ADDRESS"
         ),
     ] = "127.0.0.1"
     port: Annotated[int, Option(_SERVER, "Port to listen on.", least=1, most=65535)] = 8000
@@ -46,7 +46,8 @@ class GatewayOptions:
         str | Secret,
         Option(
             _SERVER,
-            "API keys that clients need, with spaces in between; without them, clients are on this machine.",
+            "API keys that clients need, separated by spaces. Without keys, only clients on this machine "
+            "are served.",
             confidential="the API keys that clients need, with spaces in between",
         ),
     ] = field(default="", repr=False)
@@ -54,7 +55,7 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "What clients call the model without an adapter. Default: as the provider does.",
+            "Clients' name for the model without an adapter. Default: the provider's name.",
             unit="NAME",
         ),
     ] = ""
@@ -73,7 +74,7 @@ class GatewayOptions:
         int | None,
         Option(
             _MODEL,
-            "Tokens of prompt and answer at most. Default: as many as the model takes.",
+            "Maximum length of prompt and answer. Default: the model's limit.",
             least=2,
             unit="TOKENS",
         ),
@@ -82,14 +83,14 @@ class GatewayOptions:
         str,
         Option(
             _MODEL,
-            "Of activations, keys and values: float32 or bfloat16.",
+            "Element type of activations, keys and values: float32 or bfloat16.",
             choices=("float32", "bfloat16"),
             unit="NAME",
         ),
     ] = "float32"
     max_sequences: Annotated[int, Option(_SERVER, "Sequences that are computed in one step.", least=1)] = 32
     max_waiting: Annotated[
-        int, Option(_SERVER, "Sequences that may wait; more are told to come back (429).", least=0)
+        int, Option(_SERVER, "Sequences that may wait; further requests get status 429.", least=0)
     ] = 64
     kv_memory_gib: Annotated[
         float,
@@ -103,7 +104,7 @@ class GatewayOptions:
         int | None,
         Option(
             _MODEL,
-            "Of adapters that come later. Default: of those that are there.",
+            "Largest rank of adapters. Default: the largest at the start, at least 16.",
             choices=RANKS,
             unit="RANK",
         ),
@@ -118,8 +119,8 @@ class GatewayOptions:
         bool,
         Option(
             _MODEL,
-            "Keep keys and values of how prompts begin, for others that begin alike. Fewer rows then show "
-            "the provider that one does, and shorter waits show it to other clients.",
+            "Keep keys and values of beginnings of prompts, for others that begin alike. Fewer rows then "
+            "show the provider that one does, and shorter waits show it to other clients.",
         ),
     ] = False
     speculate: Annotated[
@@ -133,11 +134,11 @@ class GatewayOptions:
     ] = ""
     draft_tokens: Annotated[
         int | None,
-        Option(_MODEL, f"Guessed at once. Default: {DRAFT_TOKENS}.", least=1, most=16),
+        Option(_MODEL, f"Tokens that are guessed at once. Default: {DRAFT_TOKENS}.", least=1, most=16),
     ] = None
     ready_file: Annotated[
         Path | None,
-        Option(_SERVER, "File that gets the URL when requests are answered.", unit="FILE"),
+        Option(_SERVER, "File to which the URL is written when the server answers requests.", unit="FILE"),
     ] = None
 
     def __post_init__(self) -> None:

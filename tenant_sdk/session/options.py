@@ -55,11 +55,11 @@ class SessionConfig:
         Party,
         Option(
             EXECUTORS,
-            "URL of the executor: wss://host:port, or ipc:// and the absolute path of the directory in which "
-            "an executor on this machine listens (serve --local-dir). Several, in a list or with commas in "
-            "between, are replicas: executors of one operator and model, of which one is used at a time. "
-            "Several addresses of a host name are replicas too. Or they are parts (serve --part k/n), which "
-            "are all used. In Python, also what provider.serve_in_process returns.",
+            "URL of the executor: wss://host:port, or ipc:// and the absolute path of the directory in "
+            "which an executor on this machine listens (serve --local-dir). Several URLs, in a list or "
+            "separated by commas, are replicas: executors of one operator and model, of which one is used "
+            "at a time. Several addresses of a host name are replicas too. Executors of parts (serve "
+            "--part k/n) are all used. In Python, also the result of provider.serve_in_process.",
             unit="URL",
         ),
     ] = ""
@@ -69,7 +69,7 @@ class SessionConfig:
         Option(
             EXECUTORS,
             "TOML file with these options (docs/how-to/profiles.md): a path, or NAME for "
-            "~/.config/symbiosis/NAME.toml. Options that are given besides win. Commands that are given no "
+            "~/.config/symbiosis/NAME.toml. Options given in addition override the file. Commands without "
             "{provider} use ./symbiosis.toml, if you have approved it (symbiosis-tenant trust).",
             unit="FILE",
         ),
@@ -87,7 +87,7 @@ class SessionConfig:
         Option(
             EXECUTORS,
             "PEM file of the provider's certificate authority. Default: the authorities of the operating "
-            "system. For wss:// only, as all about certificates.",
+            "system. Options for certificates apply to wss:// only.",
             unit="FILE",
         ),
     ] = None
@@ -107,11 +107,11 @@ class SessionConfig:
         Sequence[Party],
         Option(
             EXECUTORS,
-            "Parties that compute the effects of masks: an executor of another operator that serves the same "
-            "weights (its URL, or replicas as above), or local:FOLDER or local:hub:NAME[@REVISION] with the "
-            "checkpoint. With one-time masks the rows stay hidden while one of them does not collude with "
-            "the provider. A noise-bank takes one, by default the provider itself, which then sees every "
-            "mask.",
+            "Parties that compute the effects of masks: an executor of another operator that serves the "
+            "same weights (its URL, or replicas as above), or local:FOLDER or local:hub:NAME[@REVISION] "
+            "with the checkpoint. With one-time masks the rows stay hidden while one party does not "
+            "collude with the provider. A noise-bank takes one, by default the provider itself, which "
+            "then sees every mask.",
             unit="URL",
             single="mask_source",
         ),
@@ -120,7 +120,7 @@ class SessionConfig:
         str | Secret | Sequence[str | Secret | None] | None,
         Option(
             EXECUTORS,
-            "The token of the mask source; of several, the token of each.",
+            "The token of the mask source; for several, the token of each.",
             confidential="the mask source's token",
             single="mask_source_token",
         ),
@@ -129,8 +129,8 @@ class SessionConfig:
         str | Path | Sequence[str | Path | None] | None,
         Option(
             EXECUTORS,
-            "PEM file of the mask source's certificate authority, or the word system; of several, that of "
-            "each. Default without {ca}: system.",
+            "PEM file of the mask source's certificate authority, or the word system; for several, that "
+            "of each. Default without {ca}: system.",
             unit="FILE",
             single="mask_source_ca",
         ),
@@ -139,8 +139,8 @@ class SessionConfig:
         str | None,
         Option(
             TRUST,
-            "Refuse executors with another digest than this of weights, parameters and files. It covers all "
-            "that is downloaded; only {verify} shows that products are those of these weights.",
+            "Refuse executors whose digest of weights, parameters and files is not this one. The digest "
+            "covers all downloads; only {verify} shows that products are those of these weights.",
             unit="DIGEST",
         ),
     ] = None
@@ -148,8 +148,8 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            "A sign that provider and mask sources are one operator, which is accepted: "
-            f"{', '.join(SIGNS)}. Or all of these, to try it out: an operator of both then sees every row, "
+            "Accept this sign that provider and mask sources are one operator: "
+            f"{', '.join(SIGNS)}. Or all of these, for a trial: an operator of both then sees every row, "
             "because one-time masks hide nothing from it.",
             choices=(*SIGNS, ALL),
             unit="SIGN",
@@ -158,15 +158,18 @@ class SessionConfig:
     ] = ()
     allow_transcript: Annotated[
         bool,
-        Option(TRUST, "Use executors that announce that they record what tenants send, as for an audit."),
+        Option(
+            TRUST,
+            "Use executors that announce that they record tenants' messages, as for an audit.",
+        ),
     ] = False
     privacy: Annotated[
         str,
         Option(
             MASKS,
-            "one-time, noise-bank or plain. With one-time masks the provider sees uniform numbers, unless it "
-            "colludes with all mask sources; they need ring numerics. The others protect little or nothing "
-            "(SECURITY.md).",
+            "one-time, noise-bank or plain. With one-time masks the provider sees uniform numbers, unless "
+            "it colludes with all mask sources; these masks need ring numerics. The other modes protect "
+            "little or nothing (SECURITY.md).",
             choices=PRIVACY_MODES,
             unit="MODE",
         ),
@@ -175,7 +178,7 @@ class SessionConfig:
         float,
         Option(
             MASKS,
-            "Memory for effects of masks that are fetched ahead, in MiB; 0: none are.",
+            "Memory for effects of masks that are fetched ahead, in MiB; 0: fetch none ahead.",
             least=0,
             unit="MIB",
         ),
@@ -184,16 +187,17 @@ class SessionConfig:
         bool,
         Option(
             MASKS,
-            "When half a second passes without a request, fetch as many effects as {mask_budget_mib} takes, "
-            "for the next burst. Default: those of the next requests, 64 rows of each.",
+            "After half a second without a request, fetch as many effects as {mask_budget_mib} takes, for "
+            "the next burst. Default: those of the next requests, 64 rows of each.",
         ),
     ] = False
     pad_rows: Annotated[
         int,
         Option(
             MASKS,
-            "Hide how many rows a request has: round the number up to a power of two, at least this. The "
-            "added rows are zeros under masks of their own, and cost as much as others. 0: do not round.",
+            "Hide how many rows a request has: round the number up to a power of two, at least this "
+            "number. The added rows are zeros under separate masks, and cost as much as other rows. 0: do "
+            "not round.",
             least=0,
             most=1 << 16,
             unit="ROWS",
@@ -203,23 +207,24 @@ class SessionConfig:
         str | None,
         Option(
             MASKS,
-            "Where experts of a mixture are multiplied. local: here; their weights are downloaded, or stay "
-            "in an attached model. routed: by the provider, which sees how many tokens each expert gets, and "
-            "so learns of the text. padded: by the provider, which is sent as many rows for each expert, "
-            "some of them zeros under masks. Default: local with one-time masks, else routed.",
+            "Where experts of a mixture are multiplied. local: here; their weights are downloaded, or "
+            "stay in an attached model. routed: by the provider, which sees how many tokens each expert "
+            "gets, and so learns about the text. padded: by the provider, which gets equally many rows "
+            "for each expert, some of them zeros under masks. Default: local with one-time masks, else "
+            "routed.",
             choices=EXPERTS,
             unit="WHERE",
         ),
     ] = None
     noise_bank: Annotated[
-        NoiseBankOptions | None, Option(MASKS, "Size and life of a noise-bank.", python=True)
+        NoiseBankOptions | None, Option(MASKS, "Size and lifetime of a noise-bank.", python=True)
     ] = None
     verify: Annotated[
         str | None,
         Option(
             VERIFICATION,
-            "Check that answers are the right products: always, sampled or off; needs ring numerics. "
-            "Default: always with one-time masks or {fingerprints}, else off.",
+            "When to check that answers are the right products: always, sampled or off. Checking needs "
+            "ring numerics. Default: always with one-time masks or {fingerprints}, else off.",
             choices=VERIFY_MODES,
             unit="WHEN",
         ),
@@ -228,7 +233,8 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "The fraction of requests that is checked, drawn secretly, if {verify} is sampled.",
+            "The fraction of requests that is checked if {verify} is sampled; the requests are drawn "
+            "secretly.",
             least=0,
             above=True,
             most=1,
@@ -239,9 +245,9 @@ class SessionConfig:
         str | Path | None,
         Option(
             VERIFICATION,
-            "File of the command symbiosis-tenant fingerprint: check against weights that you trust. "
-            "Default: made from a local: mask source, or else through the executors, under masks, which "
-            "shows any deviation but not that the weights were the right ones from the start.",
+            "File of the command symbiosis-tenant fingerprint, to check against weights that you trust. "
+            "Default: fingerprints from a local: mask source, or else through the executors, under masks; "
+            "the latter show any deviation, but not that the weights were right from the start.",
             unit="FILE",
         ),
     ] = None
@@ -249,7 +255,7 @@ class SessionConfig:
         str | Secret | None,
         Option(
             VERIFICATION,
-            "The key of {fingerprints}, as that command printed it.",
+            "The key of {fingerprints}, as symbiosis-tenant fingerprint printed it.",
             confidential="the fingerprints' key",
         ),
     ] = field(default=None, repr=False)
@@ -257,7 +263,8 @@ class SessionConfig:
         str,
         Option(
             CONNECTION,
-            "float32, or bfloat16 for half the bytes and three digits; ring numerics have their own.",
+            "Element type of payloads: float32, or bfloat16 for half the bytes and three digits. Ring "
+            "numerics have their own type.",
             choices=WIRE_DTYPES,
             unit="NAME",
         ),
@@ -266,7 +273,7 @@ class SessionConfig:
         float,
         Option(
             CONNECTION,
-            "Seconds without progress after which connecting or a request fails.",
+            "Seconds without progress after which a connection attempt or a request fails.",
             least=0,
             above=True,
             unit="SECONDS",
@@ -276,9 +283,10 @@ class SessionConfig:
         float,
         Option(
             CONNECTION,
-            "Seconds to wait for an executor that went away once the session is open, as one that restarts. "
-            "Lost requests are then sent again, the same bytes, and results are the same. 0: do not wait. "
-            "The first connection is not waited for, nor is an executor in this process.",
+            "Seconds to wait for an executor that goes away once the session is open, for example to "
+            "restart. The session then repeats lost requests with the same bytes, and results are the "
+            "same. 0: do not wait. There is no wait for the first connection or an executor in this "
+            "process.",
             least=0,
             unit="SECONDS",
         ),

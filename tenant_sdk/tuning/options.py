@@ -27,13 +27,14 @@ class ReadingOptions:
         int,
         Option(
             _DATA,
-            "Tokens a block of text, and of a record at most: longer ones with `text` are split, others left "
-            "out, and both said. Long ones are learned from in windows, if memory asks for it.",
+            "Tokens in a block of text, and the most in a record. Longer records with `text` are split, "
+            "others left out; both are reported. Long sequences are computed in windows if memory is "
+            "short.",
             least=2,
             unit="TOKENS",
         ),
     ] = LENGTH
-    train_on_prompt: Annotated[bool, Option(_DATA, "Learn whole records, not the answers alone.")] = False
+    train_on_prompt: Annotated[bool, Option(_DATA, "Learn whole records, not only the answers.")] = False
 
     def __post_init__(self) -> None:
         """Refuse values out of bounds."""
@@ -52,9 +53,8 @@ class TrainingOptions(ReadingOptions):
         Sequence[Path],
         Option(
             _DATA,
-            "What to learn from: plain text, or JSONL whose records have `text`, or `prompt` and "
-            "`completion`, or `messages`; all in UTF-8. `symbiosis-tenant data` shows what is learned of "
-            "them.",
+            "Training data: plain text, or JSONL whose records have `text`, or `prompt` and `completion`, "
+            "or `messages`; all in UTF-8. `symbiosis-tenant data` shows which tokens are learned.",
             unit="FILE",
             single="data",
         ),
@@ -67,7 +67,7 @@ class TrainingOptions(ReadingOptions):
         Sequence[Path],
         Option(
             _DATA,
-            "Data to measure perplexity on, before and after; not learned from.",
+            "Data to measure perplexity on, before and after the training; not trained on.",
             unit="FILE",
             single="held_out",
         ),
@@ -80,27 +80,30 @@ class TrainingOptions(ReadingOptions):
             unit="NAME",
         ),
     ] = "lora"
-    rank: Annotated[int, Option(_ADAPTER, "Of the low-rank methods.", least=1)] = 8
+    rank: Annotated[int, Option(_ADAPTER, "Rank of the low-rank methods.", least=1)] = 8
     target_modules: Annotated[
         str,
         Option(
             _ADAPTER,
-            "Layers that low-rank methods adapt: names with commas, or all-linear.",
+            "Layers that low-rank methods adapt: names separated by commas, or all-linear.",
             unit="NAMES",
         ),
     ] = "all-linear"
-    virtual_tokens: Annotated[int, Option(_ADAPTER, "Of prefix, prompt and p-tuning.", least=1)] = 20
+    virtual_tokens: Annotated[
+        int, Option(_ADAPTER, "Number of virtual tokens of prefix, prompt and p-tuning.", least=1)
+    ] = 20
     learning_rate: Annotated[
-        float | None, Option(_TRAINING, "Default: by method, 0.001 for lora.", unit="RATE")
+        float | None,
+        Option(_TRAINING, "Learning rate. Default: depends on the method; 0.001 for lora.", unit="RATE"),
     ] = None
     steps: Annotated[int | None, Option(_TRAINING, "Optimizer steps, instead of {epochs}.", least=1)] = None
     epochs: Annotated[float, Option(_TRAINING, "Passes over the data.", unit="COUNT")] = 3.0
-    batch_size: Annotated[int, Option(_TRAINING, "Blocks or records a step.", least=1)] = 8
+    batch_size: Annotated[int, Option(_TRAINING, "Blocks or records in a step.", least=1)] = 8
     memory_gib: Annotated[
         float | None,
         Option(
             _TRAINING,
-            "What this process may have; default: 80 % of what is free on top of what it has.",
+            "Memory that this process may use. Default: what it uses now and 80 % of the free memory.",
             unit="GIB",
         ),
     ] = None
@@ -108,15 +111,15 @@ class TrainingOptions(ReadingOptions):
         bool,
         Option(_TRAINING, "Put the records of a step into one row instead of padding them: fewer bytes."),
     ] = False
-    seed: Annotated[int, Option(_TRAINING, "Of everything random except masks.", unit="NUMBER")] = 0
+    seed: Annotated[int, Option(_TRAINING, "Seed of everything random except masks.", unit="NUMBER")] = 0
     save_steps: Annotated[int, Option(_TRAINING, "Steps between checkpoints.", least=1)] = 50
-    resume: Annotated[bool, Option(_TRAINING, "Go on with an interrupted training.")] = False
+    resume: Annotated[bool, Option(_TRAINING, "Continue an interrupted training.")] = False
     report_to: Annotated[
         Sequence[str],
         Option(
             _TRAINING,
-            "tensorboard (files in OUTPUT.runs), wandb or another that the Trainer knows. Losses, options "
-            "and the model's configuration go there, no text.",
+            "Tracker: tensorboard (files in OUTPUT.runs), wandb or another that the Trainer knows. It "
+            "gets losses, options and the model's configuration, but no text.",
             unit="NAME",
             single="report_to",
         ),
@@ -125,7 +128,7 @@ class TrainingOptions(ReadingOptions):
         str | None,
         Option(
             _ADAPTER,
-            "Where the adapter will say that its base is, for use without an executor.",
+            "Base model that the adapter's folder names, for use without an executor.",
             unit="FOLDER|hub:NAME[@REVISION]",
         ),
     ] = None

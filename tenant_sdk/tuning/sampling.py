@@ -25,30 +25,36 @@ class Sampling:
     """
 
     max_new_tokens: Annotated[
-        int, Option(_GROUP, "Stop after so many tokens at the latest.", least=1, unit="TOKENS")
+        int, Option(_GROUP, "Stop after at most this many tokens.", least=1, unit="TOKENS")
     ] = 100
     temperature: Annotated[
-        float, Option(_GROUP, "0: always the most likely token, with any seed.", least=0, unit="NUMBER")
+        float,
+        Option(
+            _GROUP,
+            "Sampling temperature. 0: always the most likely token, with any seed.",
+            least=0,
+            unit="NUMBER",
+        ),
     ] = 0.0
     top_p: Annotated[
         float,
         Option(
             _GROUP,
-            "Choose among the likeliest tokens of this share.",
+            "Choose among the most likely tokens that together have this probability.",
             least=0,
             above=True,
             most=1,
             unit="SHARE",
         ),
     ] = 1.0
-    seed: Annotated[int, Option(_GROUP, "Of everything random except masks.", unit="NUMBER")] = 0
+    seed: Annotated[int, Option(_GROUP, "Seed of everything random except masks.", unit="NUMBER")] = 0
     repetition_penalty: Annotated[
         float,
         Option(
             _GROUP,
-            "Above 1: divide the scores of tokens that the prompt or the text has already, which makes them "
-            "less likely. It also keeps an adapter from copying out of the prompt, so 1, off, is the "
-            "default.",
+            "Above 1: divide the scores of tokens that are already in the prompt or the text, which makes "
+            "them less likely. This also keeps an adapter from copying parts of the prompt, so the "
+            "default is 1 (off).",
             least=0,
             above=True,
             unit="NUMBER",
@@ -58,7 +64,7 @@ class Sampling:
         Sequence[str],
         Option(
             _GROUP,
-            "Stop after this text, which is printed, besides where the model ends its own.",
+            "Stop after this text, which is printed, or where the model ends its text.",
             unit="TEXT",
             single="stop",
         ),
@@ -67,8 +73,8 @@ class Sampling:
         bool,
         Option(
             _GROUP,
-            "Go on when the text only repeats itself (its end three times over, 32 tokens or more); without "
-            "this it ends there, and says so.",
+            "Continue if the text only repeats itself (its end three times over, 32 tokens or more); "
+            "without this, generation then stops and says so.",
         ),
     ] = False
 
