@@ -20,6 +20,7 @@ from transports import Everywhere, Start
 from provider.executor.base import BaseExecutor
 from provider.inprocess import InprocessExecutor
 from provider.serve.colocated import ColocatedServer
+from provider.serve.connection import ConnectionLimits
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
 from provider.session.tenant import Service
@@ -43,7 +44,11 @@ def everywhere(tls_dir: Path, token_file: tuple[Path, str]) -> Iterator[Start]:
         made = service(BaseExecutor(folder, limits=limits, **{"numerics": "float32", **options}))
         tokens = TokenFile(token_file[0])
         server = Server(
-            made, context=server_context(tls_dir), tokens=tokens, port=0, max_connections=max_connections
+            made,
+            context=server_context(tls_dir),
+            tokens=tokens,
+            port=0,
+            limits=ConnectionLimits(max_connections),
         )
         # Sockets want short paths.
         directory = Path(tempfile.mkdtemp(prefix="symbiosis-"))

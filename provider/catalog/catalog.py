@@ -13,7 +13,7 @@ import torch
 from provider.catalog.discovery import Discovery
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, WireError
-from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Header, Operation
+from shared.wire.header import BYTES, DTYPE_CODES, DTYPE_NAMES, Header, Operation, wire_dtypes
 from shared.wire.messages import Fetch, GroupInfo, Limits, Manifest, digest_of, encode
 from shared.wire.protocol import MAX_ANSWER_CONTROL_BYTES
 
@@ -36,7 +36,6 @@ class Catalog:
         checkpoint: what is served.
         found: what it offers.
         numerics: in which it is served.
-        wire_dtypes: element types of rows in that numerics.
         groups: those found, on the ring with bounds.
         scales: float32 [O] by number of group, on the ring.
         limits: what one message may hold.
@@ -56,7 +55,6 @@ class Catalog:
         found: Discovery,
         *,
         numerics: str,
-        wire_dtypes: tuple[str, ...],
         groups: Sequence[GroupInfo],
         scales: Mapping[int, torch.Tensor],
         limits: Limits | None = None,
@@ -72,7 +70,7 @@ class Catalog:
             weights=checkpoint.weights_digest(groups),
             digest="",
             numerics=numerics,
-            wire_dtypes=wire_dtypes,
+            wire_dtypes=wire_dtypes(numerics),
             limits=limits or Limits(max_message_bytes=64 << 20, max_rows=65536),
             groups=tuple(groups),
             parameters=found.parameters,

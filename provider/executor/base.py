@@ -77,7 +77,6 @@ class BaseExecutor(GroupExecutor):
                     checkpoint,
                     found,
                     numerics=numerics,
-                    wire_dtypes=kind.wire_dtypes,
                     groups=groups,
                     scales={i: group.scales for i, group in loaded.items() if group.scales is not None},
                     limits=limits,

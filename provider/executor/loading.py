@@ -38,12 +38,9 @@ class LoadedGroup(NamedTuple):
 
 
 class Numerics(NamedTuple):
-    """How a group is loaded, the element types of its rows on the wire, the usual one first, and the bytes of
-    one weight in memory.
-    """
+    """How a group is loaded, and the bytes of one weight in memory."""
 
     load: Callable[[Checkpoint, GroupInfo, torch.device], LoadedGroup]
-    wire_dtypes: tuple[str, ...]
     weight_bytes: int
 
     @classmethod
@@ -74,11 +71,10 @@ def _load_ring(checkpoint: Checkpoint, info: GroupInfo, device: torch.device, co
     return LoadedGroup(weight, msgspec.structs.replace(info, bounds=bounds(planes)), scales)
 
 
-_FLOATS = ("float32", "bfloat16")
 NUMERICS: dict[str, Numerics] = {
-    "float32": Numerics(partial(_load_floats, dtype=torch.float32), _FLOATS, 4),
-    "bfloat16": Numerics(partial(_load_floats, dtype=torch.bfloat16), _FLOATS, 2),
-    **{name: Numerics(partial(_load_ring, count=count), ("int32",), 2) for name, count in RINGS.items()},
+    "float32": Numerics(partial(_load_floats, dtype=torch.float32), 4),
+    "bfloat16": Numerics(partial(_load_floats, dtype=torch.bfloat16), 2),
+    **{name: Numerics(partial(_load_ring, count=count), 2) for name, count in RINGS.items()},
 }
 
 

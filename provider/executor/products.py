@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from provider.executor.loading import LoadedGroup, Numerics
+from provider.executor.loading import LoadedGroup
 from provider.executor.stripes import Stripe
 from shared.devices import Pipeline, to_device, to_host
 from shared.errors import WireError
 from shared.ring.mask_stream import MaskStream
 from shared.ring.rows import below
-from shared.wire.header import DTYPE_NAMES, Direction, Header, Operation, member_indices
+from shared.wire.header import DTYPE_NAMES, Direction, Header, Operation, member_indices, wire_dtypes
 from shared.wire.protocol import GroupShape, split_blocks
 
 
@@ -36,9 +36,6 @@ class GroupExecutor:
         device: on which they were.
         stripe: of each group's outputs, if not all of them are here. Requests are whole; answers are
             this stripe's columns forward, and what it adds to the sum backward.
-
-    Raises:
-        ConfigurationError: unknown numerics.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class GroupExecutor:
         device: torch.device,
         stripe: Stripe | None = None,
     ) -> None:
-        self._wire_dtype = DTYPE_NAMES[Numerics.named(numerics).wire_dtypes[0]]
+        self._wire_dtype = DTYPE_NAMES[wire_dtypes(numerics)[0]]
         self._device = device
         self._stripe = stripe
         self._pipeline = Pipeline(device) if device.type == "cuda" else None

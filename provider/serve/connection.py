@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from provider.engine.loop import Loop
 from provider.observe.metrics import Metrics
@@ -112,23 +113,31 @@ class Connection(ABC):
             self._on_end()
 
 
-class Connections:
-    """The connections of an executor, over all transports together: how many, and how they end.
+class ConnectionLimits(NamedTuple):
+    """Of an executor, over all transports together.
 
-    Args:
-        metrics: counts them.
-        loop: in which they are served.
-        limit: how many, with those whose handshake is under way.
-        tenant_limit: of one tenant.
-        most_seconds: after which a connection is drained, so that its tenant comes again, perhaps to another
+    Attributes:
+        together: how many connections there may be, with those whose handshake is under way; further ones
+            are closed at once.
+        of_tenant: of one tenant; further ones are turned away.
+        seconds: after which a connection is drained, so that its tenant comes again, perhaps to another
             replica; 0: never.
     """
 
-    def __init__(
-        self, metrics: Metrics, loop: Loop, limit: int, tenant_limit: int, most_seconds: float = 0.0
-    ) -> None:
-        self.metrics, self.loop, self._limit, self._tenant_limit = metrics, loop, limit, tenant_limit
-        self._most_seconds, self._chance = most_seconds, random.SystemRandom().uniform
+    together: int = 256
+    of_tenant: int = 64
+    seconds: float = 0.0
+
+
+DEFAULT_LIMITS = ConnectionLimits()
+
+
+class Connections:
+    """The connections of an executor: how many there may be, and how they end."""
+
+    def __init__(self, metrics: Metrics, loop: Loop, limits: ConnectionLimits) -> None:
+        self.metrics, self.loop, self._limits = metrics, loop, limits
+        self._chance = random.SystemRandom().uniform
         self._reserved = 0
         self._reserved_for: Counter[str] = Counter()  # by tenant
         self._open: set[Connection] = set()
@@ -139,10 +148,10 @@ class Connections:
     def reserve(self, peer: str) -> bool:
         """Whether there is room for another, kept until ``start`` or ``release``; if not, that is counted."""
         with self._changed:
-            if self._reserved + len(self._open) < self._limit:
+            if self._reserved + len(self._open) < self._limits.together:
                 self._reserved += 1
                 return True
-        self.turn_away(peer, f"{self._limit} connections are open, which is the limit")
+        self.turn_away(peer, f"{self._limits.together} connections are open, which is the limit")
         return False
 
     def turn_away(self, peer: str, why: str) -> None:
@@ -162,12 +171,12 @@ class Connections:
         """Whether a tenant may have another; kept, or counted and logged, as by ``reserve``."""
         with self._changed:
             there = sum(each.tenant == tenant for each in self._open) + self._reserved_for[tenant]
-            if there < self._tenant_limit:
+            if there < self._limits.of_tenant:
                 self._reserved_for[tenant] += 1
                 return True
         self.metrics.handshake_failed("tenant_full")
         who = {"tenant": tenant}
-        log.warning("tenant %s has %d connections already", tenant, self._tenant_limit, extra=who)
+        log.warning("tenant %s has %d connections already", tenant, self._limits.of_tenant, extra=who)
         return False
 
     def release_for(self, tenant: str) -> None:
@@ -186,14 +195,14 @@ class Connections:
         connection.start(self.loop, partial(self._ended, connection))
         if self.draining:
             connection.drain()
-        elif self._most_seconds:
+        elif self._limits.seconds:
             drain = weakref.WeakMethod(connection.drain)  # most have left by then
 
             def grew_old() -> None:
                 if (still := drain()) is not None:
                     still()
 
-            self.loop.later(self._most_seconds * self._chance(*JITTER), grew_old)
+            self.loop.later(self._limits.seconds * self._chance(*JITTER), grew_old)
 
     def _ended(self, connection: Connection) -> None:
         self.metrics.connected(-1)

@@ -26,6 +26,7 @@ from provider.observe.transcript import TranscriptWriter
 from provider.observe.usage import UsageFile
 from provider.serve.certificates import CertificateInUse
 from provider.serve.colocated import ColocatedServer
+from provider.serve.connection import ConnectionLimits
 from provider.serve.descriptors import OF_A_WORKER, allow, needed
 from provider.serve.listening import bound
 from provider.serve.preflight import withdraw
@@ -131,9 +132,9 @@ class Provider:
             tokens=tokens,
             host=config.host,
             listener=listener,
-            max_connections=config.max_connections,
-            tenant_connections=config.tenant_connections,
-            max_connection_seconds=config.max_connection_seconds,
+            limits=ConnectionLimits(
+                config.max_connections, config.tenant_connections, config.max_connection_seconds
+            ),
         )
         opened.callback(self.server.stop_listening)
         revoke = partial(self.server.connections.end_revoked, tokens)

@@ -15,7 +15,7 @@ import msgspec
 
 from provider.observe.metrics import Reason
 from provider.serve.certificates import own_certificate
-from provider.serve.connection import Connections, Reminder
+from provider.serve.connection import DEFAULT_LIMITS, ConnectionLimits, Connections, Reminder
 from provider.serve.descriptors import ReserveDescriptor, explained, none_left
 from provider.serve.handshake import (
     HANDSHAKE_ERRORS,
@@ -178,9 +178,7 @@ class Server:
 
     Args:
         listener: already ``bound`` to host and port; default: this binds one.
-        max_connections: further ones are closed at once.
-        tenant_connections: of one tenant; further ones are turned away.
-        max_connection_seconds: see ``Connections``.
+        limits: of its connections.
     """
 
     def __init__(
@@ -192,29 +190,21 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 8765,
         listener: socket.socket | None = None,
-        max_connections: int = 256,
-        tenant_connections: int = 64,
-        max_connection_seconds: float = 0.0,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
     ) -> None:
         self.service, self.tokens = service, tokens
-        self.connections = Connections(
-            service.metrics,
-            service.engine.loop,
-            max_connections,
-            tenant_connections,
-            max_connection_seconds,
-        )
+        self.connections = Connections(service.metrics, service.engine.loop, limits)
         self.listener = listen(listener or bound(host, port))
         self.host, self.port = host, self.listener.getsockname()[1]
-        limits = service.executor.manifest.limits
+        of_messages = service.executor.manifest.limits
         Acceptor(
             self.listener,
             context=context,
             tokens=tokens,
             connections=self.connections,
             open_session=self._open_session,
-            max_message_bytes=limits.max_message_bytes,
-            max_in_flight=limits.max_in_flight,
+            max_message_bytes=of_messages.max_message_bytes,
+            max_in_flight=of_messages.max_in_flight,
         )
 
     @property

@@ -224,7 +224,6 @@ class WorkerPool:
                 checkpoint,
                 found,
                 numerics=numerics,
-                wire_dtypes=Numerics.named(numerics).wire_dtypes,
                 groups=groups,
                 scales=scales,
                 limits=limits,

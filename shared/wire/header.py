@@ -37,6 +37,11 @@ MAX_MEMBERS = 64
 _STRUCT = struct.Struct("<BBBBIIIIHHQ")
 
 
+def wire_dtypes(numerics: str) -> tuple[str, ...]:
+    """Element types of rows in some numerics; the usual one first."""
+    return ("int32",) if numerics in RINGS else ("float32", "bfloat16")
+
+
 class Operation(enum.IntEnum):
     """What a message is. Tenants send HELLO, PRODUCT, EFFECT, SEED_EFFECT and FETCH; executors the rest."""
 

@@ -28,7 +28,7 @@ from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.figures import Collector, rates
-from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front
+from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
 from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
@@ -143,10 +143,12 @@ class Endpoints:
             queue=gateway.queue,
             folder=gateway.folder,
             retry_after=gateway.retry_after,
-            context=lambda: gateway.engine.model_config.max_model_len,
-            reader=gateway.reader,
-            judge=lambda: gateway.trials,
-            unserved=self._unserved,
+            served=Served(
+                context=lambda: gateway.engine.model_config.max_model_len,
+                reader=gateway.reader,
+                judge=lambda: gateway.trials,
+                unserved=self._unserved,
+            ),
         )
         app.get("/", include_in_schema=False)(self._page)
         app.get("/metrics", include_in_schema=False)(self._metrics)

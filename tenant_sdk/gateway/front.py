@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -48,6 +48,22 @@ class Judge(Protocol):
         """Why a constraint is refused; or empty."""
 
 
+class Served(NamedTuple):
+    """What ``Front`` knows of what is served.
+
+    Attributes:
+        context: the most tokens of a sequence.
+        reader: ``requests.asked`` of large bodies.
+        judge: of constraints on answers; None: there are none here.
+        unserved: why a model of this name is not served, if it is known; or empty.
+    """
+
+    context: Callable[[], int]
+    reader: Callable[[str, bytes, int], Awaitable[Asked | Refusal]]
+    judge: Callable[[], Judge | None] = lambda: None
+    unserved: Callable[[str], str] = lambda _: ""
+
+
 class Front:
     """ASGI middleware.
 
@@ -56,10 +72,7 @@ class Front:
         door, queue: who comes in, and how many.
         folder: where the worker writes its ``Status``.
         retry_after: seconds in which a provider that is away may be back.
-        context: the most tokens of a sequence.
-        reader: ``requests.asked`` of large bodies.
-        judge: of constraints on answers; None: there are none here.
-        unserved: why a model of this name is not served, if it is known; or empty.
+        served: what it knows of what is served.
         clock: seconds, as ``Status.failed_at``.
     """
 
@@ -71,17 +84,14 @@ class Front:
         queue: Queue,
         folder: Path,
         retry_after: int,
-        context: Callable[[], int],
-        reader: Callable[[str, bytes, int], Awaitable[Asked | Refusal]],
-        judge: Callable[[], Judge | None] = lambda: None,
-        unserved: Callable[[str], str] = lambda _: "",
+        served: Served,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._application, self._door, self._queue = application, door, queue
         self._folder, self._retry_after, self._clock = folder, retry_after, clock
-        self._context, self._judge, self._unserved = context, judge, unserved
+        self._served = served
         self._arriving, self._turns = Shares(BODIES_BYTES, door.clients), Turns()
-        self._readers, self._reader = Turns(), reader
+        self._readers = Turns()
         self._looks = Shares(LOOKS, door.clients)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -111,7 +121,7 @@ class Front:
             wanted = self._away() or await self._wanted(client, path, body)
         if isinstance(wanted, Refusal):
             return await _refuse(send, wanted)
-        if why := self._unserved(wanted.model):
+        if why := self._served.unserved(wanted.model):
             return await _refuse(
                 send, Refusal(404, "not_found_error", f"{wanted.model} is not served: {why}")
             )
@@ -167,7 +177,7 @@ class Front:
 
     async def _judged(self, client: str, given: Constraint) -> Refusal:
         """Why a constraint is refused; without a message: it is not."""
-        judge = self._judge()
+        judge = self._served.judge()
         if judge is None:
             why = "this gateway was started without structured outputs"
             return Refusal(400, "invalid_request_error", why)
@@ -177,14 +187,14 @@ class Front:
     async def _wanted(self, client: str, path: str, body: bytes) -> Asked | Refusal:
         """What a request is for; what takes time for a large one is done elsewhere, one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
-            return asked(path, body, self._context())
+            return asked(path, body, self._served.context())
         async with self._readers.taken(client):
-            return await self._reader(path, body, self._context())
+            return await self._served.reader(path, body, self._served.context())
 
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
         """A request's, whole, or why not; None: its client hung up. In this block it counts as arriving."""
-        most, longest = SMALL_BODY_BYTES, text_bytes(self._context())
+        most, longest = SMALL_BODY_BYTES, text_bytes(self._served.context())
         if path in GENERATES:
             most = min(BODY_BYTES, most + longest * self._queue.most)
         elif path in TOKENIZES:

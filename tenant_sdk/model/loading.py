@@ -116,14 +116,15 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
 def load_model(
     remote: RemoteExecutor,
     groups: Sequence[Group],
+    placement: Placement,
+    /,
     *,
     dtype: torch.dtype | str,
     offload_head: bool,
-    placement: Placement,
     exclude: Sequence[str],
     progress: bool,
     model_class: type[Any] | None,
-    config_overrides: dict[str, Any],
+    **config_overrides: Any,
 ) -> PreTrainedModel:
     """Build the model's skeleton, put virtual layers in, download the parameters that tenants hold.
 

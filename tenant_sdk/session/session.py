@@ -99,13 +99,13 @@ class Session:
         model = model_loading.load_model(
             self.executor,
             self.groups,
+            self._placement,
             dtype=dtype,
             offload_head=offload_head,
             exclude=exclude,
-            placement=self._placement,
             progress=progress,
             model_class=model_class,
-            config_overrides=config_overrides,
+            **config_overrides,
         )
         name_model(model, base_of_peer(self.manifest) if found is None else found)
         return model

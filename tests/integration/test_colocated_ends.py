@@ -35,7 +35,7 @@ from transports import Everywhere, Start
 
 import tenant_sdk
 from provider.serve.colocated import ColocatedServer
-from provider.serve.connection import Connections
+from provider.serve.connection import ConnectionLimits, Connections
 from provider.serve.tokens import TokenFile
 from shared.errors import (
     ConfigurationError,
@@ -101,7 +101,7 @@ def test_directories_that_are_not_private(one: Everywhere, directory: Path) -> N
                 one.service,
                 tokens=TokenFile(tmp_path / "tokens"),
                 directory=directory,
-                connections=Connections(one.service.metrics, one.service.engine.loop, 1, 1),
+                connections=Connections(one.service.metrics, one.service.engine.loop, ConnectionLimits(1, 1)),
             )
 
     refused(one.directory, "another executor is at work")

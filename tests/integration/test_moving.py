@@ -26,6 +26,7 @@ import tenant_sdk
 from provider.config import ServeConfig
 from provider.executor.base import BaseExecutor
 from provider.serve.certificates import write_certificates
+from provider.serve.connection import ConnectionLimits
 from provider.serve.provider import Provider
 from provider.serve.server import Server, server_context
 from provider.serve.tokens import TokenFile
@@ -233,7 +234,7 @@ def _only_copies(sent: list[Sent], party: dict[str, str]) -> list[tuple[str, byt
 def test_a_session_that_has_grown_old_moves_silently(
     start: Start, reach: Callable[..., tenant_sdk.Session], caplog: pytest.LogCaptureFixture
 ) -> None:
-    both = [start(max_connection_seconds=0.3), start(max_connection_seconds=0.3)]
+    both = [start(limits=ConnectionLimits(seconds=0.3)), start(limits=ConnectionLimits(seconds=0.3))]
     with caplog.at_level(logging.INFO), reach(*both) as session:
         expected = product(session)
         seen = set()
@@ -252,7 +253,7 @@ def test_a_session_that_has_grown_old_moves_silently(
 def test_a_lone_executor_may_send_old_sessions_away_too(
     start: Start, reach: Callable[..., tenant_sdk.Session], caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = start(max_connection_seconds=0.2)
+    one = start(limits=ConnectionLimits(seconds=0.2))
     with caplog.at_level(logging.WARNING), reach(one) as session:
         expected = product(session)
 

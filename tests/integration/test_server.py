@@ -26,6 +26,7 @@ from provider.engine.lanes import ProcessLane
 from provider.executor.base import BaseExecutor
 from provider.observe.admin import AdminServer
 from provider.observe.metrics import Metrics
+from provider.serve.connection import ConnectionLimits
 from provider.serve.server import Server, server_context
 from provider.session.tenant import Service
 from shared.errors import ConfigurationError, ConnectError, ConnectionLost, RequestRefused
@@ -37,7 +38,7 @@ ROW = bytes(256)
 
 @pytest.fixture
 def another(llama: Executor, tls_dir: Path) -> Iterator[Callable[..., Executor]]:
-    """The same weights behind another port: ``another(service, max_connections=...)``."""
+    """The same weights behind another port: ``another(service, limits=...)``."""
     servers: list[Server] = []
 
     def start(service: Service | None = None, **options: Any) -> Executor:
@@ -120,7 +121,7 @@ def test_a_tenant_that_pings_and_does_not_listen(another: Callable[..., Executor
 
 
 def test_further_connections_are_closed_at_once(another: Callable[..., Executor]) -> None:
-    executor = another(max_connections=2)
+    executor = another(limits=ConnectionLimits(2))
     with executor.connect() as first:
         with executor.connect():
             with pytest.raises(ConnectError):
@@ -137,7 +138,7 @@ def test_further_connections_are_closed_at_once(another: Callable[..., Executor]
 def test_a_tenant_with_too_many_connections_is_turned_away(
     another: Callable[..., Executor],
 ) -> None:
-    executor = another(tenant_connections=2)
+    executor = another(limits=ConnectionLimits(of_tenant=2))
     tokens = executor.server.tokens  # type: ignore[union-attr]
     with executor.connect() as first, executor.connect():
         with pytest.raises(ConnectionLost, match="too many connections") as caught:

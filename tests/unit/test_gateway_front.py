@@ -18,7 +18,7 @@ from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway.beside import Beside
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal
-from tenant_sdk.gateway.front import LEFT, LOOKS, Front, _failed
+from tenant_sdk.gateway.front import LEFT, LOOKS, Front, Served, _failed
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import asked
@@ -104,8 +104,7 @@ def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Fron
         queue=Queue(most, door.clients),
         folder=folder,
         retry_after=3,
-        context=lambda: 64,
-        **{"reader": Reader()} | options,
+        served=Served(lambda: 64, **{"reader": Reader()} | options),
     )
 
 
@@ -334,7 +333,7 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
         assert (await Client(there, key=1).says(BODY)).status == 200
     await large.task
     assert large.status == 200
-    await there._reader.close()  # type: ignore[attr-defined]
+    await there._served.reader.close()  # type: ignore[attr-defined]
 
 
 @awaited
