@@ -36,7 +36,7 @@ def check_divided(devices: str, workers: int, names: Sequence[str], stripes: int
     """
     if not all(names) or len(names) % stripes:
         given = Argument("devices", devices) if devices else Argument("workers", workers)
-        raise ConfigurationError(Message("{} cannot be divided into {stripes}", given, stripes=stripes))
+        raise ConfigurationError("{} cannot be divided into {stripes}", given, stripes=stripes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,63 +271,51 @@ class ServeConfig:
             given = getattr(self, name)
             if self.dev and given is not None:
                 raise ConfigurationError(
-                    Message(
-                        "{dev} makes what it needs in {dev_dir}: leave out {}",
-                        Argument(name, given),
-                        dev=True,
-                        dev_dir=self.dev_dir,
-                    )
+                    "{dev} makes what it needs in {dev_dir}: leave out {}",
+                    Argument(name, given),
+                    dev=True,
+                    dev_dir=self.dev_dir,
                 )
             if not (self.dev or self.plan) and given is None and name != "client_ca":
                 raise ConfigurationError(
-                    Message(
-                        "{} is missing: see `symbiosis-provider certs` and `token add`; or try it all out on "
-                        "one machine with {dev}, which makes what it needs",
-                        Argument(name, Word("PATH")),
-                        dev=True,
-                    )
+                    "{} is missing: see `symbiosis-provider certs` and `token add`; or try it all out on "
+                    "one machine with {dev}, which makes what it needs",
+                    Argument(name, Word("PATH")),
+                    dev=True,
                 )
         self._check_together()
         if self.dev and not self.numerics.startswith("ring"):
             raise ConfigurationError(
-                Message(
-                    "{dev} is for one-time masks, which need integers: leave out {numerics}; to try that, "
-                    "serve without {dev}, with what `symbiosis-provider certs` and `token add` make, and "
-                    "give tenants --privacy plain",
-                    dev=True,
-                    numerics=self.numerics,
-                )
+                "{dev} is for one-time masks, which need integers: leave out {numerics}; to try that, "
+                "serve without {dev}, with what `symbiosis-provider certs` and `token add` make, and "
+                "give tenants --privacy plain",
+                dev=True,
+                numerics=self.numerics,
             )
         if self.dev and self.host not in LOOPBACK:
             raise ConfigurationError(
-                Message(
-                    "{dev} is for one machine: {host} must be one of {}",
-                    ", ".join(LOOPBACK),
-                    dev=True,
-                    host=self.host,
-                )
+                "{dev} is for one machine: {host} must be one of {}",
+                ", ".join(LOOPBACK),
+                dev=True,
+                host=self.host,
             )
 
     def _check_together(self) -> None:
         """Refuse values that contradict each other, and those that without another one mean nothing."""
         if self.port and self.port == self.admin_port:
             raise ConfigurationError(
-                Message(
-                    "{port} and {admin_port} are the same; change one of them",
-                    port=self.port,
-                    admin_port=self.admin_port,
-                )
+                "{port} and {admin_port} are the same; change one of them",
+                port=self.port,
+                admin_port=self.admin_port,
             )
         given = {each.name for each in dataclasses.fields(self) if getattr(self, each.name) != each.default}
         for part, whole in (("tenant_mib", "total_mib"), ("tenant_connections", "max_connections")):
             most = getattr(self, whole)
             if part in given and most and getattr(self, part) > most:
                 raise ConfigurationError(
-                    Message(
-                        "{} is too much: all tenants together have {}",
-                        Argument(part, getattr(self, part)),
-                        Argument(whole, most),
-                    )
+                    "{} is too much: all tenants together have {}",
+                    Argument(part, getattr(self, part)),
+                    Argument(whole, most),
                 )
         for name, other, wanted in (
             ("usage_seconds", "usage_file", Message("{usage_file}", usage_file=Word("FILE"))),
@@ -340,45 +328,32 @@ class ServeConfig:
         ):
             if name in given and not getattr(self, other):
                 raise ConfigurationError(
-                    Message(
-                        "{} means nothing without {}; add it, or leave that out",
-                        Argument(name, getattr(self, name)),
-                        wanted,
-                    )
+                    "{} means nothing without {}; add it, or leave that out",
+                    Argument(name, getattr(self, name)),
+                    wanted,
                 )
         if self.part and not re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", self.part):
             raise ConfigurationError(
-                Message("{part} must be written k/n, such as 1/2 for the first of two", part=self.part)
+                "{part} must be written k/n, such as 1/2 for the first of two", part=self.part
             )
         if (own := self.part_of_groups) is not None and own[0] > own[1]:
             raise ConfigurationError(
-                Message(
-                    "{part} must be one of {} parts, and there is no number {}",
-                    own[1],
-                    own[0],
-                    part=self.part,
-                )
+                "{part} must be one of {} parts, and there is no number {}", own[1], own[0], part=self.part
             )
         if self.part and self.plan:
-            raise ConfigurationError(
-                Message("{plan} is of all layers: leave out {part}", plan=True, part=self.part)
-            )
+            raise ConfigurationError("{plan} is of all layers: leave out {part}", plan=True, part=self.part)
         if self.fsdp and self.plan:
-            raise ConfigurationError(
-                Message("{plan} is of whole layers and stripes: leave out {fsdp}", plan=True)
-            )
+            raise ConfigurationError("{plan} is of whole layers and stripes: leave out {fsdp}", plan=True)
         for name in ("workers", "device"):
             if self.devices and name in given:
                 raise ConfigurationError(
-                    Message(
-                        "{devices} has a worker for each device it names: leave out {}",
-                        Argument(name, getattr(self, name)),
-                        devices=self.devices,
-                    )
+                    "{devices} has a worker for each device it names: leave out {}",
+                    Argument(name, getattr(self, name)),
+                    devices=self.devices,
                 )
         if self.devices and not all(self.worker_devices):
             raise ConfigurationError(
-                Message("{devices} names none between two commas, or at an end", devices=self.devices)
+                "{devices} names none between two commas, or at an end", devices=self.devices
             )
         check_divided(self.devices, self.workers, self.worker_devices, self.stripes)
         self._check_fsdp()
@@ -388,29 +363,23 @@ class ServeConfig:
         """Refuse what cannot be sharded so."""
         if self.fsdp and self.numerics not in FLOATS:
             raise ConfigurationError(
-                Message(
-                    "{} shards floats, and {numerics} is none; choose {}, or leave out {fsdp}",
-                    Argument("fsdp", True),
-                    " or ".join(FLOATS),
-                    numerics=self.numerics,
-                )
+                "{} shards floats, and {numerics} is none; choose {}, or leave out {fsdp}",
+                Argument("fsdp", True),
+                " or ".join(FLOATS),
+                numerics=self.numerics,
             )
         if self.fsdp and self.stripes > 1:
             raise ConfigurationError(
-                Message(
-                    "{fsdp} shards each layer among all workers: leave out {stripes}",
-                    fsdp=True,
-                    stripes=self.stripes,
-                )
+                "{fsdp} shards each layer among all workers: leave out {stripes}",
+                fsdp=True,
+                stripes=self.stripes,
             )
         if self.fsdp and self.device.startswith("cuda:"):
             raise ConfigurationError(
-                Message(
-                    "{fsdp} gives each worker a GPU of its own: replace {} by {}",
-                    Argument("device", self.device),
-                    Argument("device", "cuda"),
-                    fsdp=True,
-                )
+                "{fsdp} gives each worker a GPU of its own: replace {} by {}",
+                Argument("device", self.device),
+                Argument("device", "cuda"),
+                fsdp=True,
             )
 
     def _check_ray(self) -> None:
@@ -419,24 +388,20 @@ class ServeConfig:
             return
         if self.fsdp:
             raise ConfigurationError(
-                Message("{launcher} has each layer with one worker: leave out {fsdp}", launcher="ray")
+                "{launcher} has each layer with one worker: leave out {fsdp}", launcher="ray"
             )
         if self.stripes > 1:
             raise ConfigurationError(
-                Message(
-                    "{launcher} has each layer with one worker: leave out {stripes}",
-                    launcher="ray",
-                    stripes=self.stripes,
-                )
+                "{launcher} has each layer with one worker: leave out {stripes}",
+                launcher="ray",
+                stripes=self.stripes,
             )
         if self.device not in ("cpu", "cuda"):
             raise ConfigurationError(
-                Message(
-                    "{launcher} gives each worker a GPU that Ray chooses: replace {} by {}",
-                    Argument("device", self.device),
-                    Argument("device", "cuda"),
-                    launcher="ray",
-                )
+                "{launcher} gives each worker a GPU that Ray chooses: replace {} by {}",
+                Argument("device", self.device),
+                Argument("device", "cuda"),
+                launcher="ray",
             )
 
     @property

@@ -19,7 +19,7 @@ from provider.config import ServeConfig
 from provider.serve.certificates import still_valid, write_certificates
 from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
-from shared.errors import ConfigurationError, Message, SymbiosisError, Word
+from shared.errors import ConfigurationError, SymbiosisError, Word
 from shared.ownership import check_tree
 
 log = logging.getLogger(__name__)
@@ -97,19 +97,15 @@ class Development:
                     process_group=0,  # Ctrl-C is for this process, which ends the other one
                 )
         except OSError as error:
-            raise ConfigurationError(
-                Message("cannot use {dev_dir}: {}", str(error), dev_dir=self._folder)
-            ) from error
+            raise ConfigurationError("cannot use {dev_dir}: {}", str(error), dev_dir=self._folder) from error
         return self
 
     def _check_profile(self) -> None:
         if self._profile.exists() and not self._profile.read_text().startswith(_FIRST_LINE):
             raise ConfigurationError(
-                Message(
-                    "{} is a profile that this command did not make; choose another folder with {dev_dir}",
-                    str(self._profile),
-                    dev_dir=Word("FOLDER"),
-                )
+                "{} is a profile that this command did not make; choose another folder with {dev_dir}",
+                str(self._profile),
+                dev_dir=Word("FOLDER"),
             )
 
     def _check_origin(self) -> None:
@@ -120,12 +116,10 @@ class Development:
             return
         if any((self._folder / name).exists() for name in ("provider", "masks")):
             raise ConfigurationError(
-                Message(
-                    "{} holds keys and tokens that were not made here, and others may have them: remove the "
-                    "folder, or choose another with {dev_dir}",
-                    str(self._folder),
-                    dev_dir=Word("FOLDER"),
-                )
+                "{} holds keys and tokens that were not made here, and others may have them: remove the "
+                "folder, or choose another with {dev_dir}",
+                str(self._folder),
+                dev_dir=Word("FOLDER"),
             )
         mark.write_text(here)
 

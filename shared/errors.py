@@ -162,13 +162,15 @@ class SymbiosisError(Exception):
     """Root of the tree. ``code`` is stable; ``retry_after`` is in seconds, None for "do not retry".
 
     ``told`` is what it says, ``message`` the same with options as Python's arguments, and ``str`` with
-    options as ``show_options`` was told.
+    options as ``show_options`` was told. With values or options, ``message`` is a template (see ``Message``).
     """
 
     code: str = "error"
 
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *values: object, retry_after: float | None = None, **options: object
+    ) -> None:
+        super().__init__(Message(message, *values, **options) if values or options else message)
         self.retry_after = retry_after
         self._names: Names = {}
 

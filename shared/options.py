@@ -20,7 +20,6 @@ from shared.errors import (
     ALONE,
     Argument,
     ConfigurationError,
-    Message,
 )
 from shared.ownership import check_own
 from shared.secrets import Secret
@@ -69,7 +68,7 @@ class Option:
             return
         if self.choices and value not in self.choices:
             raise ConfigurationError(
-                Message("{} must be one of {}", Argument(name, value), ", ".join(map(str, self.choices)))
+                "{} must be one of {}", Argument(name, value), ", ".join(map(str, self.choices))
             )
         if self.least is None or not isinstance(value, (int, float)):
             return
@@ -77,7 +76,7 @@ class Option:
         if not (low and value <= self.most) or value == math.inf:
             most = "" if self.most == math.inf else f" and at most {self.most:g}"
             least = f"{'more than' if self.above else 'at least'} {self.least:g}"
-            raise ConfigurationError(Message("{} must be {}{}", Argument(name, value), least, most))
+            raise ConfigurationError("{} must be {}{}", Argument(name, value), least, most)
 
 
 @dataclass(frozen=True)
@@ -257,12 +256,10 @@ def check_text(option: str, text: str) -> None:
     except UnicodeEncodeError as error:
         byte = ord(text[error.start]) & 0xFF
         raise ConfigurationError(
-            Message(
-                "{} is not UTF-8 text: byte {:#04x} at character {:,}; set the terminal to UTF-8",
-                Argument(option),
-                byte,
-                error.start + 1,
-            )
+            "{} is not UTF-8 text: byte {:#04x} at character {:,}; set the terminal to UTF-8",
+            Argument(option),
+            byte,
+            error.start + 1,
         ) from error
 
 

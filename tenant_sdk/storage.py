@@ -68,7 +68,7 @@ def disk_errors(path: Path, what: str, then: str) -> Iterator[None]:
             errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
         }.get(reason[1], "make the folder writable, or choose another")
         raise StorageError(
-            Message("cannot write {} to {}: {}; {}. {}", what, str(path), reason[0], remedy, then)
+            "cannot write {} to {}: {}; {}. {}", what, str(path), reason[0], remedy, then
         ) from error
 
 
@@ -87,9 +87,7 @@ def check_new_folder(path: Path) -> Path:
     """
     path = path.absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigurationError(
-            Message("{} exists already; choose another {output}, or remove it first", str(path))
-        )
+        raise ConfigurationError("{} exists already; choose another {output}, or remove it first", str(path))
     with disk_errors(path.parent, "the output", "Then run again."):
         path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -200,15 +198,13 @@ class TrainingCheckpoints:
         check_tree(self.folder)
         if not resume and self._whole():
             raise ConfigurationError(
-                Message(
-                    "{} holds an interrupted training; go on with {resume}, or remove it first",
-                    str(self.folder),
-                    resume=True,
-                )
+                "{} holds an interrupted training; go on with {resume}, or remove it first",
+                str(self.folder),
+                resume=True,
             )
         if resume and not self._settings_file.is_file():
             raise ConfigurationError(
-                Message("there is nothing to resume: no {}; leave out {resume}", str(self._settings_file))
+                "there is nothing to resume: no {}; leave out {resume}", str(self._settings_file)
             )
 
     def begin(self, *, resume: bool) -> Path | None:
@@ -232,20 +228,16 @@ class TrainingCheckpoints:
         before = _read_json(self._settings_file)
         if before is None:
             raise ConfigurationError(
-                Message(
-                    "{} cannot be read; remove {} and leave out {resume}",
-                    *(str(self._settings_file), str(self.folder)),
-                )
+                "{} cannot be read; remove {} and leave out {resume}",
+                *(str(self._settings_file), str(self.folder)),
             )
         other = [name for name, value in self._settings.items() if before.get(name) != value]
         if other:
             changes = (f"{name} was {before.get(name)}, now {self._settings[name]}" for name in other)
             raise ConfigurationError(
-                Message(
-                    "{resume} needs the options of the interrupted training; these differ: {}",
-                    ", ".join(changes),
-                    resume=True,
-                )
+                "{resume} needs the options of the interrupted training; these differ: {}",
+                ", ".join(changes),
+                resume=True,
             )
         return self._newest()
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from provider.catalog.experts import with_experts
 from provider.catalog.probe import probe
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, Message
+from shared.errors import CheckpointError, ConfigurationError
 from shared.experts import projections
 from shared.recipes import below, prefix_of, skeleton
 from shared.stored import Stored
@@ -176,11 +176,9 @@ def part_of(groups: Sequence[GroupInfo], index: int, count: int) -> tuple[int, i
     """
     if not 0 < index <= count <= len(groups):
         raise ConfigurationError(
-            Message(
-                "{part} is too small a part: each has at least one of the groups of layers, and there are {}",
-                len(groups),
-                part=f"{index}/{count}",
-            )
+            "{part} is too small a part: each has at least one of the groups of layers, and there are {}",
+            len(groups),
+            part=f"{index}/{count}",
         )
     sizes = [group.inputs * sum(member.outputs for member in group.members) for group in groups]
     ends, total = list(accumulate(sizes)), sum(sizes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from provider.executor.loading import LoadedGroup
+from provider.executor.loading import LoadedGroup, Numerics
 from provider.executor.stripes import Stripe
 from shared.devices import Pipeline, to_device, to_host
 from shared.errors import WireError
@@ -36,6 +36,9 @@ class GroupExecutor:
         device: on which they were.
         stripe: of each group's outputs, if not all of them are here. Requests are whole; answers are
             this stripe's columns forward, and what it adds to the sum backward.
+
+    Raises:
+        ConfigurationError: unknown numerics.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class GroupExecutor:
         device: torch.device,
         stripe: Stripe | None = None,
     ) -> None:
+        Numerics.named(numerics)  # refuses others
         self._wire_dtype = DTYPE_NAMES[wire_dtypes(numerics)[0]]
         self._device = device
         self._stripe = stripe

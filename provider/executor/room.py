@@ -49,11 +49,9 @@ def check_room(
     there, where = (available or available_memory)()
     if weights + more > there:
         raise ConfigurationError(
-            Message(
-                "not enough memory to load {}: needs about {} (weights {} + {} for Python and torch), {} "
-                "available ({}); {}",
-                *(model, _gib(weights + more), _gib(weights), _gib(more), _gib(there), where, ADVICE),
-            )
+            "not enough memory to load {}: needs about {} (weights {} + {} for Python and torch), {} "
+            "available ({}); {}",
+            *(model, _gib(weights + more), _gib(weights), _gib(more), _gib(there), where, ADVICE),
         )
 
 
@@ -74,10 +72,8 @@ def memory_errors(model: str) -> Iterator[None]:
             raise
         there, where = available_memory()
         raise ConfigurationError(
-            Message(
-                "not enough memory to load {}: {}; {} available ({}); {}",
-                *(model, str(error).splitlines()[0] if text else "none is left", _gib(there), where, ADVICE),
-            )
+            "not enough memory to load {}: {}; {} available ({}); {}",
+            *(model, str(error).splitlines()[0] if text else "none is left", _gib(there), where, ADVICE),
         ) from error
 
 

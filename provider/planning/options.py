@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from provider.config import check_divided
-from shared.errors import CheckpointError, ConfigurationError, Message
+from shared.errors import CheckpointError, ConfigurationError
 from shared.options import Option, check_fields
 
 Assumed = Mapping[str, Sequence[float]]
@@ -79,11 +79,9 @@ class PlanOptions:
         check_fields(self)
         if self.workers and self.devices:
             raise ConfigurationError(
-                Message(
-                    "{devices} has a worker for each: leave out {workers}",
-                    devices=self.devices,
-                    workers=self.workers,
-                )
+                "{devices} has a worker for each: leave out {workers}",
+                devices=self.devices,
+                workers=self.workers,
             )
         check_divided(self.devices, self.workers, self.worker_devices, self.stripes)
 
@@ -105,10 +103,7 @@ def parse_network(text: str) -> Link:
     bits, seconds = _amount(rate.lower().removesuffix("/s"), _UNITS), _amount(time.lower(), _TIMES)
     if bits is None or seconds is None or not bits > 0 or not seconds >= 0:
         raise ConfigurationError(
-            Message(
-                "{network} must be bits a second and the time there and back, such as 10Gbit,0.5ms",
-                network=text,
-            )
+            "{network} must be bits a second and the time there and back, such as 10Gbit,0.5ms", network=text
         )
     return Link(seconds / 2, bits / 8)
 
@@ -138,11 +133,9 @@ def parse_assumed(texts: Sequence[str]) -> Assumed:
             numbers = []
         if not name or len(numbers) != 3 or not all(0 < each < float("inf") for each in numbers):
             raise ConfigurationError(
-                Message(
-                    "{assume} must be bytes of memory, bytes and multiplications a second, such as "
-                    "cuda=141e9,4.8e12,2e13",
-                    assume=text,
-                )
+                "{assume} must be bytes of memory, bytes and multiplications a second, such as "
+                "cuda=141e9,4.8e12,2e13",
+                assume=text,
             )
         found[name] = numbers
     return found

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError
 from shared.ownership import check_own, check_secret
 
 log = logging.getLogger(__name__)
@@ -113,11 +113,11 @@ def own_certificate(tls_dir: str | Path, client_ca: str | Path | None = None) ->
             context.load_verify_locations(client_ca)
         except ssl.SSLError as error:
             raise ConfigurationError(
-                Message("cannot use {client_ca}: it holds no certificate in PEM form", client_ca=client_ca)
+                "cannot use {client_ca}: it holds no certificate in PEM form", client_ca=client_ca
             ) from error
         except OSError as error:
             raise ConfigurationError(
-                Message("cannot use {client_ca}: {}", str(error.strerror), client_ca=client_ca)
+                "cannot use {client_ca}: {}", str(error.strerror), client_ca=client_ca
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     _load(context, Path(tls_dir))

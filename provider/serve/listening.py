@@ -56,6 +56,4 @@ def _refused(host: str, port: int, error: OSError, option: str = "port") -> Conf
         errno.EACCES: Message("; choose {} above 1023", number),
         errno.EADDRNOTAVAIL: Message("; {host} is one of this machine's", host=Word("ADDRESS")),
     }.get(error.errno or 0, "")
-    return ConfigurationError(
-        Message("cannot listen on {}:{}: {}{}", host, port, str(error.strerror), advice)
-    )
+    return ConfigurationError("cannot listen on {}:{}: {}{}", host, port, str(error.strerror), advice)

@@ -13,7 +13,7 @@ from provider.serve.listening import bound
 from provider.serve.tokens import TokenFile
 from provider.workers.actors import check_ray
 from shared.command_line import check_model_folder
-from shared.errors import Argument, ConfigurationError, Message
+from shared.errors import Argument, ConfigurationError
 from shared.hub import asked_of_hub
 
 
@@ -49,7 +49,7 @@ def check_outputs(config: ServeConfig, now: datetime.datetime) -> None:
         _check_folder("usage_file", config.usage_file, file.parent)
         if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
             raise ConfigurationError(
-                Message("{usage_file}: {} cannot be written", str(file), usage_file=config.usage_file)
+                "{usage_file}: {} cannot be written", str(file), usage_file=config.usage_file
             )
     if config.transcript is not None:
         folder = config.transcript
@@ -65,7 +65,7 @@ def _check_folder(name: str, given: Path, folder: Path) -> None:
         reason = "is not writable by this user"
     else:
         return
-    raise ConfigurationError(Message("{} cannot be used: {} {}", Argument(name, given), str(folder), reason))
+    raise ConfigurationError("{} cannot be used: {} {}", Argument(name, given), str(folder), reason)
 
 
 def withdraw(ready_file: Path, pid: int | None = None) -> None:
@@ -97,9 +97,7 @@ def check_world(config: ServeConfig) -> None:
     for name in ("workers", "devices", "dev"):
         if getattr(config, name):
             raise ConfigurationError(
-                Message(
-                    "{} does not go with torchrun, which starts a worker for each of its processes; leave it "
-                    "out, or start with python",
-                    Argument(name, getattr(config, name)),
-                )
+                "{} does not go with torchrun, which starts a worker for each of its processes; leave it "
+                "out, or start with python",
+                Argument(name, getattr(config, name)),
             )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from provider.workers.rank import keep_running
 from provider.workers.world import CONNECT_SECONDS, World
-from shared.errors import ConfigurationError, Message, SymbiosisError
+from shared.errors import ConfigurationError, SymbiosisError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -52,11 +52,9 @@ def check_ray() -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigurationError(
-            Message(
-                "{launcher} needs Ray, which is not installed: pip install '.[ray]' in a checkout of this "
-                "project",
-                launcher="ray",
-            )
+            "{launcher} needs Ray, which is not installed: pip install '.[ray]' in a checkout of this "
+            "project",
+            launcher="ray",
         )
 
 

@@ -32,7 +32,7 @@ from provider.workers.state import WorkerState
 from provider.workers.survey import Found, devices_of, survey_apart
 from provider.workers.world import World, processors_each
 from shared.checkpoint import Checkpoint
-from shared.errors import ConfigurationError, Message, Word
+from shared.errors import ConfigurationError, Word
 from shared.wire.header import RINGS
 from shared.wire.messages import GroupInfo, Limits, Manifest
 
@@ -45,9 +45,7 @@ def check_stripes(groups: Sequence[GroupInfo], stripes: int) -> None:
     """
     least = min(member.outputs for group in groups for member in group.members)
     if least < stripes:
-        raise ConfigurationError(
-            Message("{stripes} is too many: a layer has {} outputs", least, stripes=stripes)
-        )
+        raise ConfigurationError("{stripes} is too many: a layer has {} outputs", least, stripes=stripes)
 
 
 def check_lanes(groups: Sequence[GroupInfo], workers: int, together: int) -> None:
@@ -65,12 +63,10 @@ def check_lanes(groups: Sequence[GroupInfo], workers: int, together: int) -> Non
     if workers // together > count:
         each = "each worker has" if together == 1 else f"each {together} of them, which share layers, have"
         raise ConfigurationError(
-            Message(
-                "{} workers are too many for {} group{} of layers, of which {} at least one: start at most "
-                "{}, or have more of them share each layer's outputs ({stripes})",
-                *(workers, count, "s"[: count != 1], each, count * together),
-                stripes=Word("N"),
-            )
+            "{} workers are too many for {} group{} of layers, of which {} at least one: start at most "
+            "{}, or have more of them share each layer's outputs ({stripes})",
+            *(workers, count, "s"[: count != 1], each, count * together),
+            stripes=Word("N"),
         )
 
 
@@ -114,7 +110,7 @@ def place_groups(
         for each in found:
             if each.lines is None:
                 raise ConfigurationError(
-                    Message("{devices} names {}, which is not here", each.name, devices=",".join(devices))
+                    "{devices} names {}, which is not here", each.name, devices=",".join(devices)
                 )
     known = devices_of(devices, groups, weight_bytes, found, shapes)
     return place(shapes, known, weight_bytes=weight_bytes, stripes=stripes)

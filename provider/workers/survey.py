@@ -27,7 +27,7 @@ from provider.executor.room import BASE_BYTES, STORED_BYTES, available_memory
 from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from provider.workers.planner import Device
 from provider.workers.world import processors_each
-from shared.errors import Argument, ConfigurationError, Message
+from shared.errors import Argument, ConfigurationError
 from shared.latency import Line
 from shared.ring.fixed_point import LARGEST
 from shared.wire.header import RINGS, Direction
@@ -106,12 +106,12 @@ def survey_apart(devices: Sequence[str], numerics: str, shapes: Sequence[Shape])
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigurationError(
-            Message("{} do not answer for {:.0f} s", Argument("devices", ",".join(devices)), _SECONDS)
+            "{} do not answer for {:.0f} s", Argument("devices", ",".join(devices)), _SECONDS
         ) from error
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigurationError(
-            Message("{} cannot be measured: {}", Argument("devices", ",".join(devices)), "".join(last))
+            "{} cannot be measured: {}", Argument("devices", ",".join(devices)), "".join(last)
         )
     return msgspec.json.decode(done.stdout, type=list[Found])
 

@@ -428,10 +428,8 @@ def _check_manifest(manifest: Manifest) -> Iterator[CheckResult]:
 def _transcript(manifest: Manifest, rules: SessionRules) -> Iterator[CheckResult]:
     if manifest.recorded and not rules.transcript:
         raise ConfigurationError(
-            Message(
-                "it records what tenants send, so sessions refuse it without {allow_transcript}",
-                allow_transcript=True,
-            )
+            "it records what tenants send, so sessions refuse it without {allow_transcript}",
+            allow_transcript=True,
         )
     if manifest.recorded:
         yield CheckResult(

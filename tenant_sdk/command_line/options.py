@@ -154,12 +154,10 @@ class SessionOptions:
         )
         if "provider" not in arguments:
             raise ConfigurationError(
-                Message(
-                    "which executor? Give {provider}, or {profile}, which names one; `symbiosis-provider "
-                    "serve MODEL --dev` makes both, to try it out",
-                    provider=Word("URL"),
-                    profile=Word("FILE"),
-                )
+                "which executor? Give {provider}, or {profile}, which names one; `symbiosis-provider "
+                "serve MODEL --dev` makes both, to try it out",
+                provider=Word("URL"),
+                profile=Word("FILE"),
             )
         return arguments
 

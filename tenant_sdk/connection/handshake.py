@@ -81,12 +81,10 @@ def client_context(
         context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(
-            Message(
-                "cannot use the authority's certificate file {} ({}): {}",
-                str(ca),
-                Argument(option, Word("FILE")),
-                str(error),
-            )
+            "cannot use the authority's certificate file {} ({}): {}",
+            str(ca),
+            Argument(option, Word("FILE")),
+            str(error),
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.sslsocket_class = TlsSocket
@@ -229,13 +227,11 @@ def upgrade(sock: ssl.SSLSocket, url: str, token: str) -> None:
     except ssl.SSLError as error:
         if "CERTIFICATE_REQUIRED" in str(error) or "alert" in str(error).lower():
             raise AuthenticationError(
-                Message(
-                    "{} ended the TLS session ({}); it asks for a client certificate that it trusts: give "
-                    "{client_certificate}",
-                    url,
-                    str(error.reason),
-                    client_certificate=(Word("FILE"), Word("KEY")),
-                )
+                "{} ended the TLS session ({}); it asks for a client certificate that it trusts: give "
+                "{client_certificate}",
+                url,
+                str(error.reason),
+                client_certificate=(Word("FILE"), Word("KEY")),
             ) from error
         raise TlsError(f"{url}: {error}") from error
     except (OSError, EOFError, InvalidHandshake) as error:
@@ -268,7 +264,7 @@ def check_token(token: str) -> None:
     """
     if not token:
         raise ConfigurationError(
-            Message("there is no token: give {token}, as the provider printed it", token=Word("TOKEN"))
+            "there is no token: give {token}, as the provider printed it", token=Word("TOKEN")
         )
     if any(c.isspace() or not c.isprintable() for c in token):
         raise ConfigurationError("the token holds white space; paste it as the provider printed it")

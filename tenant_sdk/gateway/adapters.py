@@ -193,11 +193,9 @@ def _check(config: PeftConfig, source: Path, most_rank: int) -> None:
     if (rank := _rank(config)) > most_rank:
         how = Message("start it with {max_rank}", max_rank=_room(rank))
         raise ConfigurationError(
-            Message(
-                "the adapter in {} has rank {}; this gateway has room for {}: {}",
-                *(str(source), rank, most_rank),
-                how if rank <= RANKS[-1] else "train one of a lower rank",
-            )
+            "the adapter in {} has rank {}; this gateway has room for {}: {}",
+            *(str(source), rank, most_rank),
+            how if rank <= RANKS[-1] else "train one of a lower rank",
         )
 
 

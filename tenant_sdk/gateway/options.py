@@ -147,10 +147,8 @@ class GatewayOptions:
         host = f"[{self.host}]" if ":" in self.host else self.host
         if host not in LOOPBACK and not self.api_key:
             raise ConfigurationError(
-                Message(
-                    "{host} lets others in: give {api_key}, the variable with the key that they need",
-                    host=self.host,
-                )
+                "{host} lets others in: give {api_key}, the variable with the key that they need",
+                host=self.host,
             )
         if self.adapters is not None and not self.adapters.is_dir():
             raise ConfigurationError(f"there is no such folder: {self.adapters}; make it, it may be empty")
@@ -160,16 +158,14 @@ class GatewayOptions:
             raise ConfigurationError(Message("{draft_tokens} is for {speculate}: give that too"))
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ConfigurationError(
-                Message("{chat_template}: there is no such file", chat_template=self.chat_template)
+                "{chat_template}: there is no such file", chat_template=self.chat_template
             )
         if self.speculate not in ("", LOOKUP) and not (Path(self.speculate) / "config.json").is_file():
             raise ConfigurationError(
-                Message(
-                    "{speculate}: give {}, or the folder of a small model with the same tokenizer, which "
-                    "then runs here",
-                    LOOKUP,
-                    speculate=self.speculate,
-                )
+                "{speculate}: give {}, or the folder of a small model with the same tokenizer, which "
+                "then runs here",
+                LOOKUP,
+                speculate=self.speculate,
             )
         self._check_keys()
 
@@ -181,11 +177,9 @@ class GatewayOptions:
         for name in ("max_sequences", *(["max_adapters"] if self.adapters is not None else [])):
             if getattr(self, name) < len(self.keys):
                 raise ConfigurationError(
-                    Message(
-                        "{} is less than one for each of {} keys: give a larger one",
-                        Argument(name, getattr(self, name)),
-                        len(self.keys),
-                    )
+                    "{} is less than one for each of {} keys: give a larger one",
+                    Argument(name, getattr(self, name)),
+                    len(self.keys),
                 )
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigurationError, Message, SymbiosisError
+from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.connection import written
@@ -66,18 +66,14 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
     installed = check_installed()
     if options.speculate and config.privacy != "one-time":
         raise ConfigurationError(
-            Message(
-                "{speculate} pads requests with rows of zeros, which {privacy} would show; use it with "
-                "one-time masks",
-                privacy=config.privacy,
-            )
+            "{speculate} pads requests with rows of zeros, which {privacy} would show; use it with "
+            "one-time masks",
+            privacy=config.privacy,
         )
     if config.experts not in (None, "local"):
         raise ConfigurationError(
-            Message(
-                "{experts}: a gateway multiplies experts itself; leave it out, or give local",
-                experts=config.experts,
-            )
+            "{experts}: a gateway multiplies experts itself; leave it out, or give local",
+            experts=config.experts,
         )
     _check_port(options)
     signal.signal(signal.SIGTERM, _end)  # until vLLM has its own: the folder goes, however early that is
@@ -113,10 +109,8 @@ def _check_port(options: GatewayOptions) -> None:
             probe.bind((options.host, options.port))
         except OSError as error:
             raise ConfigurationError(
-                Message(
-                    "cannot listen on {}, port {}: {}; give another {port}",
-                    *(options.host, options.port, str(error.strerror)),
-                )
+                "cannot listen on {}, port {}: {}; give another {port}",
+                *(options.host, options.port, str(error.strerror)),
             ) from error
 
 
@@ -152,7 +146,7 @@ def _prepare(
         longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
         if options.context is not None and longest is not None and options.context > longest:
             raise ConfigurationError(
-                Message("{context}: this model takes {} tokens at most", longest, context=options.context)
+                "{context}: this model takes {} tokens at most", longest, context=options.context
             )
         manifest = session.manifest
     door = Door(options.keys)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from shared.compat import transforms_run
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError
 from shared.wire.header import Direction, RequestClass
 from tenant_sdk.connection.remote import PendingProduct
 from tenant_sdk.model.recording import answered
@@ -126,13 +126,11 @@ class Experts:
         check_values(rows, direction, [self.name])
         if self._padding and not tokens:
             raise ConfigurationError(
-                Message(
-                    "{}: how many tokens these rows are of is not known, so {experts} could not hide where "
-                    "they go; set_experts_implementation({!r}) tells it",
-                    self.name,
-                    IMPLEMENTATION,
-                    experts="padded",
-                )
+                "{}: how many tokens these rows are of is not known, so {experts} could not hide where "
+                "they go; set_experts_implementation({!r}) tells it",
+                self.name,
+                IMPLEMENTATION,
+                experts="padded",
             )
         each = self._padding.rows(counts, tokens) if self._padding else 0
         parts = [
@@ -329,12 +327,10 @@ class RemoteExperts(RemoteWeight):
             numbers: list[int] = counted.tolist()
         except RuntimeError as error:
             raise ConfigurationError(
-                Message(
-                    "which rows of {} are whose is not known here, as under torch.func.vmap: each element "
-                    "goes to other experts. Loop over them, or keep experts here: {experts}",
-                    self.layer,
-                    experts="local",
-                )
+                "which rows of {} are whose is not known here, as under torch.func.vmap: each element "
+                "goes to other experts. Loop over them, or keep experts here: {experts}",
+                self.layer,
+                experts="local",
             ) from error
         return numbers
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch, Word
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Word
 from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
@@ -55,11 +55,9 @@ class StoredFingerprints:
     def __init__(self, path: str | Path, key: str | None) -> None:
         if not key:
             raise ConfigurationError(
-                Message(
-                    "{} is encrypted: give {fingerprint_key}, as `symbiosis-tenant fingerprint` printed it",
-                    str(path),
-                    fingerprint_key=Word("KEY"),
-                )
+                "{} is encrypted: give {fingerprint_key}, as `symbiosis-tenant fingerprint` printed it",
+                str(path),
+                fingerprint_key=Word("KEY"),
             )
         check_own(path)
         try:

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 from transformers.integrations import sdpa_attention
 
 from shared.compat import cache_name
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError
 from shared.wire.messages import GroupInfo
 from tenant_sdk.sequences.kv_layers import DiskLayer, HostLayer
 from tenant_sdk.sequences.kv_room import Room
@@ -53,19 +53,17 @@ class LongContext:
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""
         if self.kv not in PLACES:
-            raise ConfigurationError(Message("{kv} must be one of {}", ", ".join(PLACES), kv=self.kv))
+            raise ConfigurationError("{kv} must be one of {}", ", ".join(PLACES), kv=self.kv)
         if self.kv_memory_gib < 0:
-            raise ConfigurationError(
-                Message("{kv_memory_gib} must be at least 0", kv_memory_gib=self.kv_memory_gib)
-            )
+            raise ConfigurationError("{kv_memory_gib} must be at least 0", kv_memory_gib=self.kv_memory_gib)
         if self.memory_gib is not None and self.memory_gib <= 0:
-            raise ConfigurationError(Message("{memory_gib} must be more than 0", memory_gib=self.memory_gib))
+            raise ConfigurationError("{memory_gib} must be more than 0", memory_gib=self.memory_gib)
         if self.batch_size < 1 or (self.context is not None and self.context < 1):
             raise ConfigurationError(
                 f"context={self.context} and batch_size={self.batch_size}: there must be one at least"
             )
         if self.kv != "disk" and (self.kv_memory_gib or self.kv_folder is not None):
-            raise ConfigurationError(Message("{kv_memory_gib} and {kv_folder} need {kv}", kv="disk"))
+            raise ConfigurationError("{kv_memory_gib} and {kv_folder} need {kv}", kv="disk")
 
     def options(self, model: Any, groups: Sequence[GroupInfo]) -> dict[str, Any]:
         """Keyword arguments of one call of ``model.generate``, see ``Session.generate_options``.
@@ -77,9 +75,7 @@ class LongContext:
         if reason is not None:
             if self.kv == "device":
                 return {}
-            raise ConfigurationError(
-                Message("{}; {kv} leaves keys and values to transformers", reason, kv="device")
-            )
+            raise ConfigurationError("{}; {kv} leaves keys and values to transformers", reason, kv="device")
         cache = TextCache(config=base.config)
         options: dict[str, Any] = {}
         # Some models would lose the state of such layers at the end of a chunk.
@@ -115,11 +111,8 @@ class LongContext:
         shared = any(mode is not None for mode in modes) or getattr(config, "num_kv_shared_layers", None)
         if self.kv == "disk" and shared:
             raise ConfigurationError(
-                Message(
-                    "layers of this model use keys and values of others, so they have to be in memory: use "
-                    "{kv}",
-                    kv="host",
-                )
+                "layers of this model use keys and values of others, so they have to be in memory: use {kv}",
+                kv="host",
             )
         replaced = [at for at, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
         room = Room(Spill(self.kv_folder), int(self.kv_memory_gib * 2**30)) if self.kv == "disk" else None

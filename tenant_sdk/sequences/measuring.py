@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shared.compat import cache_name
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError
 from tenant_sdk.model.recording import Recording
 from tenant_sdk.sequences.pieces import piece_tokens
 from tenant_sdk.sequences.planning import GIB, Shapes
@@ -109,7 +109,7 @@ def memory_left(memory_gib: float | None, device: torch.device) -> int:
     """
     if memory_gib is not None and memory_gib <= 0:
         raise ConfigurationError(
-            Message("{memory_gib}: give what this process may have, in GiB", memory_gib=memory_gib)
+            "{memory_gib}: give what this process may have, in GiB", memory_gib=memory_gib
         )
     if device.type == "cuda":
         taken = torch.cuda.memory_allocated(device)

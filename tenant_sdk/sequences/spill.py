@@ -17,7 +17,7 @@ from typing import SupportsIndex
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from shared.errors import Argument, ConfigurationError, Message
+from shared.errors import Argument, ConfigurationError
 from shared.forks import MadeHere, own
 from tenant_sdk.storage import disk_errors
 
@@ -91,12 +91,10 @@ class Spill:
     def __reduce_ex__(self, protocol: SupportsIndex) -> str:
         """Neither copied nor pickled: two with the same key would encrypt under the same numbers."""
         raise ConfigurationError(
-            Message(
-                "what lies on the disk ({}, a long training) cannot be copied; keep it in memory ({}) or "
-                "close() it before",
-                Argument("kv", "disk"),
-                Argument("kv", "host"),
-            )
+            "what lies on the disk ({}, a long training) cannot be copied; keep it in memory ({}) or "
+            "close() it before",
+            Argument("kv", "disk"),
+            Argument("kv", "host"),
         )
 
     def write(self, tensor: torch.Tensor) -> Spilled:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import ConfigurationError, Message, ModelMismatch, Word
+from shared.errors import ConfigurationError, ModelMismatch, Word
 from shared.secrets import text_of
 from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
@@ -188,13 +188,11 @@ def _check_fit(provider: str, manifest: Manifest, config: SessionConfig) -> None
         return
     if config.privacy == "one-time":
         raise ConfigurationError(
-            Message(
-                "{} computes in {}, and one-time masks need exact integers: ask for an executor with "
-                "`serve --numerics ring`. {}",
-                provider,
-                manifest.numerics,
-                WEAKER,
-            )
+            "{} computes in {}, and one-time masks need exact integers: ask for an executor with "
+            "`serve --numerics ring`. {}",
+            provider,
+            manifest.numerics,
+            WEAKER,
         )
     if config.when_verified != "off":
         raise ConfigurationError(
@@ -212,12 +210,10 @@ def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:
     for remote in remotes:
         if remote.manifest.recorded:
             raise ConfigurationError(
-                Message(
-                    "{} records what tenants send into a transcript. If that is intended, as for an audit: "
-                    "{allow_transcript}",
-                    remote.url,
-                    allow_transcript=True,
-                )
+                "{} records what tenants send into a transcript. If that is intended, as for an audit: "
+                "{allow_transcript}",
+                remote.url,
+                allow_transcript=True,
             )
 
 
@@ -245,13 +241,11 @@ def _live_fingerprints(privacy: str, shapes: list[GroupShape], sources: list[Sou
         return LiveFingerprints(shapes, os.urandom, lambda kind, rows: local.effect(*kind, [rows])[0])
     if privacy != "one-time":
         raise ConfigurationError(
-            Message(
-                "verification with {privacy} needs fingerprints of the weights: make a file with "
-                "`symbiosis-tenant fingerprint CHECKPOINT` and give {fingerprints}. Only one-time masks can "
-                "make them through the executors: others would show them to the provider",
-                privacy=privacy,
-                fingerprints=Word("FILE"),
-            )
+            "verification with {privacy} needs fingerprints of the weights: make a file with "
+            "`symbiosis-tenant fingerprint CHECKPOINT` and give {fingerprints}. Only one-time masks can "
+            "make them through the executors: others would show them to the provider",
+            privacy=privacy,
+            fingerprints=Word("FILE"),
         )
     return LiveFingerprints(shapes, os.urandom)
 

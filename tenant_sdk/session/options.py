@@ -296,22 +296,18 @@ class SessionConfig:
         """Refuse what cannot be."""
         if not self.provider:
             raise ConfigurationError(
-                Message(
-                    "which executor? Give {provider}, or {profile}, which names one",
-                    provider=Word("URL"),
-                    profile=_FILE,
-                )
+                "which executor? Give {provider}, or {profile}, which names one",
+                provider=Word("URL"),
+                profile=_FILE,
             )
         check_fields(self)
         self._check_urls()
         self._check_privacy()
         if self.fingerprint_key and self.fingerprints is None:
             raise ConfigurationError(
-                Message(
-                    "{fingerprint_key} is of no use without {fingerprints}",
-                    fingerprint_key=Word("KEY"),
-                    fingerprints=_FILE,
-                )
+                "{fingerprint_key} is of no use without {fingerprints}",
+                fingerprint_key=Word("KEY"),
+                fingerprints=_FILE,
             )
         self._check_certificates()
         allowed_signs(self.allow_same)
@@ -362,11 +358,9 @@ class SessionConfig:
 
     def _check_urls(self) -> None:
         if isinstance(self.mask_sources, str):
-            raise ConfigurationError(
-                Message("{mask_sources} must be a list: write [{!r}]", self.mask_sources)
-            )
+            raise ConfigurationError("{mask_sources} must be a list: write [{!r}]", self.mask_sources)
         if not replicas_of(self.provider):
-            raise ConfigurationError(Message("{provider} names no executor", provider=[]))
+            raise ConfigurationError("{provider} names no executor", provider=[])
         for party in (self.provider, *self.mask_sources):
             replicas = replicas_of(party)
             if is_local(party) and party != self.provider:
@@ -381,45 +375,37 @@ class SessionConfig:
         sources = self.mask_sources
         if self.experts == "padded" and self.privacy != "one-time":
             raise ConfigurationError(
-                Message(
-                    "{experts} adds rows of zeros, which {privacy} would show: use it with one-time masks, "
-                    "or give {}",
-                    Argument("experts", "routed"),
-                    experts=self.experts,
-                    privacy=self.privacy,
-                )
+                "{experts} adds rows of zeros, which {privacy} would show: use it with one-time masks, "
+                "or give {}",
+                Argument("experts", "routed"),
+                experts=self.experts,
+                privacy=self.privacy,
             )
         if sources and self.privacy == "plain":
             raise ConfigurationError(
-                Message(
-                    "{privacy} uses no masks: leave out {mask_sources}",
-                    privacy=self.privacy,
-                    mask_sources=[party_name(sources[0])],
-                )
+                "{privacy} uses no masks: leave out {mask_sources}",
+                privacy=self.privacy,
+                mask_sources=[party_name(sources[0])],
             )
         if len(sources) > 1 and self.privacy == "noise-bank":
-            raise ConfigurationError(Message("{privacy} takes one mask source", privacy=self.privacy))
+            raise ConfigurationError("{privacy} takes one mask source", privacy=self.privacy)
         if not sources and self.privacy == "one-time":
             raise ConfigurationError(
-                Message(
-                    "{privacy} needs a mask source. Name one that another operator runs, {}, or the "
-                    "checkpoint itself, {}, which computes the masks' effects here. {}",
-                    Argument("mask_sources", ["wss://..."]),
-                    Argument("mask_sources", ["local:FOLDER"]),
-                    WEAKER,
-                    privacy=self.privacy,
-                )
+                "{privacy} needs a mask source. Name one that another operator runs, {}, or the "
+                "checkpoint itself, {}, which computes the masks' effects here. {}",
+                Argument("mask_sources", ["wss://..."]),
+                Argument("mask_sources", ["local:FOLDER"]),
+                WEAKER,
+                privacy=self.privacy,
             )
         if len(set(map(replicas_of, sources))) < len(sources):
             raise ConfigurationError("a mask source is named twice, which hides nothing more than once")
         if self.pad_rows and self.privacy != "one-time":
             raise ConfigurationError(
-                Message(
-                    "{pad_rows} adds rows of zeros, which {privacy} would show: they would give away its "
-                    "masks, or that they are zeros. Use it with one-time masks",
-                    pad_rows=self.pad_rows,
-                    privacy=self.privacy,
-                )
+                "{pad_rows} adds rows of zeros, which {privacy} would show: they would give away its "
+                "masks, or that they are zeros. Use it with one-time masks",
+                pad_rows=self.pad_rows,
+                privacy=self.privacy,
             )
 
     def _check_certificates(self) -> None:
@@ -433,13 +419,11 @@ class SessionConfig:
         ):
             if given is not None and users and not any(map(over_tls, users)):
                 raise ConfigurationError(
-                    Message(
-                        "{} is for TLS, and {} is reached without it, on this machine; leave it out. (The "
-                        "authority of mask sources is {mask_source_ca}.)",
-                        Argument(option, _FILE),
-                        url_of(users[0]),
-                        mask_source_ca=_FILE,
-                    )
+                    "{} is for TLS, and {} is reached without it, on this machine; leave it out. (The "
+                    "authority of mask sources is {mask_source_ca}.)",
+                    Argument(option, _FILE),
+                    url_of(users[0]),
+                    mask_source_ca=_FILE,
                 )
 
 
@@ -453,11 +437,9 @@ def for_each(given: Any, sources: Sequence[Party], option: str) -> list[Any]:
         return [given] * len(sources)
     if len(given) != len(sources):
         raise ConfigurationError(
-            Message(
-                "{}: give one for all mask sources, or one for each ({}), not {}",
-                Argument(option),
-                len(sources),
-                len(given),
-            )
+            "{}: give one for all mask sources, or one for each ({}), not {}",
+            Argument(option),
+            len(sources),
+            len(given),
         )
     return list(given)

@@ -98,18 +98,14 @@ def check_approved(file: Path, authority: str, instead: str) -> None:
     check_own(file)
     if path != Path(os.path.normpath(Path.cwd() / file)):  # an archive's, to one that was approved elsewhere
         raise ConfigurationError(
-            Message(
-                "{} is a link to {}, and nobody has named it: remove it, or {}", str(file), str(path), instead
-            )
+            "{} is a link to {}, and nobody has named it: remove it, or {}", str(file), str(path), instead
         )
     approved = _approvals().get(path_text(path))
     if approved != _digest(path):
         why = "has changed since you approved it" if approved else "was not approved by you"
         raise ConfigurationError(
-            Message(
-                "{} {}, and nobody has named it: {}. Read it, then `symbiosis-tenant trust {}`; or {}",
-                *(str(path), why, authority, str(file), instead),
-            )
+            "{} {}, and nobody has named it: {}. Read it, then `symbiosis-tenant trust {}`; or {}",
+            *(str(path), why, authority, str(file), instead),
         )
 
 
@@ -163,11 +159,9 @@ def read_profile(name: str | os.PathLike[str]) -> dict[str, Any]:
     path = profile_path(name)
     if path != Path(name) and not path.exists() and Path(f"{name}.toml").is_file():
         raise ConfigurationError(
-            Message(
-                "cannot read {}: No such file or directory; to name the file here: {profile}",
-                str(path),
-                profile=f"./{name}.toml",
-            )
+            "cannot read {}: No such file or directory; to name the file here: {profile}",
+            str(path),
+            profile=f"./{name}.toml",
         )
     given = read_options(path, KINDS)
     folder = path.absolute().parent

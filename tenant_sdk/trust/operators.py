@@ -89,9 +89,7 @@ class Operators:
                     if signs := _equal(mine, theirs):
                         self.same = f"{url} and {other} have the same {_words(signs)}"
                     if forbidden := [sign for sign in signs if sign not in self._allowed]:
-                        raise ConfigurationError(
-                            Message("{}: {}", self.same, _advice(forbidden, self._allowed))
-                        )
+                        raise ConfigurationError("{}: {}", self.same, _advice(forbidden, self._allowed))
             self._known.setdefault(party or url, {})[mine] = url
 
 
@@ -103,9 +101,7 @@ def allowed_signs(allow_same: Collection[str]) -> frozenset[str]:
     """
     if isinstance(allow_same, str) or not set(allow_same) <= {*SIGNS, ALL}:
         raise ConfigurationError(
-            Message(
-                "{allow_same} must be some of {}", ", ".join([*SIGNS, ALL]), allow_same=_listed(allow_same)
-            )
+            "{allow_same} must be some of {}", ", ".join([*SIGNS, ALL]), allow_same=_listed(allow_same)
         )
     return frozenset(SIGNS if ALL in allow_same else allow_same)
 
@@ -124,20 +120,16 @@ def own_tokens(token: str, given: Sequence[str | None], allowed: Collection[str]
         return [each or token for each in given]
     if None in given or "" in given:
         raise ConfigurationError(
-            Message(
-                "give the mask source's own token: {mask_source_token}. The provider's is not sent to "
-                "another operator, who could then act as this tenant there; {}",
-                _waiver(["token"], allowed),
-                mask_source_token=Word("TOKEN"),
-            )
+            "give the mask source's own token: {mask_source_token}. The provider's is not sent to "
+            "another operator, who could then act as this tenant there; {}",
+            _waiver(["token"], allowed),
+            mask_source_token=Word("TOKEN"),
         )
     if len({token, *given}) <= len(given):
         raise ConfigurationError(
-            Message(
-                "provider and mask sources have the same token: each operator could act as this tenant at "
-                "the other. Ask each for a token of its own; {}",
-                _waiver(["token"], allowed),
-            )
+            "provider and mask sources have the same token: each operator could act as this tenant at "
+            "the other. Ask each for a token of its own; {}",
+            _waiver(["token"], allowed),
         )
     return [str(each) for each in given]
 
@@ -164,14 +156,12 @@ def own_authorities(
         return [ca if each is None else None if str(each) == SYSTEM else each for each in given]
     if ca is not None and None in given:
         raise ConfigurationError(
-            Message(
-                "give the mask source's own authority: {mask_source_ca}, or the word system there for those "
-                "of the operating system. The provider's, {ca}, could sign a certificate for the mask "
-                "source's address, and read what is sent there; {}",
-                _waiver(["authority"], allowed),
-                mask_source_ca=Word("FILE"),
-                ca=ca,
-            )
+            "give the mask source's own authority: {mask_source_ca}, or the word system there for those "
+            "of the operating system. The provider's, {ca}, could sign a certificate for the mask "
+            "source's address, and read what is sent there; {}",
+            _waiver(["authority"], allowed),
+            mask_source_ca=Word("FILE"),
+            ca=ca,
         )
     chosen = [None if str(each) == SYSTEM else each for each in given]
     seen: dict[bytes, str | Path] = {}
@@ -182,13 +172,11 @@ def own_authorities(
         keys = _keys_of(file, "mask_source_ca" if at else "ca")
         for key in keys & seen.keys():
             raise ConfigurationError(
-                Message(
-                    "{} and {} hold the same certificate authority, which could take the place of either "
-                    "party and read both. Ask each operator for its own; {}",
-                    str(file or _SYSTEMS),
-                    str(seen[key]),
-                    _waiver(["authority"], allowed),
-                )
+                "{} and {} hold the same certificate authority, which could take the place of either "
+                "party and read both. Ask each operator for its own; {}",
+                str(file or _SYSTEMS),
+                str(seen[key]),
+                _waiver(["authority"], allowed),
             )
         seen |= dict.fromkeys(keys, file or _SYSTEMS)
     return chosen
@@ -208,12 +196,10 @@ def _keys_of(file: str | Path | None, option: str) -> set[bytes]:
         keys = {_public_key(x509.load_der_x509_certificate(each)) for each in found}
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigurationError(
-            Message(
-                "cannot use the authority's certificate file {} ({}): {}",
-                str(file),
-                Argument(option, Word("FILE")),
-                str(error),
-            )
+            "cannot use the authority's certificate file {} ({}): {}",
+            str(file),
+            Argument(option, Word("FILE")),
+            str(error),
         ) from error
     return found | keys
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError
 
 ALL_LINEAR = "all-linear"
 # Two layers of each expert are one parameter, which PEFT gives twice the rank. It looks for it among layers
@@ -186,12 +186,10 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
     method = find_method(options.method)
     if options.targets != (ALL_LINEAR,) and not method.low_rank:
         raise ConfigurationError(
-            Message(
-                "{} chooses its layers itself; {target_modules} is for the low-rank methods", options.method
-            )
+            "{} chooses its layers itself; {target_modules} is for the low-rank methods", options.method
         )
     if ALL_LINEAR in options.targets and len(options.targets) > 1:
-        raise ConfigurationError(Message("{target_modules} stands alone", target_modules=ALL_LINEAR))
+        raise ConfigurationError("{target_modules} stands alone", target_modules=ALL_LINEAR)
     from transformers.pytorch_utils import Conv1D
 
     from tenant_sdk.model.virtual import VirtConv1D, VirtLinear
@@ -207,22 +205,18 @@ def add_adapter(model: Any, options: AdapterOptions) -> Any:
         if method.low_rank and re.search("target.modules", str(error), re.IGNORECASE):
             fit = ",".join(name for name in names if f"'{name}'" not in str(error))
             raise ConfigurationError(
-                Message(
-                    "{} does not fit {} with {target_modules}; layers that it can be given: {}",
-                    *(options.method, type(model).__name__, fit),
-                    target_modules=",".join(options.targets),
-                )
+                "{} does not fit {} with {target_modules}; layers that it can be given: {}",
+                *(options.method, type(model).__name__, fit),
+                target_modules=",".join(options.targets),
             ) from error
         raise ConfigurationError(
             f"{options.method} does not fit {type(model).__name__} with these options: {error}"
         ) from error
     if method.low_rank and (lost := _lost(adapted, options.targets)):
         raise ConfigurationError(
-            Message(
-                "{target_modules}: {} has no layer of that name; those with the provider are {}",
-                *(type(model).__name__, ",".join(names)),
-                target_modules=",".join(lost),
-            )
+            "{target_modules}: {} has no layer of that name; those with the provider are {}",
+            *(type(model).__name__, ",".join(names)),
+            target_modules=",".join(lost),
         )
     # Nothing, until ``save_adapter``: with each checkpoint PEFT would ask a hub about the model of that name.
     adapted.peft_config["default"].base_model_name_or_path = ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import ConfigurationError, Message, Word
+from shared.errors import ConfigurationError, Word
 from tenant_sdk.tuning.parts import Part, Words
 
 IGNORED = -100  # a label that takes no part in the loss
@@ -77,7 +77,7 @@ def chat_template(
 
 def _refusal(template: str, *values: object) -> ConfigurationError:
     """An error that names the tokenizer's option; see ``Message``."""
-    return ConfigurationError(Message(template, *values, tokenizer=Word("FOLDER")))
+    return ConfigurationError(template, *values, tokenizer=Word("FOLDER"))
 
 
 def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:

@@ -67,13 +67,11 @@ def check_reports(names: Sequence[str]) -> None:
     for name in names:
         given = Argument("report_to", name)
         if name not in INTEGRATION_TO_CALLBACK:
-            raise ConfigurationError(
-                Message("{} must be one of {}", given, ", ".join(INTEGRATION_TO_CALLBACK))
-            )
+            raise ConfigurationError("{} must be one of {}", given, ", ".join(INTEGRATION_TO_CALLBACK))
         check_trackers([name])  # before its package is imported, which looks for its files
         if name not in get_available_reporting_integrations():
             raise ConfigurationError(
-                Message("{} needs its package, which is not installed: `pip install {}`", given, name)
+                "{} needs its package, which is not installed: `pip install {}`", given, name
             )
 
 
@@ -343,13 +341,11 @@ def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int)
     length = min(training.sequence_length, limit - virtual_tokens)
     if length < 2:
         raise ConfigurationError(
-            Message(
-                "no room for text: the model takes {} positions, {} of them for virtual tokens, and "
-                "{sequence_length}",
-                limit,
-                virtual_tokens,
-                sequence_length=training.sequence_length,
-            )
+            "no room for text: the model takes {} positions, {} of them for virtual tokens, and "
+            "{sequence_length}",
+            limit,
+            virtual_tokens,
+            sequence_length=training.sequence_length,
         )
     return length
 
@@ -380,11 +376,9 @@ def _check_space(output: Path, state: int) -> None:
     free = free_megabytes(output.parent)
     if free < needed:
         raise StorageError(
-            Message(
-                "only {:.0f} MB are free at {}, the training needs up to {:.0f} MB for checkpoints and the "
-                "adapter; free some space or choose another {output}",
-                *(free, str(output.parent), needed),
-            )
+            "only {:.0f} MB are free at {}, the training needs up to {:.0f} MB for checkpoints and the "
+            "adapter; free some space or choose another {output}",
+            *(free, str(output.parent), needed),
         )
 
 
@@ -453,9 +447,7 @@ def _train(
                 raise
             # torch and the Trainer have many errors for a damaged file.
             raise ConfigurationError(
-                Message(
-                    "cannot go on from {}: {}; remove it and leave out {resume}", str(resume_from), str(error)
-                )
+                "cannot go on from {}: {}; remove it and leave out {resume}", str(resume_from), str(error)
             ) from error
     history = trainer.state.log_history
     return last_loss(history[:1], 1), last_loss(history, shown)

@@ -92,7 +92,7 @@ def stream(
             fewer = f"{1 - room} token{'s'[: room != 0]}"
             todo = Message("shorten the prompt by at least {}, or more for a longer answer", fewer)
         raise ConfigurationError(
-            Message("the prompt has {} tokens and the model's context {}: {}", ids.shape[1], limit, todo)
+            "the prompt has {} tokens and the model's context {}: {}", ids.shape[1], limit, todo
         )
     loop = _Loop(ids.shape[1])
     more = fitting(ids.shape[1] + sampling.max_new_tokens) if fitting is not None else {}

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shared.errors import ConfigurationError, Message
+from shared.errors import ConfigurationError
 from shared.options import Option, check_fields
 from tenant_sdk.tuning.adapters import find_method
 
@@ -138,11 +138,9 @@ class TrainingOptions(ReadingOptions):
         super().__post_init__()
         if find_method(self.method).prompt_like and self.packing:
             raise ConfigurationError(
-                Message(
-                    "{packing} does not go with {method}: its virtual tokens stand before a row, not before "
-                    "each record in it",
-                    method=self.method,
-                )
+                "{packing} does not go with {method}: its virtual tokens stand before a row, not before "
+                "each record in it",
+                method=self.method,
             )
 
     @property

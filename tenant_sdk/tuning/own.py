@@ -89,11 +89,9 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
     folder = checkpoint_folder(name)
     if (folder / ADAPTER_CONFIG).exists():  # transformers would put that into the model, unsaid
         raise CheckpointError(
-            Message(
-                "{} holds an adapter beside the model: move it to a folder of its own, and give that with "
-                "{adapter}",
-                str(folder),
-            )
+            "{} holds an adapter beside the model: move it to a folder of its own, and give that with "
+            "{adapter}",
+            str(folder),
         )
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -105,11 +103,8 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
             )
     except (ImportError, OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
-            Message(
-                "no model of your own in {}: {}. Leave out {model}: then the provider's dense weights are "
-                "used",
-                *(str(folder), _reason(str(error))),
-            )
+            "no model of your own in {}: {}. Leave out {model}: then the provider's dense weights are used",
+            *(str(folder), _reason(str(error))),
         ) from error
     try:
         open_checkpoint(folder, session.manifest)

@@ -56,11 +56,9 @@ def check_trackers(names: Sequence[str]) -> None:
         given = Argument("report_to", name)
         if name not in _FILES:
             raise ConfigurationError(
-                Message(
-                    "{}: it is not known which files of this folder it reads, and their author would choose "
-                    "where reports go; choose from {}",
-                    *(given, ", ".join(_FILES)),
-                )
+                "{}: it is not known which files of this folder it reads, and their author would choose "
+                "where reports go; choose from {}",
+                *(given, ", ".join(_FILES)),
             )
         for file in _there(name):
             check_approved(

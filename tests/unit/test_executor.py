@@ -14,7 +14,7 @@ import torch
 from provider.catalog.discovery import discover
 from provider.engine.lanes import ProcessLane, Request, RowRange
 from provider.executor.base import BaseExecutor
-from provider.executor.loading import NUMERICS, LoadedGroup, Numerics
+from provider.executor.loading import NUMERICS, LoadedGroup
 from provider.executor.products import GroupExecutor
 from provider.executor.stripes import Stripe
 from shared.checkpoint import Checkpoint
@@ -126,7 +126,7 @@ def test_a_seed_stands_for_its_rows(checkpoint: Callable[[str], Path]) -> None:
 
 def test_unknown_numerics_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="float32"):
-        Numerics.named("float8")
+        GroupExecutor({}, "float8", CPU)
 
 
 class Fixed:
