@@ -50,8 +50,8 @@ def gateway(
     folder.mkdir(exist_ok=True)
     ready, log = folder / "ready", folder / "log"
     command = [
-        PYTHON,
-        "-m",
+        *("env", f"--chdir={unpacked(folder / 'unpacked')}"),
+        *(PYTHON, "-P", "-m"),
         "tenant_sdk.command_line.main",
         "serve",
         "--port",
@@ -64,6 +64,16 @@ def gateway(
     variables = {**ENVIRONMENT, "TENANT_TOKEN": provider.token, "OMP_NUM_THREADS": "1", **environment}
     with Program(command, ready, log, variables, group=True) as program:
         yield RunningGateway(program.wait_until_ready(SECONDS), program.process, log)
+    assert not (folder / "ran").exists(), "code of the working directory"
+
+
+def unpacked(folder: Path) -> Path:
+    """A working directory in which somebody has put modules that Python and vLLM's processes look for."""
+    (folder / "multiprocessing").mkdir(parents=True, exist_ok=True)
+    code = f"open({str(folder.parent / 'ran')!r}, 'a').write(__name__)"
+    for name in ("multiprocessing/__init__", "vllm", "llguidance", "msgspec", "tenant_sdk"):
+        (folder / f"{name}.py").write_text(code)
+    return folder
 
 
 def chat_model(folder: Path) -> Path:

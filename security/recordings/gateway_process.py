@@ -49,7 +49,7 @@ def gateway_command(named: Path | None = None) -> list[str] | None:
             *(["-m", "tenant_sdk.command_line.main"] if program.name.startswith("python") else []),
         ]
     if importlib.util.find_spec("vllm") is not None:
-        return [sys.executable, "-m", "tenant_sdk.command_line.main"]
+        return [sys.executable, "-P", "-m", "tenant_sdk.command_line.main"]
     return None
 
 

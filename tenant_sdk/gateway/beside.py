@@ -21,7 +21,7 @@ class Beside:
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
-        self._command = (sys.executable, "-m", module, *arguments)
+        self._command = (sys.executable, "-P", "-m", module, *arguments)
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigurationError
+from shared.hub import HUB
 from shared.secrets import Secret
+from tenant_sdk.connection.urls import LOCAL
 from tenant_sdk.session.options import SessionConfig
 from tenant_sdk.session.profiles import FIELDS
 from tenant_sdk.trust.operators import SYSTEM
@@ -31,18 +33,22 @@ def written(config: SessionConfig) -> dict[str, Any]:
         value = getattr(config, name)
         if value == each.default or name == "profile":
             continue
-        plain[name] = _plain(value, secret=bool(each.option.confidential))
+        plain[name] = _plain(value, each.option.unit, secret=bool(each.option.confidential))
     return plain
 
 
-def _plain(value: Any, *, secret: bool) -> Any:
+def _plain(value: Any, unit: str = "", *, secret: bool = False) -> Any:
     if isinstance(value, Secret):
         names = [each.name for each in dataclasses.fields(value)]  # never what was read already
-        return {_SECRET: {name: _plain(getattr(value, name), secret=False) for name in names}}
-    if isinstance(value, Path):
-        return str(value if str(value) == SYSTEM else value.absolute())
+        return {_SECRET: {name: _plain(getattr(value, name)) for name in names}}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each, secret=secret) for each in value]
+        return [_plain(each, unit, secret=secret) for each in value]
+    if (isinstance(value, Path) or (unit == "FILE" and isinstance(value, str))) and str(value) != SYSTEM:
+        return str(Path(value).absolute())
+    if isinstance(value, str) and value.startswith(LOCAL) and not value.startswith(LOCAL + HUB):
+        return f"{LOCAL}{Path(value.removeprefix(LOCAL)).absolute()}"
+    if isinstance(value, Path):
+        return str(value)
     if (secret and value) or not isinstance(value, str | int | float | None):
         raise ConfigurationError("a gateway's session is given URLs, and where its secrets are")
     return value

@@ -76,6 +76,7 @@ class Gateway:
         address: host and port on which it listens.
         say: shows a line to who started it.
         structured_outputs: take constraints on answers.
+        content_format: in which templates get the contents of messages, as vLLM calls it.
         ready_file: where the URL is written when it answers.
     """
 
@@ -91,6 +92,7 @@ class Gateway:
     address: tuple[str, int]
     say: Callable[[str], None]
     structured_outputs: bool = True
+    content_format: str = "auto"
     ready_file: Path | None = None
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tenant_sdk.session.session import Session
 
+WORD = "zinc"  # in no template
 METHOD = "symbiosis"  # of ``quantization_config``
 
 
-def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dtype: str) -> Path:
+def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dtype: str) -> Any:
     """Write what the tenant holds of the executor's model (all but frozen layers), and the tokenizer.
 
     Args:
@@ -21,6 +22,9 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
         options: with which the worker opens its own, see ``tenant_sdk.gateway.connection.written``.
         folder: to write to; it exists.
         dtype: of the parameters and activations, such as ``float32``.
+
+    Returns:
+        The tokenizer.
 
     Raises:
         ModelMismatch: see ``session.load_model``.
@@ -57,5 +61,39 @@ def write_folder(session: Session, options: Mapping[str, Any], folder: Path, dty
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     model.generation_config.save_pretrained(folder)
-    session.load_tokenizer().save_pretrained(folder)
-    return folder
+    tokenizer = without_end(session.load_tokenizer())
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def without_end(tokenizer: Any) -> Any:
+    """The tokenizer, which from now on adds nothing behind a text: an answer follows it, as in training."""
+    from tokenizers import Tokenizer
+
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    processor = rules["post_processor"] or {}
+    for each in processor.get("processors", [processor]):
+        single = each.get("single", [])
+        while single and "SpecialToken" in single[-1]:
+            single.pop()
+    tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(rules)).post_processor
+    return tokenizer
+
+
+def content_format(tokenizer: Any, template: Path | None) -> str:
+    """How a template gets a message's content: ``string``, as in training, if it writes that; else ``auto``.
+
+    vLLM guesses otherwise: a list of parts, if there is a loop over any message's content. Templates write a
+    system message's list as Python does, or lose a part.
+
+    Args:
+        tokenizer: with the model's template.
+        template: file of another, if users gave one.
+    """
+    try:
+        given = None if template is None else template.read_text()
+        messages = [{"role": "user", "content": WORD}]
+        text = tokenizer.apply_chat_template(messages, chat_template=given, tokenize=False)
+    except Exception:
+        return "auto"
+    return "string" if WORD in text else "auto"

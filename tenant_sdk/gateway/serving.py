@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
-from tenant_sdk.gateway.connection import written
+from tenant_sdk.gateway.connection import read, written
 from tenant_sdk.gateway.doorkeeper import Door, Queue
-from tenant_sdk.gateway.folder import METHOD, write_folder
+from tenant_sdk.gateway.folder import METHOD, content_format, write_folder
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.turns import TOKENIZING_THREADS
@@ -79,9 +79,13 @@ def serve(options: GatewayOptions, config: SessionConfig, say: Callable[[str], N
     signal.signal(signal.SIGTERM, _end)  # until vLLM has its own: the folder goes, however early that is
     if options.ready_file is not None:
         options.ready_file.unlink(missing_ok=True)
-    _set_environment(options)
+    options, config = _from_the_root(options), read(written(config))
     with tempfile.TemporaryDirectory(prefix="symbiosis-gateway-") as name:  # for its owner alone
         folder = Path(name)
+        # vLLM, its processes and what they load look for programs, libraries and settings in the working
+        # directory, where others may have put some.
+        os.chdir(folder)
+        _set_environment(options, folder)
         os.umask(0o077)  # sockets and memory that vLLM's processes share
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # or it is one that others may make
         # Sockets between vLLM's processes; their names cannot be long.
@@ -114,13 +118,28 @@ def _check_port(options: GatewayOptions) -> None:
             ) from error
 
 
-def _set_environment(options: GatewayOptions) -> None:
+def _from_the_root(options: GatewayOptions) -> GatewayOptions:
+    """With absolute paths."""
+    values = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
+    paths: dict[str, Any] = {
+        name: value.absolute() for name, value in values.items() if isinstance(value, Path)
+    }
+    if options.speculate not in ("", LOOKUP):
+        paths["speculate"] = str(Path(options.speculate).absolute())
+    return dataclasses.replace(options, **paths)
+
+
+def _set_environment(options: GatewayOptions, folder: Path) -> None:
     """What vLLM reads from the environment; its processes inherit it."""
+    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     os.environ |= {
         "VLLM_NO_USAGE_STATS": "1",  # or it would tell its makers what runs here
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": METHOD,
+        "PYTHONSAFEPATH": "1",  # no module of the working directory, in any process
+        # Never empty, or OpenCV appends an empty part, which is the working directory.
+        "LD_LIBRARY_PATH": ":".join(filter(None, libraries)) or str(folder),
         "TORCH_COMPILE_DISABLE": "1",  # the first request that needs a function would wait for a compiler
     }
     for variable in ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
@@ -142,7 +161,7 @@ def _prepare(
 
     with open_session(dataclasses.replace(config, experts="local")) as session:
         say("downloading what this side holds: embeddings, norms, the head, and experts if there are any")
-        write_folder(session, written(config), folder, options.dtype)
+        tokenizer = write_folder(session, written(config), folder, options.dtype)
         longest = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
         if options.context is not None and longest is not None and options.context > longest:
             raise ConfigurationError(
@@ -163,6 +182,7 @@ def _prepare(
         address=("127.0.0.1" if options.host == "0.0.0.0" else options.host, options.port),  # noqa: S104
         say=say,
         structured_outputs=not options.no_constraints,
+        content_format=content_format(tokenizer, options.chat_template),
         ready_file=options.ready_file,
     )
 
@@ -196,6 +216,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "allowed-origins": "[]",  # no page of elsewhere may read what is answered here
         "uvicorn-log-level": "error",  # a client without a key could have a line written for each request
         "load-format": "safetensors",
+        "chat-template-content-format": endpoints.serving.content_format,
         "structured-outputs-config": json.dumps({"backend": "guidance"}),  # or the first request chooses
         "model-loader-extra-config": json.dumps({"enable_weights_track": True}),
     }
