@@ -11,7 +11,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import prometheus_client
@@ -348,7 +348,7 @@ class Endpoints:
             folder = self._gateway.adapters
             if folder is None:
                 raise ConfigurationError("this gateway was started without adapters, so it takes none")
-            path = (folder / asked.path).resolve()
+            path = folder / asked.path
             adapter = await self.add(path, asked.name or path.name)
         except (SymbiosisError, OSError, ValueError, *UNREADABLE) as error:
             return _answer(Refusal(400, "invalid_request_error", str(error)))
@@ -440,8 +440,8 @@ def _count_no_combinations(engine: EngineClient) -> None:
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
-    path: str
-    name: str = ""
+    path: Annotated[str, msgspec.Meta(max_length=1024)]
+    name: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 def _shown(adapter: Adapter) -> dict[str, Any]:

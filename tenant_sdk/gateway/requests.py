@@ -25,7 +25,7 @@ Biases = Annotated[
 Likeliest = Annotated[int, Meta(ge=0, le=20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
-Words = Annotated[list[Stop], Meta(max_length=16)]
+Words = Annotated[list[Stop], Meta(max_length=4)]  # as many as vLLM takes
 Short = Annotated[str, Meta(max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Plain = str | bool | int | float | None

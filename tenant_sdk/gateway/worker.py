@@ -17,6 +17,7 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from shared.errors import SymbiosisError
 from shared.options import flags_of
@@ -80,6 +81,7 @@ class Worker(Base):  # type: ignore[misc]
             self.vllm_config.quant_config.check_complete()
             if self.vllm_config.lora_config is not None:
                 check_adaptable(self.model_runner.model)
+                InputBatch.make_lora_inputs = functools.partialmethod(_versions, InputBatch.make_lora_inputs)
         except (SymbiosisError, ValueError) as error:
             why = _shown(error) if isinstance(error, SymbiosisError) else f"vLLM does not take this: {error}"
             Status(error=why).write(Path(self.vllm_config.model_config.model))
@@ -263,6 +265,18 @@ def _for_later(runner: Any) -> Iterator[None]:
         yield
     finally:
         generators.update(kept)
+
+
+def _versions(batch: Any, make: Callable[..., tuple[Any, Any, Any]], *given: Any) -> tuple[Any, Any, Any]:
+    """What a step's adapters are, with every version of each: vLLM's set has one of those with the same name.
+
+    Args:
+        batch: the sequences of the step.
+        make: vLLM's function.
+        given: its arguments.
+    """
+    prompts, tokens, _ = make(batch, *given)
+    return prompts, tokens, list(batch.lora_id_to_lora_request.values())
 
 
 def _if_rows(constraints: Callable[..., torch.Tensor], logits: torch.Tensor, *more: Any) -> torch.Tensor:

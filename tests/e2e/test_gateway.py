@@ -371,6 +371,25 @@ def test_adapters_by_request(client: openai.OpenAI, running: RunningGateway, ada
     said = complete(client, "one", "And", 8)
     assert ask("POST", "/v1/adapters", path="one", name="also")[0] == 201
     assert complete(client, "also", "And", 8) == said
+    # Three versions of one name are at work in a step, beside the base model.
+    began = []
+    for folder, name in (("", "base"), ("two", "also"), ("one", "also"), ("two", "also")):
+        if folder:
+            assert ask("POST", "/v1/adapters", path=folder, name=name)[0] == 201
+        began.append(
+            client.completions.create(
+                model=name,
+                prompt="And",
+                max_tokens=40,
+                stream=True,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+        )
+        next(began[-1])
+    texts = ["".join(each.choices[0].text for each in stream) for stream in began]
+    assert texts[1] == texts[3] != texts[2]
+    assert ask("POST", "/v1/adapters", path="a/" * 1000)[0] == 400
     assert ask("DELETE", "/v1/adapters/also") == (200, {"id": "also", "deleted": True})
     assert ask("DELETE", "/v1/adapters/also")[0] == 404
     status, told = ask("POST", "/v1/adapters", path="../three")

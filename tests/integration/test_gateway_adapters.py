@@ -15,6 +15,8 @@ import pytest
 import torch
 from conftest import Executor
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 import tenant_sdk
 from shared.errors import ConfigurationError, ModelMismatch
@@ -271,6 +273,8 @@ def test_the_folder_of_the_model(llama: Executor, tmp_path: Path) -> None:
 
 
 class _NoTokenizer:
+    backend_tokenizer = Tokenizer(BPE())
+
     def save_pretrained(self, folder: Path) -> None:
         """The tiny model has none."""
 
