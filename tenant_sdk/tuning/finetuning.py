@@ -194,7 +194,7 @@ def finetune(
         model: from ``session.load_model()``, or attached; gets the adapter, in place.
         session: of the model; a training is not resumed on another base.
         show: called after every step, and with every loss.
-        say: called with a line for the user; no text of the data is in it.
+        say: called with a line for the user; of the data's text it may name single characters, no more.
         preview: called with the first example before anything is trained.
         keep_tokenizer: it is another than the base's; save it beside the adapter.
 

@@ -47,6 +47,9 @@ class Letters:
     ) -> dict[str, list[int]]:
         return {"input_ids": [3 + ord(letter) % 100 for letter in text]}
 
+    def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+        return "".join(chr(each - 3 if each - 3 >= 32 else each + 97) for each in ids)
+
 
 @pytest.fixture(scope="module")
 def session(
