@@ -21,6 +21,7 @@ from tenant_sdk.tuning.characters import not_kept, note
 from tenant_sdk.tuning.conversations import (
     IGNORED,
     Conversations,
+    Day,
     Example,
     asked,
     chat_template,
@@ -233,6 +234,7 @@ class Reader:
         ends: ids of the tokens at which `generate` stops, as ``ends_of`` has them; default: the tokenizer's.
         embeddings: how many tokens the model knows; None: not known.
         say: called with lines about each file; of the data's text they name lost characters alone.
+        day: see ``Conversations``.
     """
 
     tokenizer: Any
@@ -242,6 +244,7 @@ class Reader:
     ends: tuple[int, ...] = ()
     embeddings: int | None = None
     say: Say = lambda _: None
+    day: Day | None = None
 
     def read(self, paths: Sequence[Path]) -> list[Example]:
         """The examples of all files in order.
@@ -310,7 +313,7 @@ class Reader:
     def _encode(self, record: Record, place: str) -> list[Example]:
         """Usually one example; what is too long is the caller's matter."""
         if record.messages is not None:
-            chats = Conversations(self.tokenizer, self._ends, self.length)
+            chats = Conversations(self.tokenizer, self._ends, self.length, self.day)
             tools = record.tools if isinstance(record.tools, list) else None
             if self.train_on_prompt:
                 return [chats.everything(record.messages, tools, place)]

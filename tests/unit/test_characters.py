@@ -24,9 +24,8 @@ def own_tokenizer(unknown: str | None = None, normalizer: Any = None, known: str
     if normalizer:
         rules.normalizer = normalizer
     special = ["</s>", *([unknown] if unknown else [])]
-    rules.train_from_iterator(
-        [known], trainers.BpeTrainer(special_tokens=special, initial_alphabet=list(known))
-    )
+    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=list(known), vocab_size=128)
+    rules.train_from_iterator([known], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules, eos_token="</s>", unk_token=unknown)
     tokenizer.chat_template = (
         "{{ tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}{% endfor %}"
