@@ -207,6 +207,10 @@ class TrainingCheckpoints:
                 "there is nothing to resume: no {}; leave out {resume}", str(self._settings_file)
             )
 
+    def kept(self, name: str) -> Any:
+        """A setting of the interrupted training; None: there is none."""
+        return (_read_json(self._settings_file) or {}).get(name)
+
     def begin(self, *, resume: bool) -> Path | None:
         """Make the folder, or look into the one of an interrupted training.
 

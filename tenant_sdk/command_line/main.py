@@ -135,7 +135,7 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
     check_data([*training.data, *training.held_out])
     with _loading():
         from tenant_sdk.session.opening import open_session
-        from tenant_sdk.tuning.finetuning import check_reports
+        from tenant_sdk.tuning.finetuning import Told, check_reports
         from tenant_sdk.tuning.finetuning import finetune as train
         from tenant_sdk.tuning.own import load
         from tenant_sdk.tuning.preview import show_first
@@ -162,9 +162,11 @@ def finetune(training: TrainingOptions, own: ModelOptions, connection: options.S
             adapted,
             words,
             session,
-            show=_shows_steps(bar),
-            say=lambda line: _status.print(escape(_shown(line))),
-            preview=lambda example: show_first(_status, words, example),
+            Told(
+                lambda line: _status.print(escape(_shown(line))),
+                _shows_steps(bar),
+                lambda example: show_first(_status, words, example),
+            ),
             keep_tokenizer=own.tokenizer is not None,
         )
     _print_report(report)

@@ -1,7 +1,8 @@
 """A tokenizer from a peer's files: its rules, and of its options those that name tokens and lengths.
 
 Nothing in these files is a path, a class or a URL, whatever a peer writes: other keys than those below are
-not read.
+not read. The rules say what is added before and behind a text, also to transformers, which does not read
+``add_bos_token`` and ``add_eos_token`` where there are rules.
 """
 
 from __future__ import annotations
@@ -60,8 +61,6 @@ class _Options(_SpecialTokens, frozen=True):
     padding_side: Literal["left", "right"] | None = None
     truncation_side: Literal["left", "right"] | None = None
     clean_up_tokenization_spaces: bool | None = None
-    add_bos_token: bool | None = None
-    add_eos_token: bool | None = None
     model_input_names: list[Literal["input_ids", "token_type_ids", "attention_mask"]] | None = None
     chat_template: str | list[_Template] | None = None
 
@@ -101,8 +100,6 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Any:
         "padding_side",
         "truncation_side",
         "clean_up_tokenization_spaces",
-        "add_bos_token",
-        "add_eos_token",
         "model_input_names",
     ):
         if getattr(options, name) is not None:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from shared.errors import ConfigurationError, Word
@@ -27,6 +28,7 @@ Tools = list[dict[str, Any]] | None
 _MARK, _MARK_END = (re.compile(rf"\{{%(-?)\s*{name}\s*(-?)%\}}") for name in ("generation", "endgeneration"))
 _BEGIN, _END = "\ue0b1", "\ue0b2"  # characters that stand for them in a text
 _SIGNS = re.compile(f"([{_BEGIN}{_END}])")
+_NOW = re.compile(r"""\bstrftime_now\(\s*(["'])([^"'\n]{,64})\1\s*\)""")
 _OPENED = re.compile(r"<(\w+)>\s+$")  # the end of a prompt that opens a thought
 _MOST_ANSWERS = 256  # of a record: for each, all that is before it is rendered
 _SHOWN = 30  # characters of what a template writes, in an error
@@ -89,6 +91,24 @@ def asked(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> str:
     return _render(tokenizer, messages, tools, where, add_generation_prompt=True)
 
 
+class Day:
+    """A day that chat templates write as today's.
+
+    Attributes:
+        written: one does.
+    """
+
+    def __init__(self, day: date) -> None:
+        self.day, self.written = day, False
+
+    def fixed(self, template: str) -> str:
+        """A template with the day, as it asks for it, in place of calls that ask for the date."""
+        # As text: transformers gives templates no functions but its own.
+        fixed, calls = _NOW.subn(lambda call: f"{call[1]}{self.day.strftime(call[2])}{call[1]}", template)
+        self.written |= calls > 0
+        return fixed
+
+
 @dataclass(frozen=True)
 class Conversations:
     """Makes examples of conversations.
@@ -98,11 +118,13 @@ class Conversations:
         ends: ids of the tokens at which `generate` stops. The first is learned if a template ends an answer
             without any of them.
         length: tokens of an example at most.
+        day: that templates write as today's; default: it is.
     """
 
     tokenizer: Any
     ends: Sequence[int]
     length: int = sys.maxsize
+    day: Day | None = None
 
     def examples(self, messages: Messages, tools: Tools, where: str) -> list[Example]:
         """What assistants say is learned, but for turns with ``weight`` 0.
@@ -159,9 +181,7 @@ class Conversations:
             )
         chat = _Chat(self, messages, tools, where)
         text = chat.written(chat.messages)
-        chat.check(
-            _render(self.tokenizer, chat.words.messages, chat.words.tools, where), text, lambda part: True
-        )
+        chat.check(chat.sample(len(messages)), text, lambda part: True)
         last = len(messages) - 1
         if last == 0 or messages[last]["role"] != "assistant":
             return whole(encode(self.tokenizer, text))
@@ -174,18 +194,23 @@ class _Chat:
     """A record's conversation, as the chat template writes it."""
 
     def __init__(self, of: Conversations, messages: Messages, tools: Tools, where: str) -> None:
-        self.tokenizer, self.where = of.tokenizer, where
+        self.tokenizer, self.day, self.where = of.tokenizer, of.day, where
         self.tools = tools or None  # a template may write that there are tools, though the list is empty
-        self.messages = _in_form(of.tokenizer, messages, self.tools, where)
+        self.messages = self._in_form(messages)
         self.words = Words(self.messages, self.tools)
         self.ends = [end for end in map(of.tokenizer.decode, of.ends) if end]
 
     def asked(self, at: int) -> str:
         """What inference sends before the answer ``at``."""
-        return asked(self.tokenizer, self.messages[:at], self.tools, self.where)
+        return self.written(self.messages[:at], add_generation_prompt=True)
 
     def written(self, messages: Messages, **options: Any) -> str:
-        return _render(self.tokenizer, messages, self.tools, self.where, **options)
+        return _render(self.tokenizer, messages, self.tools, self.where, self.day, **options)
+
+    def sample(self, until: int, **options: Any) -> str:
+        """As the template writes the messages ``until`` one, with words in place of their parts."""
+        words = self.words
+        return _render(self.tokenizer, words.messages[:until], words.tools, self.where, self.day, **options)
 
     def check(self, sample: str, text: str, needed: Callable[[Part], bool]) -> int:
         """Where the last part ends in a text that is the sample with the parts in the words' places.
@@ -215,7 +240,7 @@ class _Chat:
             prompt: its ids.
         """
         words = self.words
-        sample = asked(self.tokenizer, words.messages[:at], words.tools, self.where)
+        sample = self.sample(at, add_generation_prompt=True)
         self.check(sample, before, lambda part: part.at < at and not part.thought)
         answered = self.written(self.messages[: at + 1])
         with_words = self.written([*self.messages[:at], words.messages[at]])
@@ -241,8 +266,7 @@ class _Chat:
     def _begun_otherwise(self, at: int, sample: str) -> ConfigurationError:
         """``sample``: the prompt with words, so that the message shows no text of the data."""
         words = self.words
-        answered = _render(self.tokenizer, words.messages[: at + 1], words.tools, self.where)
-        prompt, text = words.hidden(sample), words.hidden(answered)
+        prompt, text = words.hidden(sample), words.hidden(self.sample(at + 1))
         pairs = enumerate(zip(prompt, text, strict=False))
         same = next((n for n, (one, other) in pairs if one != other), min(len(prompt), len(text)))
         same = max(prompt.rfind(">", 0, same) + 1, same - _SHOWN)  # not in the middle of a marker
@@ -298,20 +322,19 @@ class _Chat:
             )
         return found
 
-
-def _in_form(tokenizer: Any, messages: Messages, tools: Tools, where: str) -> Messages:
-    """Messages with the arguments of calls as objects, or as texts of JSON if the template wants that."""
-    at = next((at for at, message in enumerate(messages) if message.get("tool_calls")), None)
-    if at is not None:
-        for form in (messages, [_with_texts(message) for message in messages]):
-            words = Words(form, None)
-            try:
-                sample = _render(tokenizer, [*form[:at], words.messages[at]], tools, where)
-            except ConfigurationError:
-                continue
-            if not words.left_out(sample, lambda part: part.at == at):
-                return form
-    return messages
+    def _in_form(self, messages: Messages) -> Messages:
+        """Messages with the arguments of calls as objects, or as texts of JSON if the template wants that."""
+        at = next((at for at, message in enumerate(messages) if message.get("tool_calls")), None)
+        if at is not None:
+            for form in (messages, [_with_texts(message) for message in messages]):
+                words = Words(form, None)
+                try:
+                    sample = self.written([*form[:at], words.messages[at]])
+                except ConfigurationError:
+                    continue
+                if not words.left_out(sample, lambda part: part.at == at):
+                    return form
+        return messages
 
 
 def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
@@ -358,11 +381,15 @@ def _with_signs(template: str) -> str:
     return _MARK_END.sub(end, _MARK.sub(begin, template))
 
 
-def _render(tokenizer: Any, messages: Messages, tools: Tools, where: str, **options: Any) -> str:
+def _render(
+    tokenizer: Any, messages: Messages, tools: Tools, where: str, day: Day | None = None, **options: Any
+) -> str:
     """Messages as the chat template writes them; ``options`` are those of transformers."""
-    template = chat_template(tokenizer, where, tools=tools)
+    template = options.get("chat_template") or chat_template(tokenizer, where, tools=tools)
     described: Any = tools
     try:
+        if day is not None:
+            options["chat_template"] = day.fixed(template)
         return str(tokenizer.apply_chat_template(list(messages), tools=described, tokenize=False, **options))
     except Exception as error:  # whatever a template does; its own words, not those that it was given
         words = str(error) if str(error) and str(error) in template else type(error).__name__

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shared.errors import ConfigurationError, Message, peer_text
+from tenant_sdk.tuning.characters import not_kept, note
 from tenant_sdk.tuning.conversations import (
     IGNORED,
     Conversations,
+    Day,
     Example,
     asked,
     chat_template,
@@ -158,7 +160,8 @@ class ReadFile:
     """The examples of a file.
 
     ``unread``: names of its records' keys that are not read. ``passed``: names of its messages' keys that the
-    chat template alone may read. ``tokens``: of a plain text, with a last block that is too short.
+    chat template alone may read. ``tokens``: of a plain text, with a last block that is too short. ``lost``:
+    characters that the tokenizer does not keep, in words.
     """
 
     path: Path
@@ -166,6 +169,7 @@ class ReadFile:
     unread: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     tokens: int = 0
+    lost: str = ""
 
     @property
     def examples(self) -> list[Example]:
@@ -173,16 +177,18 @@ class ReadFile:
         return [entry.example for entry in self.entries if not entry.left_out]
 
     def summary(self, length: int) -> list[str]:
-        """Lines about it for its user; no text of the data is in them.
+        """Lines about it for its user; of the data's text they name lost characters alone.
 
         Args:
             length: tokens of an example at most.
         """
         examples = self.examples
         sizes = [len(example["input_ids"]) for example in examples]
+        lost = [f"{self.path}: {self.lost}"] if self.lost else []
         if self.entries[0].line is None:
             return [
-                f"{self.path}: read as plain text, {self.tokens} tokens in {len(sizes)} blocks of {sizes[0]}"
+                f"{self.path}: read as plain text, {self.tokens} tokens in {len(sizes)} blocks of {sizes[0]}",
+                *lost,
             ]
         records = len({entry.line for entry in self.entries})
         trained = sum(map(trained_tokens, examples))
@@ -205,6 +211,7 @@ class ReadFile:
                 "`generate`, so that the adapter does not learn when to stop: the tokenizer names no such "
                 "token, or the chat template leaves it out of what it marks as the answer"
             )
+        lines += lost
         if self.unread:
             lines.append(f"{self.path}: these keys of its records are not read: {', '.join(self.unread)}")
         if self.passed:
@@ -226,7 +233,8 @@ class Reader:
         keep_tail: of text files, see ``pack``.
         ends: ids of the tokens at which `generate` stops, as ``ends_of`` has them; default: the tokenizer's.
         embeddings: how many tokens the model knows; None: not known.
-        say: called with a line about each file; no text of the data is in it.
+        say: called with lines about each file; of the data's text they name lost characters alone.
+        day: see ``Conversations``.
     """
 
     tokenizer: Any
@@ -236,6 +244,7 @@ class Reader:
     ends: tuple[int, ...] = ()
     embeddings: int | None = None
     say: Say = lambda _: None
+    day: Day | None = None
 
     def read(self, paths: Sequence[Path]) -> list[Example]:
         """The examples of all files in order.
@@ -262,17 +271,23 @@ class Reader:
             ConfigurationError: the file or a record is wrong; the message names file and line.
         """
         text = read_text(path)
+        entries: list[Entry] = []
+        first: dict[str, int] = {}
         if not holds_records(path, text):
             tokens = _text_tokens(path, text, self.tokenizer)
             check_embedded(self.tokenizer, tokens, self.embeddings, str(path))
             blocks = pack(tokens, self.length, keep_tail=self.keep_tail)
-            return ReadFile(path, tuple(Entry(None, whole(block)) for block in blocks), tokens=len(tokens))
-        entries: list[Entry] = []
+            for line, words in enumerate(text.split("\n"), 1):
+                note(first, set(words), line)
+            lost = not_kept(self.tokenizer, first)
+            entries += (Entry(None, whole(block)) for block in blocks)
+            return ReadFile(path, tuple(entries), tokens=len(tokens), lost=lost)
         unread: set[str] = set()
         passed: set[str] = set()
         for line, record in records_of(path, text):
             unread |= {*record.unread}
             passed |= {*record.passed}
+            note(first, record.characters(), line)
             examples = self._encode(record, where(path, line))
             fitting = [each for each in examples if len(each["input_ids"]) <= self.length]
             if not examples or not all(map(trained_tokens, fitting)):
@@ -282,7 +297,8 @@ class Reader:
             for example in examples:
                 check_embedded(self.tokenizer, example["input_ids"], self.embeddings, where(path, line))
                 entries += self._fitted(example, line)
-        return ReadFile(path, tuple(entries), tuple(sorted(unread)), tuple(sorted(passed)))
+        lost = not_kept(self.tokenizer, first)
+        return ReadFile(path, tuple(entries), tuple(sorted(unread)), tuple(sorted(passed)), lost=lost)
 
     def _fitted(self, example: Example, line: int) -> list[Entry]:
         learned = [label for label in example["labels"] if label != IGNORED]
@@ -297,7 +313,7 @@ class Reader:
     def _encode(self, record: Record, place: str) -> list[Example]:
         """Usually one example; what is too long is the caller's matter."""
         if record.messages is not None:
-            chats = Conversations(self.tokenizer, self._ends, self.length)
+            chats = Conversations(self.tokenizer, self._ends, self.length, self.day)
             tools = record.tools if isinstance(record.tools, list) else None
             if self.train_on_prompt:
                 return [chats.everything(record.messages, tools, place)]

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ from tenant_sdk.storage import (
     whole_folder,
 )
 from tenant_sdk.tuning.adapters import AdapterOptions, add_adapter, find_method, other_ranks
-from tenant_sdk.tuning.conversations import Example
-from tenant_sdk.tuning.data import Collate, Reader, collate, collate_packed, trained_tokens
+from tenant_sdk.tuning.conversations import Day, Example
+from tenant_sdk.tuning.data import Collate, Reader, Say, collate, collate_packed, trained_tokens
 from tenant_sdk.tuning.folders import save_adapter
 from tenant_sdk.tuning.long_sequences import long_tuning
 from tenant_sdk.tuning.options import TrainingOptions
@@ -73,6 +74,21 @@ def check_reports(names: Sequence[str]) -> None:
             raise ConfigurationError(
                 "{} needs its package, which is not installed: `pip install {}`", given, name
             )
+
+
+@dataclass(frozen=True)
+class Told:
+    """How a training tells its user of itself.
+
+    Args:
+        say: called with a line; of the data's text it may name single characters, no more.
+        show: called after every step, and with every loss.
+        preview: called with the first example before anything is trained.
+    """
+
+    say: Say
+    show: Callable[[TrainingStep], None]
+    preview: Callable[[Example], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -182,32 +198,30 @@ def finetune(
     model: Any,
     tokenizer: Any,
     session: Session,
+    told: Told,
     *,
-    show: Callable[[TrainingStep], None],
-    say: Callable[[str], None],
-    preview: Callable[[Example], None] = lambda _: None,
     keep_tokenizer: bool = False,
+    today: Callable[[], date] = date.today,
 ) -> TrainingReport:
     """Train an adapter on files and save it as a standard PEFT folder.
 
     Args:
         model: from ``session.load_model()``, or attached; gets the adapter, in place.
         session: of the model; a training is not resumed on another base.
-        show: called after every step, and with every loss.
-        say: called with a line for the user; no text of the data is in it.
-        preview: called with the first example before anything is trained.
         keep_tokenizer: it is another than the base's; save it beside the adapter.
+        today: the day that chat templates may write, unless a training that is resumed has one.
 
     Raises:
         ConfigurationError: an option does not fit the text, the model or the output folder.
         StorageError: the disk is full or not writable; no half-written adapter is left.
     """
     check_reports(training.report_to)
-    output = check_new_folder(training.output)
+    say, output = told.say, check_new_folder(training.output)
+    day = Day(_started(output, training.resume) or today())
     method = find_method(training.method)
     length = _sequence_length(training, model, training.virtual_tokens if method.prompt_like else 0)
-    examples, held_out = _read(training, model, tokenizer, length, say)
-    preview(examples[0])
+    examples, held_out = _read(training, model, tokenizer, length, day, say)
+    told.preview(examples[0])
     steps = training.steps or max(
         1, math.ceil(training.epochs * math.ceil(len(examples) / training.batch_size))
     )
@@ -223,7 +237,7 @@ def finetune(
     _check_space(output, state_bytes(model))
     _fit(training, model, max(len(example["input_ids"]) for example in [*examples, *held_out]), say)
 
-    settings = _settings(training, examples) | {"steps": steps, "learning_rate": learning_rate}
+    settings = _settings(training, examples, day) | {"steps": steps, "learning_rate": learning_rate}
     settings |= {"sequence_length": length, "base_model": session.manifest.digest[:16]}
     checkpoints = TrainingCheckpoints(output, settings)
     resume_from = checkpoints.begin(resume=training.resume)
@@ -241,14 +255,14 @@ def finetune(
             planned = training.batch_size, steps - done, training.seed
             say(estimate(model, examples, *planned, lambda: session.stats, _collate(training)))
         started = time.perf_counter()
-        first, last = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, show)
+        losses = _train(training, model, examples, steps, learning_rate, checkpoints, resume_from, told.show)
         seconds = time.perf_counter() - started
         after = None
         if held_out:
             after = perplexity(model, held_out, training.batch_size)
             say(f"held-out perplexity after: {after:.2f}")
         tokens = sum(len(example["input_ids"]) for example in examples)
-        report = TrainingReport(steps, seconds, done, trained, first, last, before, after)
+        report = TrainingReport(steps, seconds, done, trained, *losses, before, after)
         figures = _figures(training, settings, tokens, report)
         _save(output, model, session, figures, tokenizer if keep_tokenizer else None)
     checkpoints.remove()
@@ -267,8 +281,17 @@ def _save(output: Path, model: Any, session: Session, figures: dict[str, Any], t
         save_adapter(model, folder, session, training=figures, tokenizer=tokenizer)
 
 
+def _started(output: Path, resume: bool) -> date | None:
+    """The day of the training that is resumed, if its chat template writes it."""
+    kept = TrainingCheckpoints(output, {}).kept("day") if resume else None
+    try:
+        return date.fromisoformat(kept) if isinstance(kept, str) else None
+    except ValueError:
+        return None
+
+
 def _read(
-    training: TrainingOptions, model: Any, tokenizer: Any, length: int, say: Callable[[str], None]
+    training: TrainingOptions, model: Any, tokenizer: Any, length: int, day: Day, say: Say
 ) -> tuple[list[Example], list[Example]]:
     """The examples to learn from, and those that are held out, of so many tokens at most."""
     if length < training.sequence_length:
@@ -286,8 +309,12 @@ def _read(
         ends=ends_of(model.generation_config, tokenizer),
         embeddings=model.get_input_embeddings().weight.shape[0],
         say=say,
+        day=day,
     )
-    return reader.read(training.data), replace(reader, keep_tail=True).read(training.held_out)
+    examples = reader.read(training.data)
+    if day.written:
+        say(f"the chat template writes the date: {day.day} in each record, and at inference that of the day")
+    return examples, replace(reader, keep_tail=True, day=Day(day.day)).read(training.held_out)
 
 
 def _with_adapter(training: TrainingOptions, model: Any, examples: Sequence[Example], steps: int) -> Any:
@@ -305,13 +332,15 @@ def _with_adapter(training: TrainingOptions, model: Any, examples: Sequence[Exam
     return model
 
 
-def _settings(training: TrainingOptions, examples: Sequence[Example]) -> dict[str, Any]:
+def _settings(training: TrainingOptions, examples: Sequence[Example], day: Day) -> dict[str, Any]:
     """What must be the same if the training is resumed."""
     settings = asdict(training)
     other = ("output", "held_out", "resume", "epochs", "save_steps", "report_to", "memory_gib", "base")
     for name in (*other, "target_modules"):
         del settings[name]
     settings["targets"] = list(training.targets)
+    if day.written:
+        settings["day"] = str(day.day)
     settings["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()[:16]
     return settings
 
@@ -321,6 +350,7 @@ def _figures(
 ) -> dict[str, Any]:
     """What the adapter's folder says of its training: nothing of the text but its length."""
     method, chosen = find_method(training.method), dict(settings)
+    chosen.pop("day", None)
     for name in ("data", "base_model", *(() if method.low_rank else ("rank", "targets"))):
         del chosen[name]
     if not method.prompt_like:
@@ -350,7 +380,7 @@ def _sequence_length(training: TrainingOptions, model: Any, virtual_tokens: int)
     return length
 
 
-def _fit(training: TrainingOptions, model: Any, longest: int, say: Callable[[str], None]) -> None:
+def _fit(training: TrainingOptions, model: Any, longest: int, say: Say) -> None:
     """Have a batch of the longest examples fit into memory; say how, if that takes anything.
 
     Raises:

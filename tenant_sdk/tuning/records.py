@@ -83,6 +83,21 @@ class Record(msgspec.Struct, frozen=True):
     unread: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
 
+    def characters(self) -> set[str]:
+        """Those of all its texts, and of names within calls and tools."""
+        found: set[str] = set()
+        left: list[Any] = [self.text, self.prompt, self.completion, self.tools]
+        left += [value for message in self.messages or () for value in message.values()]
+        while left:
+            value = left.pop()
+            if isinstance(value, str):
+                found.update(value)
+            elif isinstance(value, dict):
+                left += [*value, *value.values()]
+            elif isinstance(value, list):
+                left += value
+        return found
+
 
 def check_data(paths: Sequence[Path]) -> None:
     """Read files and decode their records: what is wrong with them is told before anything takes time.

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conftest import RING, Executor
 from safetensors.torch import load_file
+from test_characters import own_tokenizer
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
@@ -32,7 +34,7 @@ from tenant_sdk.sequences.planning import Plan
 from tenant_sdk.storage import TrainingCheckpoints
 from tenant_sdk.tuning.conversations import whole
 from tenant_sdk.tuning.data import Reader, pack, read_tokens
-from tenant_sdk.tuning.finetuning import TrainingReport, check_reports, finetune, perplexity
+from tenant_sdk.tuning.finetuning import Told, TrainingReport, check_reports, finetune, perplexity
 from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import TrainingStep
 
@@ -47,6 +49,9 @@ class Letters:
     ) -> dict[str, list[int]]:
         return {"input_ids": [3 + ord(letter) % 100 for letter in text]}
 
+    def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+        return "".join(chr(each - 3 if each - 3 >= 32 else each + 97) for each in ids)
+
 
 @pytest.fixture(scope="module")
 def session(
@@ -57,11 +62,15 @@ def session(
 
 
 def train(
-    session: tenant_sdk.Session, training: TrainingOptions, show: Callable[..., None] = lambda *_: None
+    session: tenant_sdk.Session,
+    training: TrainingOptions,
+    show: Callable[..., None] = lambda *_: None,
+    tokenizer: Any = None,
+    **more: Any,
 ) -> tuple[TrainingReport, list[str]]:
     said: list[str] = []
     model = session.load_model(progress=False)
-    report = finetune(training, model, Letters(), session, show=show, say=said.append)
+    report = finetune(training, model, tokenizer or Letters(), session, Told(said.append, show), **more)
     return report, said
 
 
@@ -174,6 +183,7 @@ def test_resumed_training_gives_the_adapter_of_an_uninterrupted_one(
         train(session, options(text, "resumed"), stop_in_step_3)
     assert (text.parent / "resumed.checkpoints" / "checkpoint-3").is_dir()  # not only the one of step 2
     assert not (text.parent / "resumed").exists()
+    assert TrainingCheckpoints(text.parent / "resumed", {}).kept("day") is None  # no template writes it
     with pytest.raises(ConfigurationError, match="resume=True"):
         train(session, options(text, "resumed"))
     with pytest.raises(ConfigurationError, match="rank was 2, now 3"):
@@ -192,6 +202,41 @@ def test_resumed_training_gives_the_adapter_of_an_uninterrupted_one(
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
     assert not (text.parent / "resumed.checkpoints").exists()
+
+
+def test_the_date_that_a_template_writes_is_that_of_the_first_day(
+    session: tenant_sdk.Session, text: Path
+) -> None:
+    words = own_tokenizer()
+    words.chat_template = "{{ strftime_now('%d %b %Y, %H:%M') }} " + words.chat_template
+    path = text.parent / "chats.jsonl"
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ruth."}]
+    path.write_text(json.dumps({"messages": messages}))
+    training = options(path, "adapter", sequence_length=128, held_out=(path,))
+    whole = dataclasses.replace(training, output=text.parent / "whole")
+    resumed = dataclasses.replace(training, resume=True)
+    train(session, whole, tokenizer=words, today=lambda: date(2026, 11, 25))
+
+    def stop(now: TrainingStep) -> None:
+        if now.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(session, training, stop, words, today=lambda: date(2026, 11, 25))
+    settings = text.parent / "adapter.checkpoints" / "settings.json"
+    kept = settings.read_text()
+    for damaged in ('"2026-11-99"', "7"):
+        settings.write_text(kept.replace('"2026-11-25"', damaged))
+        with pytest.raises(ConfigurationError, match=f"day was {json.loads(damaged)}, now 2026-11-26"):
+            train(session, resumed, tokenizer=words, today=lambda: date(2026, 11, 26))
+    settings.write_text(kept)
+    report, said = train(session, resumed, tokenizer=words, today=lambda: date(2026, 11, 26))
+    assert report.resumed_at == 2
+    one, other = (load_file(each.output / "adapter_model.safetensors") for each in (whole, resumed))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
+    line = "the chat template writes the date: 2026-11-25 in each record, and at inference that of the day"
+    assert said.count(line) == 1
 
 
 @pytest.mark.parametrize("error", [AuthenticationError("refused"), RequestRefused("draining", "gone")])

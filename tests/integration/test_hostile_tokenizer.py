@@ -25,6 +25,7 @@ from hostile_files import (
     sequence,
     template,
 )
+from real_tokenizers import real_tokenizer
 
 from shared.errors import ConfigurationError, ModelMismatch
 from tenant_sdk.model import tokenizer_file
@@ -87,7 +88,7 @@ def option_names() -> list[str]:
 
 @pytest.mark.parametrize("kind", ["path", "dictionary", "list", "number", "switch"])
 def test_every_option_of_every_tokenizer(kind: str, secret: Path) -> None:
-    """None opens a file, and but for those that are allowed none changes anything."""
+    """None opens a file, and none changes what a text becomes."""
     value = {
         "path": str(secret),
         "dictionary": {"0": {"content": str(secret)}},
@@ -110,9 +111,25 @@ def test_every_option_of_every_tokenizer(kind: str, secret: Path) -> None:
                 refused.add(name)
                 continue
         assert SECRET not in tokenizer.backend_tokenizer.to_str()
-        if name not in ("add_eos_token", "add_bos_token"):
-            assert got == expected, name
+        assert got == expected, name
     assert len(refused) < 30
+
+
+@pytest.mark.parametrize("name", ["smollm2", "mistral-v3", "base_model"])
+@pytest.mark.parametrize("given", [True, False, None])
+def test_what_is_added_to_a_text_is_as_transformers_reads_the_folder(
+    name: str, given: bool | None, tmp_path: Path
+) -> None:
+    """The rules say it, also where options disagree."""
+    real_tokenizer(name).save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"add_bos_token": given, "add_eos_token": given})
+    )
+    ours = build_tokenizer({each.name: each.read_bytes() for each in tmp_path.iterdir()})
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in (TEXT, "", "Dose: 5"):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
 
 
 def test_options_that_are_allowed_arrive() -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import re
+from datetime import date
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from real_tokenizers import real_tokenizer
 from test_conversations import CHAT, TEXTS, TOOL, answer, call, learned
 
 from shared.errors import ConfigurationError
-from tenant_sdk.tuning.conversations import IGNORED, Conversations, Example
+from tenant_sdk.tuning.conversations import IGNORED, Conversations, Day, Example
 
 # Their prompts open a thought that the conversation does not have, or they want content as a list.
 REFUSED_REAL = {
@@ -153,3 +154,16 @@ def test_a_call_ends_as_the_next_turn_of_the_record_begins() -> None:
     ]
     learnt = [text for example in learned(tokenizer, ends, messages) for text in example]
     assert [text[text.rfind("<|") :] for text in learnt] == ["<|observation|>", "<|user|>", "<|user|>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "written"), [("llama3_2", "03 Feb 2001"), ("gptoss", "2001-02-03"), ("qwen3", None)]
+)
+def test_the_date_is_the_day_that_is_given(name: str, written: str | None) -> None:
+    tokenizer, ends = of_real_family(name)
+    day = Day(date(2001, 2, 3))
+    (example,) = Conversations(tokenizer, ends, day=day).examples(CHAT[:2], None, "here")
+    own = tokenizer.chat_template
+    assert day.written == (written is not None)
+    assert (written or "Hello") in tokenizer.decode(example["input_ids"])
+    assert tokenizer.chat_template == own
