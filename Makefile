@@ -31,7 +31,7 @@ $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/pr
 	  { echo 'Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3'; exit 1; }
 	@echo 'Installing into $(VENV); this takes a minute or a few.'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' | \
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]' | \
 	  awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s ", $$2; fflush() } \
 	       /^Installing collected/ { printf "\nunpacking\n"; fflush() }'
 	@touch $@
@@ -50,7 +50,7 @@ gateway: $(GATEWAY)/.project ## make .venv-gateway, with vLLM, for symbiosis-ten
 $(GATEWAY)/.installed: requirements-gateway.txt
 	@echo 'Installing into $(GATEWAY); this takes a minute or two, and 3 GB.'
 	@$(PYTHON) -m venv $(GATEWAY)
-	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-gateway.txt
+	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r requirements-gateway.txt
 	@touch $@
 
 # A copy of the project: an editable one would build into this folder while tests run from it.

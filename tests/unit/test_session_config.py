@@ -209,7 +209,11 @@ def test_a_gateways_worker_is_given_all_but_secrets(tmp_path: Path) -> None:
     )
     table = json.dumps(written(config))
     assert "t0k3n" not in table
-    expected = dataclasses.replace(config, ca=str(Path("a.pem").absolute()), mask_source_ca=["system", None])
+    here = Path.cwd()  # which a gateway leaves
+    sources = ["wss://c.example", f"local:{here}/folder"]
+    expected = dataclasses.replace(
+        config, ca=f"{here}/a.pem", mask_sources=sources, mask_source_ca=["system", None]
+    )
     assert read(json.loads(table)) == dataclasses.replace(expected, allow_same=["host"])
     with pytest.raises(ConfigurationError, match="where its secrets are"):
         written(dataclasses.replace(config, token="t0k3n"))
