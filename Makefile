@@ -8,6 +8,8 @@ GATEWAY := .venv-gateway
 TOKENIZERS := $(VENV)/real-tokenizers
 # Threads that spin while they wait slow down whatever shares the machine (docs/explanation/performance.md).
 export GOMP_SPINCOUNT ?= 1000
+# Tests start hundreds of processes, which would all compile the same modules.
+unexport PYTHONDONTWRITEBYTECODE
 # In the order of the folders: files with few and long tests, which are in tests/e2e, come first, not last.
 # A worker that crashes ends the run: with a new one in its place, xdist waits for ever.
 PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -31,7 +33,7 @@ $(VENV)/.installed: pyproject.toml setup.py shared/ring/product.c shared/ring/pr
 	  { echo 'Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3'; exit 1; }
 	@echo 'Installing into $(VENV); this takes a minute or a few.'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]' | \
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' | \
 	  awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "%s ", $$2; fflush() } \
 	       /^Installing collected/ { printf "\nunpacking\n"; fflush() }'
 	@touch $@
@@ -50,7 +52,7 @@ gateway: $(GATEWAY)/.project ## make .venv-gateway, with vLLM, for symbiosis-ten
 $(GATEWAY)/.installed: requirements-gateway.txt
 	@echo 'Installing into $(GATEWAY); this takes a minute or two, and 3 GB.'
 	@$(PYTHON) -m venv $(GATEWAY)
-	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r requirements-gateway.txt
+	@$(GATEWAY)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-gateway.txt
 	@touch $@
 
 # A copy of the project: an editable one would build into this folder while tests run from it.
