@@ -18,7 +18,7 @@ RELEASE: dict[str, str] = {
     "e2e/test_audit_structure.py": _AUDIT,
     "e2e/test_audit_supplies.py": _AUDIT,
     "e2e/test_descriptors.py": "executors that run out of descriptors, in files that seldom change",
-    "e2e/test_expert_workers.py": "experts on workers; integration/test_workers.py and test_experts.py have each alone",
+    "e2e/test_expert_workers.py": "experts on workers; integration tests have each alone",
     "e2e/test_gateway_isolation.py": "hostile clients; bounds and shares are in tests/unit/test_gateway_*.py",
     "e2e/test_gateway_models.py": "many architectures in a gateway; test_gateway.py has one",
     "e2e/test_gpu_benchmark.py": "a benchmark",
