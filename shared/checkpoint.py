@@ -25,6 +25,9 @@ from shared.recipes import Layout
 from shared.stored import Stored, bytes_of
 from shared.wire.messages import TENANT_FILES, FileInfo, GroupInfo, Manifest, Member
 
+# Of a tensor, in characters. Transformers and PEFT search names for patterns, in the square of their length.
+NAME_LENGTH = 500
+
 
 class Checkpoint:
     """Names, shapes and lazily read tensors of a checkpoint folder.
@@ -66,6 +69,12 @@ class Checkpoint:
                         "limit on address space (ulimit -v, vm.overcommit_memory)"
                     ) from error
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        for name, path in found.items():
+            if len(name) > NAME_LENGTH:
+                raise CheckpointError(
+                    f"{path} has {name[:80]!r}..., a name of {len(name)} characters; "
+                    f"{NAME_LENGTH} are the most"
+                )
         return found
 
     @property

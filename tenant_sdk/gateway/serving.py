@@ -140,6 +140,8 @@ def _set_environment(options: GatewayOptions, folder: Path) -> None:
         "PYTHONSAFEPATH": "1",  # no module of the working directory, in any process
         # Never empty, or OpenCV appends an empty part, which is the working directory.
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)) or str(folder),
+        # No limit: it would count the time in which a chat waits for its turn, and end all clients' turns.
+        "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": "0",
         "TORCH_COMPILE_DISABLE": "1",  # the first request that needs a function would wait for a compiler
     }
     for variable in ("VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):

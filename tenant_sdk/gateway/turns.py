@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 TOKENIZING_THREADS = 2
@@ -66,7 +67,8 @@ class Threads(Executor):
     def __init__(self, count: int) -> None:
         self._threads, self._free = ThreadPoolExecutor(count), count
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # in the order of the turns
+        # In the order of the turns.
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], None]]]] = {}
         self._busy = set[str]()
 
     def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
@@ -87,7 +89,7 @@ class Threads(Executor):
                     self._start()
 
         with self._lock:
-            self._waiting.setdefault(client, deque()).append(run)
+            self._waiting.setdefault(client, deque()).append((future, run))
             self._start()
         return future
 
@@ -97,12 +99,16 @@ class Threads(Executor):
             if not self._free:
                 return
             work = self._waiting.pop(client)
-            self._threads.submit(work.popleft())
+            self._threads.submit(work.popleft()[1])
             self._free -= 1
             self._busy.add(client)
             if work:
                 self._waiting[client] = work  # behind the others
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See concurrent.futures."""
+        """See concurrent.futures; what waits for its turn is cancelled."""
+        with self._lock:
+            for future, _ in chain.from_iterable(self._waiting.values()):
+                future.cancel()
+            self._waiting.clear()
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)

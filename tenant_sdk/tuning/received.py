@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shared.checkpoint import NAME_LENGTH
 from shared.errors import ConfigurationError, ModelMismatch, SymbiosisError
 from tenant_sdk.model.remote_weight import RemoteWeight
 from tenant_sdk.storage import ADAPTER_CONFIG as CONFIG
@@ -32,7 +33,6 @@ from tenant_sdk.tuning.adapters import no_untrue_warnings
 from tenant_sdk.tuning.provenance import RECORD
 
 _HEADER_BYTES = 16 << 20  # of a file of weights: what it has beside numbers
-_NAME_LENGTH = 500
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _WIDEST = 8  # bytes of a number
 # PEFT's names for the base model's layers inside of its own.
@@ -236,9 +236,9 @@ def _values(opened: Any, name: str, file: Path) -> Tensor:
     Raises:
         ConfigurationError: it is not of finite floats.
     """
-    if len(name) > _NAME_LENGTH:
+    if len(name) > NAME_LENGTH:
         raise ConfigurationError(
-            f"{file} has {name[:80]!r}..., a name of {len(name)} characters; {_NAME_LENGTH} are the most"
+            f"{file} has {name[:80]!r}..., a name of {len(name)} characters; {NAME_LENGTH} are the most"
         )
     if opened.get_slice(name).get_dtype() not in _FLOATS:
         raise ConfigurationError(f"{name} in {file} holds no plain floats")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from safetensors.torch import save_file
 
 from provider.catalog.discovery import discover
 from provider.executor.base import BaseExecutor
@@ -61,6 +62,14 @@ def test_a_file_too_large_to_be_mapped_is_named(tmp_path: Path, limited: bool) -
             Checkpoint(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_a_name_that_would_take_hours_is_refused(tmp_path: Path) -> None:
+    """Transformers searches names for patterns with ``.*``."""
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    save_file({".experts" * 100: torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="a name of 800 characters; 500 are the most"):
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}'])

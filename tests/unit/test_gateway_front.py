@@ -458,7 +458,12 @@ def test_threads_are_shared_in_turns() -> None:
     last.result(60)
     assert done[-1] == "hostile"
     assert isinstance(of("plain", lambda: 1 // 0).exception(60), ZeroDivisionError)
-    threads.shutdown()
+    go.clear()
+    begun, waits = (of("plain", lambda: go.wait(60)) for _ in range(2))
+    threads.shutdown(wait=False)
+    go.set()
+    assert begun.result(60)
+    assert waits.cancelled()
 
 
 @awaited
