@@ -22,6 +22,7 @@ import torch
 from shared import compat
 from shared.encoded import UNREADABLE
 from shared.errors import CheckpointError
+from shared.interruption import Interrupted, interrupted
 from shared.wire.header import DTYPE_CODES
 
 if TYPE_CHECKING:  # which takes seconds, and whoever serves what is stored as it is needs none of it
@@ -33,6 +34,7 @@ _COUNTS = re.compile(r"layer|depth|block|expert|^(num|n)_(stages|labels)$", re.I
 _SIZES = re.compile(r"size|dim|width|length|capacity|_id$", re.IGNORECASE)
 _FEW, _LABELS = 1024, 1 << 20  # of anything is no matter; of labels
 _MODULES = 32  # of a model for each of its tensors, at most
+BUILD_SECONDS = 30.0  # models of a thousand layers take a few
 _UNKNOWN = 1 << 14  # tensors, where a configuration stands alone
 
 
@@ -305,11 +307,14 @@ def _check_counts(said: Any, most: int, where: str, key: str = "") -> None:
 
 
 @contextmanager
-def few_modules(folder: Path, tensors: int) -> Iterator[None]:
-    """Around what builds a model in this thread: stop once it has far more modules than there are tensors.
+def bounded_build(folder: Path, tensors: int) -> Iterator[None]:
+    """Around what builds a model in this thread: stop if it has far more modules than there are tensors.
+
+    And if it takes long: some families fill tables, or list pairs of places, in loops of Python as long as
+    their configuration says.
 
     Raises:
-        CheckpointError: it has.
+        CheckpointError: it has, or takes more than BUILD_SECONDS of a processor.
     """
     left, thread = _FEW + _MODULES * tensors, threading.get_ident()
 
@@ -323,7 +328,13 @@ def few_modules(folder: Path, tensors: int) -> Iterator[None]:
 
     hook = torch.nn.modules.module.register_module_module_registration_hook(count)
     try:
-        yield
+        with interrupted(BUILD_SECONDS):
+            yield
+    except Interrupted as error:
+        raise CheckpointError(
+            f"{folder}/config.json describes a model that takes more than {BUILD_SECONDS:.0f} s to build, "
+            "without its weights; no known model does"
+        ) from error
     finally:
         hook.remove()
 
@@ -348,7 +359,7 @@ def skeleton(folder: Path, dtype: torch.dtype, tensors: int = _UNKNOWN) -> PreTr
                     vars(part).pop("quantization_config", None)
                 config._attn_implementation = "eager"
                 config.dtype = dtype
-                with torch.device("meta"), few_modules(folder, tensors):
+                with torch.device("meta"), bounded_build(folder, tensors):
                     model: PreTrainedModel = each._from_config(config)
                 model.eval()
                 return model

@@ -23,7 +23,7 @@ from transformers import logging as transformers_logging
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch
 from shared.hub import checkpoint_folder, lies_within
-from shared.recipes import config_in, few_modules
+from shared.recipes import bounded_build, config_in
 from tenant_sdk.model.configuration import read_configuration
 from tenant_sdk.model.loading import check_causal
 from tenant_sdk.model.naming import find_base, name_model
@@ -96,11 +96,13 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tensors = len(Checkpoint(folder).names())
-        check_causal(session.executor, config_in(folder, tensors))
-        with few_modules(folder, tensors):
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype="float32", use_safetensors=True, **local
-            )
+        config = config_in(folder, tensors)
+        check_causal(session.executor, config)
+        with torch.device("meta"), bounded_build(folder, tensors):
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="float32", use_safetensors=True, **local
+        )
     except (ImportError, OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             "no model of your own in {}: {}. Leave out {model}: then the provider's dense weights are used",

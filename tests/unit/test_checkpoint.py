@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from provider.catalog.discovery import discover
 from provider.executor.base import BaseExecutor
+from shared import recipes
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointError, ConfigurationError
 from shared.recipes import skeleton
@@ -174,6 +175,23 @@ def test_a_configuration_does_not_name_another_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"configuration_files": ["config.4.0.0.json"]}))
     with pytest.raises(CheckpointError, match="configuration_files"):
         skeleton(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "videomae", "architectures": ["VideoMAEModel"], "num_frames": 10**7},
+        {"model_type": "levit", "architectures": ["LevitModel"], "image_size": 4096},
+    ],
+)
+def test_a_model_that_takes_hours_to_build_is_refused(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tables are filled in loops of Python, as long as the configuration says."""
+    monkeypatch.setattr(recipes, "BUILD_SECONDS", 0.5)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="to build"):
+        skeleton(tmp_path, torch.float32, 10)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""Work in Python is stopped after its time, and only then."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import suppress
+
+import pytest
+
+from shared.interruption import Interrupted, interrupted
+
+
+def test_a_loop_without_end_is_stopped() -> None:
+    def endless() -> None:
+        for _ in itertools.count():
+            with suppress(Exception):
+                time.process_time()
+
+    with pytest.raises(Interrupted), interrupted(0.01):
+        endless()
+
+
+def test_nothing_comes_after_the_block() -> None:
+    for _ in range(3):
+        with suppress(Interrupted), interrupted(-1.0):
+            pass
+        for _ in range(100_000):
+            pass
+
+
+def test_what_waits_takes_no_time() -> None:
+    with interrupted(60.0):
+        time.sleep(0.01)
