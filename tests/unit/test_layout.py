@@ -31,6 +31,7 @@ ROOMS = {
         "memory",
         "devices",
         "imports",
+        "interruption",
         "compat",
         "hub",
         "wire",
