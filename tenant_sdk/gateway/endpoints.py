@@ -249,9 +249,8 @@ class Endpoints:
                     f"{mine} adapters are yours, and of {MOST_ADAPTERS} a part is kept for others; remove one"
                 )
             self._owners[adapter.name] = owner
-            self._last_id += 1
             # The path is part of what its prefixes are cached under, and no other content has it.
-            request = LoRARequest(adapter.name, self._last_id, str(adapter.folder))
+            request = LoRARequest(adapter.name, self._id_of(adapter.folder), str(adapter.folder))
             try:
                 await self._engine.add_lora(request)
             except Exception as error:
@@ -263,8 +262,7 @@ class Endpoints:
             # Without a moment in which nobody has the name.
             old = self._models.lora_requests.get(adapter.name)
             self._models.lora_requests[adapter.name], gateway.served[adapter.name] = request, adapter
-            if old is not None:
-                await self._engine.remove_lora(old.lora_int_id)
+            await self._unload(old)
             gateway.say(f"adapter {adapter.name}: rank {adapter.rank}, of {folder}")
             if adapter.notes:
                 gateway.say(adapter.notes)
@@ -281,9 +279,24 @@ class Endpoints:
         gone = self._gateway.served.pop(name, None)
         self._disown(name)
         if request is not None:
-            await self._engine.remove_lora(request.lora_int_id)
+            await self._unload(request)
             self._gateway.say(f"adapter {name} is served no more")
         return gone is not None
+
+    def _id_of(self, folder: Path) -> int:
+        """What the worker knows a content by, of which it has one in memory, whatever names it has."""
+        for request in self._models.lora_requests.values():
+            if request.lora_path == str(folder):
+                return int(request.lora_int_id)
+        self._last_id += 1
+        return self._last_id
+
+    async def _unload(self, request: LoRARequest | None) -> None:
+        """Take it from memory if no name has its content any more."""
+        if request is not None and all(
+            other.lora_int_id != request.lora_int_id for other in self._models.lora_requests.values()
+        ):
+            await self._engine.remove_lora(request.lora_int_id)
 
     def _disown(self, name: str) -> None:
         if (owner := self._owners.pop(name, None)) is not None:

@@ -392,6 +392,10 @@ def test_adapters_by_request(client: openai.OpenAI, running: RunningGateway, ada
     assert ask("POST", "/v1/adapters", path="a/" * 1000)[0] == 400
     assert ask("DELETE", "/v1/adapters/also") == (200, {"id": "also", "deleted": True})
     assert ask("DELETE", "/v1/adapters/also")[0] == 404
+    # One content has one place in memory, which stays as long as one of its names.
+    assert ask("POST", "/v1/adapters", path="one", name="again")[0] == 201
+    assert ask("DELETE", "/v1/adapters/again")[0] == 200
+    assert complete(client, "one", "And", 8) == said
     status, told = ask("POST", "/v1/adapters", path="../three")
     assert status == 400
     assert "from below" in told["error"]["message"]
