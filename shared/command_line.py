@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from shared.encoded import check_texts
 from shared.errors import CheckpointError, ConfigurationError, SymbiosisError
 from shared.options import Field, arguments_of, fields_of, flags_of, read_options, shown_default
 
@@ -51,7 +52,9 @@ def check_model_folder(folder: Path) -> None:
 
     Raises:
         CheckpointError: it has no ``config.json``, or no safetensors.
+        ConfigurationError: see ``check_texts``.
     """
+    check_texts(folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} is not a checkpoint folder: it has no config.json. Give the folder that "

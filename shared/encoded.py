@@ -14,6 +14,8 @@ from shared.errors import ConfigurationError
 # What decoding raises of text that is none, of another encoding, or nested without an end.
 UNREADABLE = (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError)
 
+_TEXTS = (".json", ".jinja", ".jsonl", ".model", ".txt")  # besides weights, in a folder of a checkpoint
+_LARGEST_TEXT = 64 << 20
 DIGITS = 20  # in a row; making a number of them takes the square of their count
 # Nothing that was matched is tried again, so this takes as long as the text is.
 _SHORT = re.compile(rb'(?s)(?:[^"0-9]++|"(?:[^"\\]++|\\.)*+"|[0-9]{1,%d}+(?![0-9]))*+' % DIGITS)
@@ -36,6 +38,19 @@ def read_within(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise ConfigurationError(f"{path} is larger than {most:,} bytes, which is no file of this kind")
     return content
+
+
+def check_texts(folder: Path) -> None:
+    """Refuse a checkpoint's or a tokenizer's folder of which libraries would read a hole into memory.
+
+    Raises:
+        ConfigurationError: a file other than those of weights is larger than any such file is.
+    """
+    for file in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
+        if file.suffix in _TEXTS and file.is_file() and file.stat().st_size > _LARGEST_TEXT:
+            raise ConfigurationError(
+                f"{file} is larger than {_LARGEST_TEXT:,} bytes, which no file of this kind is"
+            )
 
 
 def path_text(path: Path) -> str:

@@ -21,6 +21,7 @@ from shared.errors import (
     WireError,
 )
 
+MOST_ADAPTERS = 1024  # names, of all clients
 RECENT = 32  # requests that an estimate goes by
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import prometheus_client
-import watchfiles
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from vllm.exceptions import VLLMValidationError
@@ -26,7 +25,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.doorkeeper import MOST_ADAPTERS, Door, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.figures import Collector, rates
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
 from tenant_sdk.gateway.page import HEADERS, PAGE
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     from shared.wire.messages import Manifest
 
 SAMPLES, SAMPLE_SECONDS = 120, 1.0
+LOOK_SECONDS = 1.0  # between looks at the folder of adapters
 FIGURES_SECONDS = 1.0  # for which metrics and the status are good
-MOST_ADAPTERS = 1024  # names, of all clients
 # Of vLLM's paths those that a gateway is for; the others would only be there to be attacked.
 KEPT = GENERATES | TOKENIZES | {"/health", "/version"}
 # vLLM's counters and gauges that the page shows.
@@ -131,7 +130,8 @@ class Endpoints:
         self._metrics_text = Shared(prometheus_client.generate_latest, FIGURES_SECONDS)
         self._status_text = Shared(self._status_now, FIGURES_SECONDS)
         self._last_id, self._began = 0, int(time.time())
-        self._seen: dict[str, object] = {}
+        # Of each folder below --adapters: its files when it was taken, and when it was last looked at.
+        self._seen, self._marks = dict[str, object](), dict[str, object]()
         self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: FastAPI) -> None:
@@ -172,7 +172,7 @@ class Endpoints:
         await self._try_constraints(engine_client)
         leave_words_out()  # requests come from now on
         if self._gateway.adapters is not None:
-            await self._look(self._gateway.adapters)
+            await self._look(self._gateway.adapters, begins=True)
             self._tasks.append(asyncio.create_task(self._watch(self._gateway.adapters)))
         self._tasks += [asyncio.create_task(self._sample()), asyncio.create_task(self._announce())]
 
@@ -313,22 +313,28 @@ class Endpoints:
                 if copy not in used:
                     await asyncio.to_thread(shutil.rmtree, copy, ignore_errors=True)
 
-    async def _look(self, folder: Path) -> None:
-        """Serve what is in the folder, and no more what was in it."""
-        found = {path.name: path for path in await asyncio.to_thread(lambda: list(folders_in(folder)))}
+    async def _look(self, folder: Path, *, begins: bool = False) -> None:
+        """Serve what is in the folder, and no more what was in it.
+
+        Args:
+            begins: all that is there is complete; later a folder may still be written until two looks see the
+                same.
+        """
         gateway = self._gateway
+        found = await asyncio.to_thread(lambda: {path.name: mark_of(path) for path in folders_in(folder)})
+        last, self._marks = found if begins else self._marks, found
         gateway.refused = {name: why for name, why in gateway.refused.items() if name in found}
         for name, adapter in list(gateway.served.items()):
             if adapter.source.parent == folder and adapter.source.name not in found:
                 await self.remove(name)
         self._seen = {name: mark for name, mark in self._seen.items() if name in found}
-        for name, path in found.items():
+        for name, mark in found.items():
+            # As it was; nor is one that was deleted by request served again.
+            if self._seen.get(name) == mark or last.get(name) != mark:
+                continue
+            self._seen[name] = mark
             try:
-                mark = await asyncio.to_thread(mark_of, path)
-                if self._seen.get(name) == mark:
-                    continue  # as it was; nor is one that was deleted by request served again
-                self._seen[name] = mark
-                await self.add(path)
+                await self.add(folder / name)
                 gateway.refused.pop(name, None)
             except Exception as error:  # whatever it is, the other folders are served
                 if gateway.refused.get(name) != str(error):
@@ -336,11 +342,17 @@ class Endpoints:
                 gateway.refused[name] = str(error)
 
     async def _watch(self, folder: Path) -> None:
-        async for _ in watchfiles.awatch(folder, step=200, debounce=1000, recursive=True):
+        """Look again and again. Libraries that are told of changes follow links out of the folder."""
+        said = ""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
             try:
                 await self._look(folder)
-            except Exception as error:  # the next change may be a better one
-                self._gateway.say(f"cannot look into {folder}: {error}")
+                said = ""
+            except Exception as error:  # the next look may be a better one
+                if said != str(error):
+                    said = str(error)
+                    self._gateway.say(f"cannot look into {folder}: {error}")
 
     # -- paths -------------------------------------------------------------------------------------
 

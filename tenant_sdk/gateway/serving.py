@@ -18,7 +18,7 @@ from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.connection.urls import party_name
 from tenant_sdk.gateway.adapters import largest_rank
 from tenant_sdk.gateway.connection import read, written
-from tenant_sdk.gateway.doorkeeper import Door, Queue
+from tenant_sdk.gateway.doorkeeper import MOST_ADAPTERS, Door, Queue
 from tenant_sdk.gateway.folder import METHOD, content_format, write_folder
 from tenant_sdk.gateway.options import DRAFT_TOKENS, LOOKUP, RANKS, GatewayOptions
 from tenant_sdk.gateway.status import Status
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PATIENCE = 10.0  # seconds; clients wait as long
 SOCKET_FOLDER = 64  # characters; the name of a socket in it has 37, and 107 is the most of both
-ADAPTERS_IN_MEMORY = 128  # read from their copies again beyond that
 STEP_ROWS = 512  # of all sequences, in one step
 LOOKUP_TOKENS = 4  # of the text, for which the same is looked for before
 
@@ -229,7 +228,7 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
     if options.adapters is not None:
         arguments |= {
             "max-loras": options.max_adapters,
-            "max-cpu-loras": max(options.max_adapters, ADAPTERS_IN_MEMORY),
+            "max-cpu-loras": max(options.max_adapters, _kept(manifest, endpoints.serving.most_rank)),
             "max-lora-rank": endpoints.serving.most_rank,
         }
     if options.speculate:
@@ -253,6 +252,18 @@ def _arguments(options: GatewayOptions, folder: Path) -> list[str]:
         "--disable-fastapi-docs",
         "--disable-uvicorn-access-log",
     ]
+
+
+def _kept(manifest: Manifest, rank: int) -> int:
+    """Adapters that a quarter of the free memory holds, if all have this rank in every layer, in float32.
+
+    A step that needs another one waits for the disk, with all clients' sequences.
+    """
+    from tenant_sdk.sequences.measuring import free_memory
+
+    members = [(group.inputs, each.outputs) for group in manifest.groups for each in group.members]
+    most = free_memory() // 4 // (4 * rank * sum(map(sum, members)) or 1)
+    return min(most, MOST_ADAPTERS)
 
 
 def _only_beside_experts(manifest: Manifest) -> list[str]:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import logging as transformers_logging
 
 from shared.checkpoint import Checkpoint
+from shared.encoded import check_texts
 from shared.errors import CheckpointError, ConfigurationError, Message, ModelMismatch
 from shared.hub import checkpoint_folder, lies_within
 from shared.recipes import bounded_build, config_in
@@ -190,6 +191,7 @@ def own_tokenizer(folder: Path, embeddings: int | None = None) -> Any:
     """
     if not folder.is_dir():  # transformers would look for a model of that name
         raise ConfigurationError(f"there is no folder {folder} to take a tokenizer from")
+    check_texts(folder)
     for file in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
         if file.suffix not in _OF_WEIGHTS and not lies_within(folder, file):
             raise ConfigurationError(

@@ -41,6 +41,7 @@ _SAID = {
     "refusal": "write it as `content`",
     "audio": "sound is not read; remove it",
 }
+_PART = 1 << 20  # bytes that are read at once
 # What holds text, but is none.
 _BINARY = (".parquet", ".arrow", ".pdf", ".docx", ".odt", ".xlsx", ".zip", ".gz")
 
@@ -129,7 +130,13 @@ def read_text(path: Path) -> str:
             "with a record in each line"
         )
     try:
-        return path.read_text(encoding="utf-8-sig")
+        parts = list[bytes]()
+        with path.open("rb") as file:
+            while part := file.read(_PART):
+                if 0 in part:  # also a hole, which may be of any size
+                    raise ConfigurationError(f"{path} is not plain text: it has bytes that are zero")
+                parts.append(part)
+        return b"".join(parts).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(
             f"{path} is not plain text in UTF-8: {error.reason} in byte {error.start}"

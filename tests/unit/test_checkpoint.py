@@ -65,6 +65,17 @@ def test_a_file_too_large_to_be_mapped_is_named(tmp_path: Path, limited: bool) -
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
+def test_a_hole_is_not_read_into_memory(name: str, tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    with (folder / name).open("ab") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(ConfigurationError, match=f"{name} is larger than 67,108,864 bytes"):
+        Checkpoint(folder)
+    with pytest.raises(ConfigurationError, match=f"{name} is larger than 67,108,864 bytes"):
+        own_tokenizer(folder)
+
+
 def test_a_name_that_would_take_hours_is_refused(tmp_path: Path) -> None:
     """Transformers searches names for patterns with ``.*``."""
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
