@@ -48,9 +48,16 @@ class Adapter:
 
 
 def folders_in(folder: Path) -> Iterator[Path]:
-    """The adapters below a folder, by name; what begins with a dot is being written."""
+    """The adapters below a folder, by name; what begins with a dot is being written.
+
+    Also such as this process may not look into: ``take`` says why they are not served.
+    """
     for path in sorted(folder.iterdir()):
-        if not path.name.startswith(".") and (path / CONFIG).is_file():
+        try:
+            there = not path.name.startswith(".") and (path / CONFIG).is_file()
+        except OSError:
+            there = True
+        if there:
             yield path
 
 

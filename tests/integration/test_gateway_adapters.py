@@ -242,6 +242,23 @@ def test_names(own: Path, copies: Path, manifest: Manifest, name: str) -> None:
         take(own, copies, manifest, name=name)
 
 
+def test_a_folder_that_cannot_be_looked_into_keeps_no_other_from_being_served(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``take`` tells why it is refused. Tests may run as root, which may look everywhere."""
+    theirs, is_file = own.parent / "another users", Path.is_file
+    theirs.mkdir()
+
+    def closed(path: Path) -> bool:
+        if theirs in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", closed)
+    assert [path.name for path in folders_in(own.parent)] == ["another users", "notes"]
+    assert largest_rank(own.parent) == 16
+
+
 def test_a_folder_of_them(own: Path) -> None:
     watched = own.parent
     (watched / ".notes.partial-1").mkdir()
