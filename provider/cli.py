@@ -94,7 +94,7 @@ def certs(
     ] = DEFAULT_DAYS,
     force: Annotated[bool, typer.Option("--force", help="Replace existing certificates.")] = False,
 ) -> None:
-    "Make a development CA, and certificates for a server and a client."
+    """Make a development CA, and certificates for a server and a client."""
     if (directory / "ca.pem").exists() and not force:
         raise ConfigurationError(
             f"{directory} holds certificates, and tenants who trust them would not trust new ones; choose "
@@ -136,7 +136,7 @@ def token_add(
     token_file: Annotated[Path, typer.Option(help="File for the token's hash. It is created if needed.")],
     days: _Days = None,
 ) -> None:
-    "Print a new token for a tenant, once. The tenant's older tokens become invalid."
+    """Make a token for a tenant, and print it once. The tenant's older tokens become invalid."""
     tokens = TokenFile(token_file)
     older = tokens.valid(tenant)
     token = tokens.add(tenant, days)
@@ -158,13 +158,13 @@ def token_rotate(
         int, typer.Option(min=0, max=365, help="Days that the present token stays valid.")
     ] = OVERLAP_DAYS,
 ) -> None:
-    "Print a new token for a tenant, once. The present one stays valid for some days."
+    """Make a further token for a tenant, and print it once. The present one stays valid for some days."""
     _print_token(TokenFile(token_file).rotate(tenant, days, overlap_days), days)
 
 
 @token_app.command("list")
 def token_list(token_file: Annotated[Path, typer.Option(help="File that `token add` made.")]) -> None:
-    "List the tokens: tenant, creation and expiry (UTC)."
+    """List the tokens: tenant, creation and expiry (UTC)."""
     now, listed = datetime.datetime.now(datetime.UTC), TokenFile(token_file).listed()
     print(f"{'TENANT':<24} {'MADE':<17} EXPIRES")
     for tenant, token in listed:
@@ -177,7 +177,7 @@ def token_remove(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     token_file: Annotated[Path, typer.Option(help="File that `token add` made.")],
 ) -> None:
-    "Remove a tenant. Its sessions end within seconds."
+    """Remove a tenant. Its sessions end within seconds."""
     TokenFile(token_file).remove(tenant)
 
 
@@ -249,7 +249,7 @@ def _print_plan(
 @app.command("plan")
 @_command_line.takes
 def plan_capacity(options: PlanOptions) -> None:
-    "Forecast the throughput that tenants would get, and what limits it. Reads no weights."
+    """Forecast the throughput that tenants would get, and what limits it. Reads no weights."""
     link, assumed = parse_network(options.network), parse_assumed(options.assume)
     check_shapes(options.model)
     _errors.print("loading torch, and measuring products", highlight=False)

@@ -45,7 +45,7 @@ def data(
     ] = False,
     tokenizer: options.Tokenizer = None,
 ) -> None:
-    """Show which tokens of files are learned, and which records are left out, split or duplicates."""
+    """Show which tokens of files are learned, and which records are left out, split or duplicate."""
     check_data(files)
     config = None if tokenizer is not None else connection.session()
     with imports.at_once():

@@ -255,7 +255,7 @@ def fingerprint(
     key_env: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            metavar="VAR", help="Environment variable with a key from an earlier run. Default: a new key."
+            metavar="VAR", help="Environment variable with an earlier key. Not given or not set: a new key."
         ),
     ] = None,
     numerics: Annotated[str, typer.Option(help="Numerics of the executors: ring or ring-fine.")] = "ring",

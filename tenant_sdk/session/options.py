@@ -283,7 +283,7 @@ class SessionConfig:
             CONNECTION,
             "Seconds to wait for an executor that goes away while the session is open, for example to "
             "restart. The session then repeats lost requests with the same bytes, and results are the same. "
-            "0: do not wait. It never waits for the first connection or an executor in this process.",
+            "0: do not wait. A session never waits for its first connection or an executor in this process.",
             least=0,
             unit="SECONDS",
         ),
