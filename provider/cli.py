@@ -82,15 +82,19 @@ def _root(
 
 @app.command()
 def certs(
-    directory: Annotated[Path, typer.Argument(help="Where the PEM files go.")],
+    directory: Annotated[Path, typer.Argument(help="Folder for the PEM files.")],
     host: Annotated[
         Optional[list[str]],  # noqa: UP045 - typer reads it at run time
-        typer.Option(help="Name or address of the executor; repeat for more. Default: this machine."),
+        typer.Option(
+            help="Name or address of the executor. Repeat for several. Default: localhost, 127.0.0.1 and ::1."
+        ),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=825, help="How long they are valid.")] = DEFAULT_DAYS,
-    force: Annotated[bool, typer.Option("--force", help="Replace certificates that are there.")] = False,
+    days: Annotated[
+        int, typer.Option(min=1, max=825, help="Days that the certificates are valid.")
+    ] = DEFAULT_DAYS,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing certificates.")] = False,
 ) -> None:
-    """Make a development CA with a server and a client certificate."""
+    """Make a development CA, and certificates for a server and a client."""
     if (directory / "ca.pem").exists() and not force:
         raise ConfigurationError(
             f"{directory} holds certificates, and tenants who trust them would not trust new ones; choose "
@@ -106,7 +110,7 @@ def certs(
 
 _Days = Annotated[
     Optional[int],  # noqa: UP045 - typer reads it at run time
-    typer.Option(min=1, max=3650, help="How long it is valid. Default: for ever."),
+    typer.Option(min=1, max=3650, help="Days that the token is valid. Default: no limit."),
 ]
 
 
@@ -129,10 +133,10 @@ def _print_token(token: str, days: int | None) -> None:
 @token_app.command("add")
 def token_add(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.", callback=_tenant)],
-    token_file: Annotated[Path, typer.Option(help="Stores the token's hash; made if needed.")],
+    token_file: Annotated[Path, typer.Option(help="File for the token's hash. It is created if needed.")],
     days: _Days = None,
 ) -> None:
-    """Print a new token for a tenant, which replaces older ones; it is shown only now."""
+    """Make a token for a tenant, and print it once. The tenant's older tokens become invalid."""
     tokens = TokenFile(token_file)
     older = tokens.valid(tenant)
     token = tokens.add(tenant, days)
@@ -148,19 +152,19 @@ def token_add(
 @token_app.command("rotate")
 def token_rotate(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
-    token_file: Annotated[Path, typer.Option(help="Made by `token add`.")],
+    token_file: Annotated[Path, typer.Option(help="File that `token add` made.")],
     days: _Days = None,
     overlap_days: Annotated[
-        int, typer.Option(min=0, max=365, help="How long the present token stays valid beside it.")
+        int, typer.Option(min=0, max=365, help="Days that the present token stays valid.")
     ] = OVERLAP_DAYS,
 ) -> None:
-    """Print a further token for a tenant; the present one stays valid for some days."""
+    """Make a further token for a tenant, and print it once. The present one stays valid for some days."""
     _print_token(TokenFile(token_file).rotate(tenant, days, overlap_days), days)
 
 
 @token_app.command("list")
-def token_list(token_file: Annotated[Path, typer.Option(help="Made by `token add`.")]) -> None:
-    """Print whose tokens there are, when they were made and when they expire (UTC)."""
+def token_list(token_file: Annotated[Path, typer.Option(help="File that `token add` made.")]) -> None:
+    """List the tokens: tenant, creation and expiry (UTC)."""
     now, listed = datetime.datetime.now(datetime.UTC), TokenFile(token_file).listed()
     print(f"{'TENANT':<24} {'MADE':<17} EXPIRES")
     for tenant, token in listed:
@@ -171,9 +175,9 @@ def token_list(token_file: Annotated[Path, typer.Option(help="Made by `token add
 @token_app.command("remove")
 def token_remove(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
-    token_file: Annotated[Path, typer.Option(help="Made by `token add`.")],
+    token_file: Annotated[Path, typer.Option(help="File that `token add` made.")],
 ) -> None:
-    """Forget a tenant; its sessions end within seconds, and no further one opens."""
+    """Remove a tenant. Its sessions end within seconds."""
     TokenFile(token_file).remove(tenant)
 
 
@@ -245,7 +249,7 @@ def _print_plan(
 @app.command("plan")
 @_command_line.takes
 def plan_capacity(options: PlanOptions) -> None:
-    """Forecast what tenants would get of a model, and what limits it; shapes suffice, no weights are read."""
+    """Forecast the throughput that tenants would get, and what limits it. Reads no weights."""
     link, assumed = parse_network(options.network), parse_assumed(options.assume)
     check_shapes(options.model)
     _errors.print("loading torch, and measuring products", highlight=False)

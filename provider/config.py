@@ -15,13 +15,13 @@ from shared.options import Option, check_fields
 FLOATS = ("float32", "bfloat16")
 _WORKERS = Message("{workers}", workers=Word("N"))
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_TRIED = "To try it out"
+_TRIED = "Trial"
 _SERVED = "What is served"
-_ADMITTED = "Who may come in"
+_ADMITTED = "Access"
 _LOCAL = "Tenants of this machine"
 _LIMITS = "Limits"
 _SCHEDULING = "Scheduling"
-_OBSERVED = "Observation"
+_OBSERVED = "Monitoring"
 
 
 def check_divided(devices: str, workers: int, names: Sequence[str], stripes: int) -> None:
@@ -55,8 +55,8 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "ring, ring-fine (more exact, answers of twice the size), or float32 and bfloat16, which allow "
-            "neither one-time masks nor verification.",
+            "ring, ring-fine (more exact, answers of twice the size), float32 or bfloat16. One-time masks "
+            "and verification need ring or ring-fine.",
             choices=(*FLOATS, "ring", "ring-fine"),
         ),
     ] = "ring"
@@ -64,14 +64,14 @@ class ServeConfig:
     device: Annotated[str, Option(_SERVED, "Where products run: cpu, cuda, cuda:1, ...")] = "cpu"
     threads: Annotated[
         int,
-        Option(_SERVED, "Threads of one product; 0: one for each core, shared among all workers.", least=0),
+        Option(_SERVED, "Threads for one product. 0: one for each core, divided among the workers.", least=0),
     ] = 0
     workers: Annotated[
         int,
         Option(
             _SERVED,
-            "Processes that share the layers, and are restarted if they end; 0: this process computes "
-            "everything.",
+            "Worker processes, which share the layers and are restarted if they end. 0: this process "
+            "computes everything.",
             least=0,
         ),
     ] = 0
@@ -79,8 +79,8 @@ class ServeConfig:
         int,
         Option(
             _SERVED,
-            "How many workers share each layer's outputs: for layers that are too large for one worker, "
-            "or for faster products. 1: each layer is with one worker.",
+            "Workers that share each layer's outputs, for layers that are too large for one worker, or for "
+            "faster products. 1: each layer is in one worker.",
             least=1,
         ),
     ] = 1
@@ -88,16 +88,16 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "Serve only the k-th of n parts of the layers, written k/n: for hosts that do not communicate "
-            "with each other. Tenants name all hosts. Empty: all layers.",
+            "Serve only part k of n parts of the layers, written k/n. The hosts of the parts do not "
+            "communicate; tenants give the URLs of all. Default: all layers.",
         ),
     ] = ""
     fsdp: Annotated[
         bool,
         Option(
             _SERVED,
-            "Each worker holds a shard of every layer, and gathers the layer for each product, as "
-            "PyTorch's FSDP does: a slow baseline for comparison, for float32 and bfloat16.",
+            "Each worker holds a shard of every layer, and gathers the layer for each product, as PyTorch's "
+            "FSDP does: a slow baseline for float32 and bfloat16.",
             negative=True,
         ),
     ] = False
@@ -105,8 +105,8 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "Who starts the workers. process: this process, on this machine. ray: Ray, in the cluster at "
-            "RAY_ADDRESS, if that is set.",
+            "What starts the workers. process: this process, on this machine. ray: Ray, in the cluster at "
+            "RAY_ADDRESS, or on this machine if that is not set.",
             choices=("process", "ray"),
         ),
     ] = "process"
@@ -114,64 +114,83 @@ class ServeConfig:
         str,
         Option(
             _SERVED,
-            "Devices on which products run, with one worker for each: cuda:0,cuda:1. Layers are placed by "
-            "free memory, and in proportion to speed. cpu,cpu is {workers} 2.",
+            "Devices where products run, one worker on each, such as cuda:0,cuda:1. Layers are placed by "
+            "free memory and speed. cpu,cpu is {workers} 2.",
         ),
     ] = ""
     plan: Annotated[
         bool,
         Option(
             _SERVED,
-            "Print which worker would have which layers, and why, and exit, without loading anything or "
-            "opening a port.",
+            "Print which worker would have which layers, and why, and exit. Loads no weights and opens no "
+            "port.",
         ),
     ] = False
     json: Annotated[bool, Option(_SERVED, "Print the output of {plan} as JSON, for programs.")] = False
     tls_dir: Annotated[
-        Path | None, Option(_ADMITTED, "Folder with server.pem and server.key. Needed without {dev}.")
+        Path | None,
+        Option(_ADMITTED, "Folder with server.pem and server.key. Required without {dev} or {plan}."),
     ] = None
     token_file: Annotated[
-        Path | None, Option(_ADMITTED, "File that `token add` makes. Needed without {dev}.")
+        Path | None,
+        Option(_ADMITTED, "Token file that `token add` makes. Required without {dev} or {plan}."),
     ] = None
     host: Annotated[str, Option(_ADMITTED, "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, Option(_ADMITTED, "Port to listen on; 0 picks a free port.", least=0, most=65535)
-    ] = 8765
+    port: Annotated[int, Option(_ADMITTED, "Port to listen on. 0: any free port.", least=0, most=65535)] = (
+        8765
+    )
     client_ca: Annotated[
         Path | None,
-        Option(_ADMITTED, "Also ask tenants for a certificate signed by this authority."),
+        Option(
+            _ADMITTED,
+            "PEM file of the authority that signed tenants' certificates. Tenants without one are refused.",
+        ),
     ] = None
-    max_connections: Annotated[int, Option(_LIMITS, "Close further connections at once.", least=1)] = 256
+    max_connections: Annotated[
+        int, Option(_LIMITS, "Maximum number of connections. Further ones are closed immediately.", least=1)
+    ] = 256
     tenant_connections: Annotated[
-        int, Option(_LIMITS, "Refuse further connections of one tenant.", least=1)
+        int, Option(_LIMITS, "Maximum number of connections of one tenant.", least=1)
     ] = 64
     tenant_mib: Annotated[
         int,
         Option(
             _LIMITS,
-            "MiB of requests and answers that one tenant may have in flight; 0: any.",
+            "MiB of requests and answers that one tenant may have in flight. 0: no limit.",
             least=0,
         ),
     ] = 512
     total_mib: Annotated[
-        int, Option(_LIMITS, "MiB of requests and answers in flight in all; 0: any.", least=0)
+        int,
+        Option(
+            _LIMITS,
+            "MiB of all tenants' requests and answers in flight. 0: no limit.",
+            least=0,
+        ),
     ] = 2048
     tenant_rows: Annotated[
-        int, Option(_LIMITS, "Rows that one tenant may have in flight; 0: any.", least=0)
+        int, Option(_LIMITS, "Rows that one tenant may have in flight. 0: no limit.", least=0)
     ] = 0
     tenant_requests: Annotated[
-        float, Option(_LIMITS, "Requests that one tenant may send in a second; 0: any.", least=0)
+        float, Option(_LIMITS, "Requests that one tenant may send in a second. 0: no limit.", least=0)
     ] = 0.0
     tenant_mib_per_second: Annotated[
-        float, Option(_LIMITS, "MiB of requests that one tenant may send in a second; 0: any.", least=0)
+        float, Option(_LIMITS, "MiB of requests that one tenant may send in a second. 0: no limit.", least=0)
     ] = 0.0
-    drain_seconds: Annotated[float, Option(_LIMITS, "How long SIGTERM waits for requests.", least=0)] = 10.0
+    drain_seconds: Annotated[
+        float,
+        Option(
+            _LIMITS,
+            "Maximum time from SIGTERM to the exit, for answers to open requests.",
+            least=0,
+        ),
+    ] = 10.0
     max_connection_seconds: Annotated[
         float,
         Option(
             _LIMITS,
-            "End a session that is this old, 10 % more or less, as soon as no request of it is under way; "
-            "its SDK connects again, perhaps to another replica. For executors with replicas; 0: never.",
+            "Age, 10 % more or less, at which the executor ends a session as soon as none of its requests "
+            "is under way. The tenant's SDK connects again, perhaps to another replica. 0: never.",
             least=0,
         ),
     ] = 0.0
@@ -179,47 +198,54 @@ class ServeConfig:
         str,
         Option(
             _SCHEDULING,
-            "opportunistic, none or lockstep: which requests share a product.",
+            "Which requests share a product. opportunistic: those that have arrived. none: each has its "
+            "own. lockstep: one of each active tenant.",
             choices=("opportunistic", "none", "lockstep"),
         ),
     ] = "opportunistic"
     decode_objective_ms: Annotated[
         float,
-        Option(_SCHEDULING, "Time that the executor may take for one decoded token.", least=1),
+        Option(
+            _SCHEDULING,
+            "Time that the executor aims to take for one decoded token, in all layers together.",
+            least=1,
+        ),
     ] = 100.0
     decode_rows: Annotated[
         int,
-        Option(_SCHEDULING, "Sequences that one tenant may decode at once; more wait like prompts.", least=1),
+        Option(
+            _SCHEDULING,
+            "Sequences that one tenant may decode at once. Further ones get the priority of prompts.",
+            least=1,
+        ),
     ] = 256
     batch_wait_ms: Annotated[
         float,
-        Option(
-            _SCHEDULING, "The longest time that a request waits for others to share its product.", least=0
-        ),
+        Option(_SCHEDULING, "Longest time that a request waits for others to share its product.", least=0),
     ] = 5.0
     local_dir: Annotated[
         Path | None,
         Option(
             _LOCAL,
-            "Also admit tenants on this machine with the same user, through this directory (ipc://DIR).",
+            "Also admit tenants of the same user on this machine, through this directory (ipc://DIR).",
         ),
     ] = None
     local_mib: Annotated[
-        int, Option(_LOCAL, "MiB of shared memory of all local sessions together.", least=1)
+        int, Option(_LOCAL, "MiB of shared memory for all sessions of {local_dir} together.", least=1)
     ] = 2048
     admin_host: Annotated[
         str,
         Option(
             _OBSERVED,
-            "Address of {admin_port}. Its pages have no password: if it is not a loopback address, make "
-            "sure that only your cluster reaches it.",
+            "Address of {admin_port}. Its pages have no password: if the address is not loopback, make sure "
+            "that only your cluster reaches it.",
         ),
     ] = "127.0.0.1"
     admin_port: Annotated[
         int,
         Option(
             _OBSERVED,
-            "Port of the status page, /metrics, /usage.csv, /healthz and /readyz; 0 picks one.",
+            "Port of the status page, /metrics, /usage.csv, /healthz and /readyz. 0: any free port.",
             least=0,
             most=65535,
         ),
@@ -228,8 +254,8 @@ class ServeConfig:
         Path | None,
         Option(
             _OBSERVED,
-            "File that gets {{url, pid, admin_url}}, and local_url if there is one, when tenants can "
-            "connect.",
+            "JSON file that is written when tenants can connect, with url, pid, admin_url and, with "
+            "{local_dir}, local_url.",
         ),
     ] = None
     log_format: Annotated[
@@ -243,25 +269,26 @@ class ServeConfig:
         ),
     ] = None
     usage_seconds: Annotated[
-        int, Option(_OBSERVED, "Seconds between two entries in {usage_file}, by the clock.", least=1)
+        int,
+        Option(_OBSERVED, "Seconds between two entries in {usage_file}. 3600: at each full hour.", least=1),
     ] = 3600
     transcript: Annotated[
         Path | None,
         Option(
             _OBSERVED,
-            "Record the messages that tenants send, in this folder, for an audit; tenants are told. "
-            "Messages to the mask source of {dev} are not recorded.",
+            "Folder for a recording of tenants' messages, for an audit. The manifest tells tenants. The "
+            "mask source of {dev} records nothing.",
         ),
     ] = None
     dev: Annotated[
         bool,
         Option(
             _TRIED,
-            "Make certificates and tokens, run a mask source as well, and print a tenant's commands.",
+            "Make certificates and tokens, also run a mask source, and print commands for a tenant.",
         ),
     ] = False
     dev_dir: Annotated[
-        Path, Option(_TRIED, "Folder for the files that {dev} makes; they are used again.")
+        Path, Option(_TRIED, "Folder for the files that {dev} makes. Later runs use them again.")
     ] = Path("symbiosis-dev")
 
     def __post_init__(self) -> None:

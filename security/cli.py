@@ -70,11 +70,14 @@ def run(
     text: Annotated[
         Path,
         typer.Option(
-            help="Real text that the tenants work on, a line each.", show_default="that of the examples"
+            help="Real text for the tenants to work on, one example a line.",
+            show_default="that of the examples",
         ),
     ] = _EXAMPLES / "data" / "clinic_notes_train.txt",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: wider intervals.")] = False,
-    seed: Annotated[int, typer.Option(help="Of everything random but masks.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run fewer trials, with wider confidence intervals.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of everything random except masks.")] = 0,
     workers: Annotated[
         int,
         typer.Option(help="Processes that share the layers of each executor (serve --workers).", min=0),
@@ -82,21 +85,21 @@ def run(
     gateway: Annotated[
         Path | None,
         typer.Option(
-            help="Python or symbiosis-tenant of an environment with vLLM, to attack gateways' traffic too.",
-            show_default=".venv-gateway, or this one if it has vLLM; else that is skipped",
+            help="Python or symbiosis-tenant of an environment with vLLM, to also attack gateways' traffic.",
+            show_default=".venv-gateway, else this environment if it has vLLM, else none",
         ),
     ] = None,
     no_gateway: Annotated[bool, typer.Option("--no-gateway", help="Skip the traffic of gateways.")] = False,
 ) -> None:
     """Let tenants work in every mode, attack what each party saw, and judge every claim of CLAIMS.md.
 
-    On two idle cores it takes seven to ten minutes, with --quick three to five, and up to 6 GiB of memory.
-    Three gateways, each of which vLLM takes a while to start, come to that where there is an environment for
-    them; without one their lines are skipped.
+    This takes seven to ten minutes on two idle cores, or three to five with --quick, and up to 6 GiB of
+    memory. Attacks on three gateways take some three minutes more. They need an environment with vLLM;
+    without it, claims about gateways are skipped.
 
-    Exit status 0: every claim that was not skipped holds, and every control succeeded ("weak": in so few
-    trials that it could by chance). 1: a claim does not hold, or a control failed, so that attacks that fail
-    show nothing. 2: an error, nothing is known.
+    A control is the same attack without the defence. Exit status 0: every claim that was not skipped holds,
+    and every control succeeded ("weak": perhaps by chance, in so few trials). 1: a claim does not hold, or a
+    control failed, so that failed attacks prove nothing. 2: an error; nothing is known.
     """
     for path, what in ((model, "model"), (text, "text")):
         if not path.exists():
@@ -154,7 +157,7 @@ def attack(
     transcript: Annotated[
         Path,
         typer.Argument(
-            help="File of `symbiosis-provider serve --transcript`, or its folder: then the newest.",
+            help="Transcript of `symbiosis-provider serve --transcript`, or its folder, for the newest.",
             exists=True,
         ),
     ],
@@ -162,29 +165,32 @@ def attack(
     view: Annotated[
         Party,
         typer.Option(
-            help="What the recording executor was: provider (attack the rows that it got) or mask-source "
-            "(attack the seeds that it got)."
+            help="Role of the executor that recorded: provider (attack its rows) or mask-source (attack its "
+            "seeds)."
         ),
     ] = Party.PROVIDER,
     with_: Annotated[
         Path | None,
         typer.Option(
             "--with",
-            help="What the mask source recorded of the same sessions: both collude, masks are subtracted. "
-            "A control: where a one-time session has one mask source, the text must be read.",
+            help="The mask source's transcript of the same sessions: both collude, and masks are subtracted. "
+            "This is a control: it must read the text if a one-time session has one mask source.",
             exists=True,
         ),
     ] = None,
-    cut: Annotated[bool, typer.Option("--cut", help="Use a transcript that ends in the middle.")] = False,
-    show: Annotated[int, typer.Option(help="How many guessed tokens to show of each attack.", min=1)] = 24,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    cut: Annotated[
+        bool, typer.Option("--cut", help="Use the complete part of a transcript that is cut.")
+    ] = False,
+    show: Annotated[int, typer.Option(help="Number of guessed tokens to show for each attack.", min=1)] = 24,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
 ) -> None:
-    """The passive attacks on a transcript from a real deployment, of which nobody here knows the truth.
+    """Run the passive attacks on a transcript of a real deployment, whose true text is unknown.
 
-    Each session is attacked by itself and gets a verdict. How to read the output: docs/how-to/auditing.md.
+    Each session is attacked by itself and gets a verdict. docs/how-to/auditing.md explains the output.
 
     Exit status 0: every session's rows (or seeds) look uniform, and no attack did better than on random
-    rows. 1: those of some session do not, or an attack reads text. 2: an error, nothing is known.
+    rows. 1: rows (or seeds) of a session do not look uniform, or an attack reads text. 2: an error; nothing
+    is known.
     """
     if with_ is not None and view != Party.PROVIDER:
         raise ConfigurationError("--with names what the mask source recorded, so --view is the provider's")

@@ -201,8 +201,8 @@ class CommandLine:
                         raise ConfigurationError(f"{file}: {each.name}: {error}") from error
 
         text = (
-            "TOML file with options of this command, names with underscores; those given here win. Relative "
-            "paths in it are relative to the working directory, as here."
+            "TOML file with options of this command, with underscores in their names. The command line "
+            "overrides it. Paths in it are relative to the working directory."
         )
         file = self.option(help=text, metavar="FILE", is_eager=True, callback=read)
         annotation = Annotated[Path | None, file]

@@ -36,43 +36,58 @@ class PlanOptions:
         ConfigurationError: a value is out of bounds, or does not fit the others.
     """
 
-    model: Annotated[Path, Option(_GROUP, "Checkpoint folder, or its config.json alone.", argument=True)]
+    model: Annotated[
+        Path, Option(_GROUP, "Checkpoint folder, or a folder with only its config.json.", argument=True)
+    ]
     workers: Annotated[
-        int, Option(_GROUP, "As for serve; 0: none, all is in one process.", least=0, unit="COUNT")
+        int,
+        Option(
+            _GROUP,
+            "Worker processes. 0: one process computes everything.",
+            least=0,
+            unit="COUNT",
+        ),
     ] = 0
     devices: Annotated[
         str,
         Option(
             _GROUP,
-            "One worker for each: cuda:0,cuda:1; cpu,cpu is {workers} 2. Default: cpu.",
+            "Devices with one worker each: cuda:0,cuda:1. cpu,cpu is {workers} 2. Default: cpu.",
             unit="NAMES",
         ),
     ] = ""
     stripes: Annotated[
-        int, Option(_GROUP, "How many workers share each layer's outputs.", least=1, unit="COUNT")
+        int, Option(_GROUP, "Workers that share each layer's outputs.", least=1, unit="COUNT")
     ] = 1
-    numerics: Annotated[str, Option(_GROUP, "As for serve.", unit="NAME")] = "ring"
+    numerics: Annotated[
+        str, Option(_GROUP, "ring, ring-fine, float32 or bfloat16, as for serve.", unit="NAME")
+    ] = "ring"
     network: Annotated[
         str,
-        Option(_GROUP, "To tenants: bits a second each way, and the time there and back.", unit="RATE,TIME"),
+        Option(
+            _GROUP,
+            "Network to the tenants: bits a second in each direction, and the round-trip time.",
+            unit="RATE,TIME",
+        ),
     ] = "10Gbit,0.5ms"
     tenants: Annotated[
-        int, Option(_GROUP, "How many work at the same time.", least=1, most=1024, unit="COUNT")
+        int, Option(_GROUP, "Tenants that work at the same time.", least=1, most=1024, unit="COUNT")
     ] = 8
     rows: Annotated[
-        int, Option(_GROUP, "Of a tuning step: sequences times tokens.", least=1, unit="COUNT")
+        int,
+        Option(_GROUP, "Rows in a fine-tuning step: sequences times tokens of each.", least=1, unit="COUNT"),
     ] = 512
     assume: Annotated[
         Sequence[str],
         Option(
             _GROUP,
-            "Of devices that are not here: NAME=MEMORY,BYTES,MULTIPLICATIONS, in bytes and a second, such as "
-            "cuda=141e9,4.8e12,2e13.",
+            "Figures of a device that this machine lacks, such as cuda=141e9,4.8e12,2e13: bytes of memory, "
+            "bytes a second, multiplications a second.",
             unit="FIGURES",
             single="assume",
         ),
     ] = ()
-    json: Annotated[bool, Option(_GROUP, "Print it for programs.")] = False
+    json: Annotated[bool, Option(_GROUP, "Print the forecast as JSON.")] = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""

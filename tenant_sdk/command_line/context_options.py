@@ -21,8 +21,7 @@ class PromptOptions:
         Path | None,
         Option(
             _PROMPT,
-            "File with the prompt, in UTF-8, instead of {prompt}. The prompt may have any length; it is "
-            "read in chunks.",
+            "File with the prompt, in UTF-8 and of any length, instead of {prompt}.",
             unit="FILE",
         ),
     ] = None
@@ -30,18 +29,17 @@ class PromptOptions:
         bool,
         Option(
             _PROMPT,
-            "Treat the prompt as a user's message to a chat model and write the answer: the tokenizer's "
-            "chat template puts the prompt into a conversation. Without this, the model continues the "
-            "prompt as it is.",
+            "Answer the prompt as a user's message to a chat model, with the tokenizer's chat template. "
+            "Without this, the model continues the prompt as it is.",
         ),
     ] = False
     adapter: Annotated[
-        Path | None, Option(_PROMPT, "Folder of an adapter, as finetune writes it.", unit="FOLDER")
+        Path | None, Option(_PROMPT, "Folder of an adapter, such as finetune writes.", unit="FOLDER")
     ] = None
     allow_other_base: Annotated[bool, Option(_PROMPT, "Load an adapter that was made for another model.")] = (
         False
     )
-    quiet: Annotated[bool, Option(_PROMPT, "Print no figures at the end.")] = False
+    quiet: Annotated[bool, Option(_PROMPT, "Print no statistics at the end.")] = False
 
     def text(self) -> str:
         """The prompt that was given, one way or the other.
@@ -71,10 +69,9 @@ class ContextOptions:
         str | None,
         Option(
             _CONTEXT,
-            "Where keys and values of the context are. host: in buffers in this machine's memory. disk: "
-            "in an encrypted file without a name, which the system deletes at the end, so they need not "
-            "fit into memory. device: as transformers keeps them. Default: host, or device on an "
-            "accelerator.",
+            "Where keys and values are kept. host: in this machine's memory. disk: in an encrypted file, "
+            "which the system deletes at the end; they need not fit into memory. device: in transformers' "
+            "own cache, with the model. Default: host, or device if the model is on an accelerator.",
             unit="device|host|disk",
         ),
     ] = None
@@ -82,7 +79,7 @@ class ContextOptions:
         float,
         Option(
             _CONTEXT,
-            "Keys and values that stay in memory, if {kv} is disk.",
+            "Memory for keys and values, if {kv} is disk.",
             least=0,
             unit="GIB",
         ),
@@ -91,7 +88,7 @@ class ContextOptions:
         Path | None,
         Option(
             _CONTEXT,
-            "Folder for the file, if {kv} is disk. Default: TMPDIR, else /var/tmp.",
+            "Folder for that file, if {kv} is disk. Default: TMPDIR, else /var/tmp.",
             unit="FOLDER",
         ),
     ] = None
@@ -99,7 +96,7 @@ class ContextOptions:
         float,
         Option(
             _CONTEXT,
-            "Memory for reading a chunk of the prompt, in addition to keys and values.",
+            "Memory for reading the prompt in chunks, in addition to keys and values.",
             unit="GIB",
         ),
     ] = 1.0

@@ -30,25 +30,22 @@ _NAMED = 20  # records of which something is said one by one
 def data(
     connection: options.SessionOptions,
     reading: ReadingOptions,
-    files: Annotated[list[Path], typer.Argument(help="As for finetune --data.")],
+    files: Annotated[list[Path], typer.Argument(help="Files of training data, as for finetune --data.")],
     head: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=0, help="Show so many records of each file. Default: 5; with --json all."),
+        typer.Option(min=0, help="Number of records to show of each file. Default: 5, or all with --json."),
     ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
             "--json",
             help="Print each example as a line of JSON: file, line, tokens (ids), learned (true or false for "
-            "each). A record whose answers cannot share an example has several lines.",
+            "each token). A record that makes several examples has several lines.",
         ),
     ] = False,
     tokenizer: options.Tokenizer = None,
 ) -> None:
-    """Show what is learned of files, and what is left out, split or there twice.
-
-    The tokenizer is that of --tokenizer, or else the executor's.
-    """
+    """Show which tokens of files are learned, and which records are left out, split or duplicate."""
     check_data(files)
     config = None if tokenizer is not None else connection.session()
     with imports.at_once():

@@ -13,7 +13,7 @@ from tenant_sdk.gateway.options import GatewayOptions
 
 @options.command_line.takes
 def serve(gateway: GatewayOptions, connection: options.SessionOptions) -> None:
-    """Serve the model and adapters to OpenAI's clients; text, adapters and keys and values stay here."""
+    """Serve the model and adapters with OpenAI's interface. Text, adapters, keys and values stay here."""
     from tenant_sdk.gateway.serving import PATIENCE, check_installed
     from tenant_sdk.gateway.serving import serve as run
 

@@ -56,11 +56,11 @@ def _root(
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Show it.", is_eager=True, callback=prints_version("symbiosis-tenant")
+            "--version", help="Show the version.", is_eager=True, callback=prints_version("symbiosis-tenant")
         ),
     ] = False,
 ) -> None:
-    """Use a language model whose frozen layers a provider hosts, keeping text and adapters here."""
+    """Use a language model whose frozen layers a provider hosts. Text and adapters stay here."""
 
 
 @contextmanager
@@ -249,22 +249,20 @@ def generate(
 @app.command()
 def fingerprint(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint that you trust: folder, or hub:NAME[@REVISION].")
+        Path, typer.Argument(help="Checkpoint that you trust: folder, or hub:NAME\\[@REVISION].")
     ],
-    output: Annotated[Path, typer.Option(help="File to write; an existing one is replaced.")],
+    output: Annotated[Path, typer.Option(help="File to write. An existing file is replaced.")],
     key_env: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            metavar="VAR", help="Variable with the key to write it under. Not given or set: a new key."
+            metavar="VAR", help="Environment variable with an earlier key. Not given or not set: a new key."
         ),
     ] = None,
-    numerics: Annotated[
-        str, typer.Option(help="Of the executors whose answers will be checked: ring or ring-fine.")
-    ] = "ring",
+    numerics: Annotated[str, typer.Option(help="Numerics of the executors: ring or ring-fine.")] = "ring",
 ) -> None:
-    """Make a file with which sessions check answers against your own checkpoint's weights.
+    """Make a file of fingerprints, to check answers against your own checkpoint's weights.
 
-    A new key is printed once: with it answers can be forged, so keep it apart from the file.
+    A new key is printed once. Keep it apart from the file: with the key, answers can be forged.
     """
     with imports.at_once():
         from tenant_sdk.products.fingerprints import write_fingerprints
@@ -287,7 +285,7 @@ def fingerprint(
 def doctor(
     executors: options.SessionOptions,
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for an executor to listen.")
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until an executor listens.")
     ] = 30.0,
 ) -> None:
     """Check executors step by step; at the first failure, say what is wrong and what to do."""
@@ -317,9 +315,11 @@ app.command()(data)
 
 @app.command()
 def trust(
-    file: Annotated[Path, typer.Argument(help="symbiosis.toml, or a tracker's, that you have read.")],
+    file: Annotated[
+        Path, typer.Argument(help="symbiosis.toml, or a tracker's file, after you have read it.")
+    ],
 ) -> None:
-    """Let commands use a file that they find in the folder where they run, until it changes."""
+    """Let commands use this file if it is in the folder where they run, until it changes."""
     _results.print(f"{escape(str(approve(file)))} is used by commands that find it, until it changes")
 
 

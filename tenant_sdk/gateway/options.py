@@ -30,8 +30,8 @@ class GatewayOptions:
         Path | None,
         Option(
             _MODEL,
-            "Folder with the folders of LoRA adapters: each is a model of its name. The server follows "
-            "later changes of the folder.",
+            "Folder that contains folders of LoRA adapters. Each adapter is a model with its folder's name. "
+            "Later changes of the folder take effect.",
             unit="FOLDER",
         ),
     ] = None
@@ -46,16 +46,16 @@ class GatewayOptions:
         str | Secret,
         Option(
             _SERVER,
-            "API keys that clients need, separated by spaces. Without keys, only clients on this machine "
-            "are served.",
-            confidential="the API keys that clients need, with spaces in between",
+            "API keys for clients, separated by spaces. Without keys, only clients on this machine are "
+            "served.",
+            confidential="the API keys for clients, separated by spaces",
         ),
     ] = field(default="", repr=False)
     name: Annotated[
         str,
         Option(
             _MODEL,
-            "Clients' name for the model without an adapter. Default: the provider's name.",
+            "Clients' name for the model without an adapter. Default: the provider's name for it.",
             unit="NAME",
         ),
     ] = ""
@@ -66,7 +66,7 @@ class GatewayOptions:
         Path | None,
         Option(
             _MODEL,
-            "Jinja file for chats. Default: the template of the tokenizer, if it has one.",
+            "Jinja file with a chat template. Default: the tokenizer's, if it has one.",
             unit="FILE",
         ),
     ] = None
@@ -74,7 +74,7 @@ class GatewayOptions:
         int | None,
         Option(
             _MODEL,
-            "Maximum length of prompt and answer. Default: the model's limit.",
+            "Maximum length of prompt and answer together. Default: the model's limit.",
             least=2,
             unit="TOKENS",
         ),
@@ -88,9 +88,12 @@ class GatewayOptions:
             unit="NAME",
         ),
     ] = "float32"
-    max_sequences: Annotated[int, Option(_SERVER, "Sequences that are computed in one step.", least=1)] = 32
+    max_sequences: Annotated[
+        int, Option(_SERVER, "Maximum number of sequences that one step computes.", least=1)
+    ] = 32
     max_waiting: Annotated[
-        int, Option(_SERVER, "Sequences that may wait; further requests get status 429.", least=0)
+        int,
+        Option(_SERVER, "Maximum number of sequences that wait. Further requests get status 429.", least=0),
     ] = 64
     kv_memory_gib: Annotated[
         float,
@@ -98,13 +101,18 @@ class GatewayOptions:
     ] = 1.0
     max_adapters: Annotated[
         int,
-        Option(_MODEL, "Different adapters in one step; each takes memory in all layers.", least=1),
+        Option(
+            _MODEL,
+            "Maximum number of different adapters in one step. Each takes memory in all layers.",
+            least=1,
+        ),
     ] = 16
     max_rank: Annotated[
         int | None,
         Option(
             _MODEL,
-            "Largest rank of adapters. Default: the largest at the start, at least 16.",
+            "Largest rank of adapters: 8, 16, 32, 64, 128, 256, 320 or 512. Default: the largest at the "
+            "start, at least 16.",
             choices=RANKS,
             unit="RANK",
         ),
@@ -112,33 +120,34 @@ class GatewayOptions:
     no_constraints: Annotated[
         bool,
         Option(
-            _MODEL, "Refuse structured outputs: JSON schemas, patterns, choices and grammars for answers."
+            _MODEL, "Refuse requests for structured outputs (JSON schemas, patterns, choices and grammars)."
         ),
     ] = False
     prefix_cache: Annotated[
         bool,
         Option(
             _MODEL,
-            "Keep keys and values of beginnings of prompts, for others that begin alike. Fewer rows then "
-            "show the provider that one does, and shorter waits show it to other clients.",
+            "Keep keys and values of prompts' prefixes, for prompts with the same prefix. The number of "
+            "rows then shows the provider that a prefix is known; a shorter wait shows it to other clients.",
         ),
     ] = False
     speculate: Annotated[
         str,
         Option(
             _MODEL,
-            "Guess several tokens and check them in one round trip: prompt-lookup, or the folder of a small "
-            "model. How many steps a text takes then depends on the text (docs/how-to/gateway.md).",
+            "Guess several tokens and check them in one step, with prompt-lookup or a small model in this "
+            "folder. The number of steps then tells the provider something about the text "
+            "(docs/how-to/gateway.md).",
             unit="prompt-lookup|FOLDER",
         ),
     ] = ""
     draft_tokens: Annotated[
         int | None,
-        Option(_MODEL, f"Tokens that are guessed at once. Default: {DRAFT_TOKENS}.", least=1, most=16),
+        Option(_MODEL, f"Most tokens that are guessed at once. Default: {DRAFT_TOKENS}.", least=1, most=16),
     ] = None
     ready_file: Annotated[
         Path | None,
-        Option(_SERVER, "File to which the URL is written when the server answers requests.", unit="FILE"),
+        Option(_SERVER, "File to which the URL is written when the server is ready.", unit="FILE"),
     ] = None
 
     def __post_init__(self) -> None:

@@ -55,11 +55,11 @@ class SessionConfig:
         Party,
         Option(
             EXECUTORS,
-            "URL of the executor: wss://host:port, or ipc:// and the absolute path of the directory in "
-            "which an executor on this machine listens (serve --local-dir). Several URLs, in a list or "
-            "separated by commas, are replicas: executors of one operator and model, of which one is used "
-            "at a time. Several addresses of a host name are replicas too. Executors of parts (serve "
-            "--part k/n) are all used. In Python, also the result of provider.serve_in_process.",
+            "URL of the executor: wss://host:port, or, for an executor on this machine, ipc:// and the "
+            "absolute path of its directory (serve --local-dir). Several URLs, in a list or separated by "
+            "commas, are replicas: executors of one operator and model. The session uses one replica at a "
+            "time, but all executors of parts (serve --part k/n). Several addresses of a host name are "
+            "replicas too. In Python, also the result of provider.serve_in_process.",
             unit="URL",
         ),
     ] = ""
@@ -69,8 +69,8 @@ class SessionConfig:
         Option(
             EXECUTORS,
             "TOML file with these options (docs/how-to/profiles.md): a path, or NAME for "
-            "~/.config/symbiosis/NAME.toml. Options given in addition override the file. Commands without "
-            "{provider} use ./symbiosis.toml, if you have approved it (symbiosis-tenant trust).",
+            "~/.config/symbiosis/NAME.toml. Other options override the file. Commands without {provider} "
+            "and {profile} use ./symbiosis.toml, if you have approved it (symbiosis-tenant trust).",
             unit="FILE",
         ),
     ] = None
@@ -95,11 +95,11 @@ class SessionConfig:
         tuple[str | Path, str | Path] | None,
         Option(
             EXECUTORS,
-            "PEM files of a certificate and its key, for executors that ask for a certificate.",
+            "PEM files of your certificate and its key, for executors that require one.",
             unit="FILE",
             parts=(
-                ("client_certificate", "PEM file, for executors that ask for a certificate."),
-                ("client_key", "PEM file with the key of the certificate."),
+                ("client_certificate", "PEM file of your certificate, for executors that require one."),
+                ("client_key", "PEM file of the certificate's key."),
             ),
         ),
     ] = None
@@ -107,11 +107,11 @@ class SessionConfig:
         Sequence[Party],
         Option(
             EXECUTORS,
-            "Parties that compute the effects of masks: an executor of another operator that serves the "
-            "same weights (its URL, or replicas as above), or local:FOLDER or local:hub:NAME[@REVISION] "
-            "with the checkpoint. With one-time masks the rows stay hidden while one party does not "
-            "collude with the provider. A noise-bank takes one, by default the provider itself, which "
-            "then sees every mask.",
+            "Party that computes the effects of masks: the URL of an executor (or its replicas, as above) "
+            "that another operator runs with the same weights; or the checkpoint, local:FOLDER or "
+            "local:hub:NAME[@REVISION], to compute them here. With one-time masks, rows stay hidden if one "
+            "mask source does not collude with the provider. A noise-bank takes one, by default the "
+            "provider, which then sees every mask.",
             unit="URL",
             single="mask_source",
         ),
@@ -129,8 +129,8 @@ class SessionConfig:
         str | Path | Sequence[str | Path | None] | None,
         Option(
             EXECUTORS,
-            "PEM file of the mask source's certificate authority, or the word system; for several, that "
-            "of each. Default without {ca}: system.",
+            "PEM file of the mask source's certificate authority, or the word system for the operating "
+            "system's; for several, that of each. Required if {ca} is given, else system.",
             unit="FILE",
             single="mask_source_ca",
         ),
@@ -139,8 +139,8 @@ class SessionConfig:
         str | None,
         Option(
             TRUST,
-            "Refuse executors whose digest of weights, parameters and files is not this one. The digest "
-            "covers all downloads; only {verify} shows that products are those of these weights.",
+            "Refuse executors with another digest of weights, parameters and files. The digest covers all "
+            "downloads. It does not show that products are computed with these weights; {verify} does.",
             unit="DIGEST",
         ),
     ] = None
@@ -148,9 +148,9 @@ class SessionConfig:
         Collection[str],
         Option(
             TRUST,
-            "Accept this sign that provider and mask sources are one operator: "
-            f"{', '.join(SIGNS)}. Or all of these, for a trial: an operator of both then sees every row, "
-            "because one-time masks hide nothing from it.",
+            "Accept this sign that provider and mask sources have the same operator: "
+            f"{', '.join(SIGNS)}; or all of them, for a trial. One-time masks hide nothing from an "
+            "operator of both.",
             choices=(*SIGNS, ALL),
             unit="SIGN",
             single="allow_same",
@@ -160,15 +160,15 @@ class SessionConfig:
         bool,
         Option(
             TRUST,
-            "Use executors that announce that they record tenants' messages, as for an audit.",
+            "Accept executors that announce that they record tenants' messages, for an audit.",
         ),
     ] = False
     privacy: Annotated[
         str,
         Option(
             MASKS,
-            "one-time, noise-bank or plain. With one-time masks the provider sees uniform numbers, unless "
-            "it colludes with all mask sources; these masks need ring numerics. The other modes protect "
+            "one-time, noise-bank or plain. With one-time masks, the provider sees uniform random numbers, "
+            "unless it colludes with all mask sources. They need ring numerics. The other modes protect "
             "little or nothing (SECURITY.md).",
             choices=PRIVACY_MODES,
             unit="MODE",
@@ -178,7 +178,7 @@ class SessionConfig:
         float,
         Option(
             MASKS,
-            "Memory for effects of masks that are fetched ahead, in MiB; 0: fetch none ahead.",
+            "Memory for effects of masks that are fetched in advance, in MiB. 0: fetch none in advance.",
             least=0,
             unit="MIB",
         ),
@@ -187,17 +187,16 @@ class SessionConfig:
         bool,
         Option(
             MASKS,
-            "After half a second without a request, fetch as many effects as {mask_budget_mib} takes, for "
-            "the next burst. Default: those of the next requests, 64 rows of each.",
+            "After half a second without a request, fill {mask_budget_mib} with effects, for a burst of "
+            "requests. Default: fetch effects for the next requests, 64 rows for each.",
         ),
     ] = False
     pad_rows: Annotated[
         int,
         Option(
             MASKS,
-            "Hide how many rows a request has: round the number up to a power of two, at least this "
-            "number. The added rows are zeros under separate masks, and cost as much as other rows. 0: do "
-            "not round.",
+            "Hide how many rows a request has: add rows until their number is a power of two, and at least "
+            "this. Added rows are zeros under masks of their own, and cost as much as others. 0: add none.",
             least=0,
             most=1 << 16,
             unit="ROWS",
@@ -207,10 +206,10 @@ class SessionConfig:
         str | None,
         Option(
             MASKS,
-            "Where experts of a mixture are multiplied. local: here; their weights are downloaded, or "
-            "stay in an attached model. routed: by the provider, which sees how many tokens each expert "
-            "gets, and so learns about the text. padded: by the provider, which gets equally many rows "
-            "for each expert, some of them zeros under masks. Default: local with one-time masks, else "
+            "Where the experts of mixture-of-experts models are multiplied. local: here, with downloaded "
+            "weights or those of an attached model. routed: by the provider, which sees how many tokens "
+            "each expert gets, and so learns about the text. padded: by the provider, which gets equally "
+            "many rows for each expert, some of them masked zeros. Default: local with one-time masks, else "
             "routed.",
             choices=EXPERTS,
             unit="WHERE",
@@ -223,7 +222,7 @@ class SessionConfig:
         str | None,
         Option(
             VERIFICATION,
-            "When to check that answers are the right products: always, sampled or off. Checking needs "
+            "Which answers to check for wrong products: always (all), sampled or off (none). Checks need "
             "ring numerics. Default: always with one-time masks or {fingerprints}, else off.",
             choices=VERIFY_MODES,
             unit="WHEN",
@@ -233,8 +232,7 @@ class SessionConfig:
         float,
         Option(
             VERIFICATION,
-            "The fraction of requests that is checked if {verify} is sampled; the requests are drawn "
-            "secretly.",
+            "Fraction of requests that are checked if {verify} is sampled. Executors cannot predict which.",
             least=0,
             above=True,
             most=1,
@@ -245,9 +243,9 @@ class SessionConfig:
         str | Path | None,
         Option(
             VERIFICATION,
-            "File of the command symbiosis-tenant fingerprint, to check against weights that you trust. "
-            "Default: fingerprints from a local: mask source, or else through the executors, under masks; "
-            "the latter show any deviation, but not that the weights were right from the start.",
+            "File that symbiosis-tenant fingerprint made from weights that you trust. Default: a local: "
+            "mask source computes the fingerprints, else the executors do, under masks. The executors' show "
+            "any later deviation, but not whether the weights were right from the start.",
             unit="FILE",
         ),
     ] = None
@@ -263,8 +261,8 @@ class SessionConfig:
         str,
         Option(
             CONNECTION,
-            "Element type of payloads: float32, or bfloat16 for half the bytes and three digits. Ring "
-            "numerics have their own type.",
+            "Element type of payloads with float numerics: float32, or bfloat16 for half the bytes and "
+            "three digits.",
             choices=WIRE_DTYPES,
             unit="NAME",
         ),
@@ -283,10 +281,9 @@ class SessionConfig:
         float,
         Option(
             CONNECTION,
-            "Seconds to wait for an executor that goes away once the session is open, for example to "
-            "restart. The session then repeats lost requests with the same bytes, and results are the "
-            "same. 0: do not wait. There is no wait for the first connection or an executor in this "
-            "process.",
+            "Seconds to wait for an executor that goes away while the session is open, for example to "
+            "restart. The session then repeats lost requests with the same bytes, and results are the same. "
+            "0: do not wait. A session never waits for its first connection or an executor in this process.",
             least=0,
             unit="SECONDS",
         ),

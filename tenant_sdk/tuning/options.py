@@ -27,14 +27,14 @@ class ReadingOptions:
         int,
         Option(
             _DATA,
-            "Tokens in a block of text, and the most in a record. Longer records with `text` are split, "
-            "others left out; both are reported. Long sequences are computed in windows if memory is "
-            "short.",
+            "Tokens in a block of plain text, and most tokens in a record. Longer records with `text` are "
+            "split, others left out; both are reported. If memory is short, long sequences are computed in "
+            "windows.",
             least=2,
             unit="TOKENS",
         ),
     ] = LENGTH
-    train_on_prompt: Annotated[bool, Option(_DATA, "Learn whole records, not only the answers.")] = False
+    train_on_prompt: Annotated[bool, Option(_DATA, "Learn whole records, not only answers.")] = False
 
     def __post_init__(self) -> None:
         """Refuse values out of bounds."""
@@ -59,15 +59,13 @@ class TrainingOptions(ReadingOptions):
             single="data",
         ),
     ]
-    output: Annotated[
-        Path, Option(_ADAPTER, "Folder to make for the adapter, in PEFT's format.", unit="FOLDER")
-    ]
+    output: Annotated[Path, Option(_ADAPTER, "New folder for the adapter, in PEFT's format.", unit="FOLDER")]
     _: KW_ONLY
     held_out: Annotated[
         Sequence[Path],
         Option(
             _DATA,
-            "Data to measure perplexity on, before and after the training; not trained on.",
+            "Data for measuring perplexity before and after the training. It is not learned.",
             unit="FILE",
             single="held_out",
         ),
@@ -76,7 +74,7 @@ class TrainingOptions(ReadingOptions):
         str,
         Option(
             _ADAPTER,
-            "lora, rslora, adalora, ia3, vera, loha, lokr, prefix, prompt or p-tuning.",
+            "PEFT method: lora, rslora, adalora, ia3, vera, loha, lokr, prefix, prompt or p-tuning.",
             unit="NAME",
         ),
     ] = "lora"
@@ -85,31 +83,37 @@ class TrainingOptions(ReadingOptions):
         str,
         Option(
             _ADAPTER,
-            "Layers that low-rank methods adapt: names separated by commas, or all-linear.",
+            "Layers that low-rank methods adapt: module names separated by commas, or all-linear.",
             unit="NAMES",
         ),
     ] = "all-linear"
     virtual_tokens: Annotated[
-        int, Option(_ADAPTER, "Number of virtual tokens of prefix, prompt and p-tuning.", least=1)
+        int, Option(_ADAPTER, "Virtual tokens of prefix, prompt and p-tuning.", least=1)
     ] = 20
     learning_rate: Annotated[
         float | None,
-        Option(_TRAINING, "Learning rate. Default: depends on the method; 0.001 for lora.", unit="RATE"),
+        Option(_TRAINING, "Learning rate. The default depends on the method: 0.001 for lora.", unit="RATE"),
     ] = None
-    steps: Annotated[int | None, Option(_TRAINING, "Optimizer steps, instead of {epochs}.", least=1)] = None
+    steps: Annotated[
+        int | None, Option(_TRAINING, "Number of optimizer steps, instead of {epochs}.", least=1)
+    ] = None
     epochs: Annotated[float, Option(_TRAINING, "Passes over the data.", unit="COUNT")] = 3.0
     batch_size: Annotated[int, Option(_TRAINING, "Blocks or records in a step.", least=1)] = 8
     memory_gib: Annotated[
         float | None,
         Option(
             _TRAINING,
-            "Memory that this process may use. Default: what it uses now and 80 % of the free memory.",
+            "Memory that this process may use. Default: what it uses when the training begins, and 80 % of "
+            "the free memory.",
             unit="GIB",
         ),
     ] = None
     packing: Annotated[
         bool,
-        Option(_TRAINING, "Put the records of a step into one row instead of padding them: fewer bytes."),
+        Option(
+            _TRAINING,
+            "Join a step's records into one sequence instead of padding them. This sends fewer bytes.",
+        ),
     ] = False
     seed: Annotated[int, Option(_TRAINING, "Seed of everything random except masks.", unit="NUMBER")] = 0
     save_steps: Annotated[int, Option(_TRAINING, "Steps between checkpoints.", least=1)] = 50
@@ -118,7 +122,7 @@ class TrainingOptions(ReadingOptions):
         Sequence[str],
         Option(
             _TRAINING,
-            "Tracker: tensorboard (files in OUTPUT.runs), wandb or another that the Trainer knows. It "
+            "Tracker: tensorboard (files in OUTPUT.runs), wandb or another of transformers' Trainer. It "
             "gets losses, options and the model's configuration, but no text.",
             unit="NAME",
             single="report_to",
@@ -128,7 +132,7 @@ class TrainingOptions(ReadingOptions):
         str | None,
         Option(
             _ADAPTER,
-            "Base model that the adapter's folder names, for use without an executor.",
+            "Base model that the adapter's configuration names, for use without an executor.",
             unit="FOLDER|hub:NAME[@REVISION]",
         ),
     ] = None
@@ -165,7 +169,7 @@ class ModelOptions:
         str | None,
         Option(
             _MODEL,
-            "Your own copy of the model, also at a hub: all but its frozen layers is taken from it.",
+            "Your own copy of the model. All parameters but those of the frozen layers are taken from it.",
             unit="FOLDER|hub:NAME[@REVISION]",
         ),
     ] = None

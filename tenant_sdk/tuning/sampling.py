@@ -31,7 +31,7 @@ class Sampling:
         float,
         Option(
             _GROUP,
-            "Sampling temperature. 0: always the most likely token, with any seed.",
+            "Sampling temperature. 0: always take the most likely token.",
             least=0,
             unit="NUMBER",
         ),
@@ -40,7 +40,7 @@ class Sampling:
         float,
         Option(
             _GROUP,
-            "Choose among the most likely tokens that together have this probability.",
+            "Sample from the most likely tokens whose probabilities add up to this.",
             least=0,
             above=True,
             most=1,
@@ -52,9 +52,8 @@ class Sampling:
         float,
         Option(
             _GROUP,
-            "Above 1: divide the scores of tokens that are already in the prompt or the text, which makes "
-            "them less likely. This also keeps an adapter from copying parts of the prompt, so the "
-            "default is 1 (off).",
+            "Above 1, make tokens that are already in the prompt or the text less likely, by dividing their "
+            "scores. An adapter then copies less from the prompt. 1: off.",
             least=0,
             above=True,
             unit="NUMBER",
@@ -64,7 +63,7 @@ class Sampling:
         Sequence[str],
         Option(
             _GROUP,
-            "Stop after this text, which is printed, or where the model ends its text.",
+            "Also stop after this text, which is printed.",
             unit="TEXT",
             single="stop",
         ),
@@ -73,8 +72,8 @@ class Sampling:
         bool,
         Option(
             _GROUP,
-            "Continue if the text only repeats itself (its end three times over, 32 tokens or more); "
-            "without this, generation then stops and says so.",
+            "Continue even if the text repeats itself. Without this, generation stops if the same tokens "
+            "end the text three times in a row, 32 tokens or more in all.",
         ),
     ] = False
 

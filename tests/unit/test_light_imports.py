@@ -254,6 +254,7 @@ def show(command, words):
     for parameter in command.params:
         for option in getattr(parameter, "opts", ()):
             assert option.replace("_", "-") in text.replace("_", "-"), (words, option, text)
+    assert text.count("hub:NAME") == text.count("hub:NAME[@"), (words, text)  # not taken for markup
 
 show(typer.main.get_command(app), [])
 print("all")
