@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import prometheus_client
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.structured_output import backend_guidance
@@ -25,10 +25,9 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.doorkeeper import MOST_ADAPTERS, Door, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.doorkeeper import MOST_ADAPTERS, Door, Queue, Refusal, Shares
 from tenant_sdk.gateway.figures import Collector, rates
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
-from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.status import Status
@@ -152,10 +151,8 @@ class Endpoints:
                 unserved=self._unserved,
             ),
         )
-        app.get("/", include_in_schema=False)(self._page)
         app.get("/metrics", include_in_schema=False)(self._metrics)
         app.get("/status.json", include_in_schema=False)(self._status)
-        app.get("/healthz")(self._health)
         app.get("/v1/models")(self._list_models)
         app.get("/v1/adapters")(self._list)
         app.post("/v1/adapters")(self._add)
@@ -383,15 +380,6 @@ class Endpoints:
         if not await self.remove(name):
             return _answer(Refusal(404, "not_found_error", f"there is no adapter {name[:200]}"))
         return JSONResponse({"id": name, "deleted": True})
-
-    async def _health(self) -> JSONResponse:
-        status = Status.read(self._gateway.folder)
-        if status.failing:
-            return _answer(told(status.failure, status.error, self._gateway.retry_after))
-        return JSONResponse({"status": "ok"})
-
-    async def _page(self) -> HTMLResponse:
-        return HTMLResponse(PAGE, headers=HEADERS)
 
     async def _metrics(self) -> Response:
         return Response(await self._metrics_text(), media_type=prometheus_client.CONTENT_TYPE_LATEST)

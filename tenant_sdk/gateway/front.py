@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from tenant_sdk.gateway.constraints import Constraint
 from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.page import HEADERS, PAGE
 from tenant_sdk.gateway.requests import Asked, asked, text_bytes
 from tenant_sdk.gateway.status import Ended, Status, request_name
 from tenant_sdk.gateway.turns import Turns, asking
@@ -104,7 +106,7 @@ class Front:
         path = scope["path"]
         client = self._door.admit(scope["headers"])
         if path in OPEN and (self._door.keys or isinstance(client, str)):
-            return await self._application(scope, receive, send)
+            return await self._opened(scope["method"], path, send)
         if isinstance(client, Refusal):
             return await _refuse(send, client)
         asking.set(client)
@@ -133,6 +135,17 @@ class Front:
             await _left(scope)
         finally:
             self._queue.leave(client, wanted.sequences, self._clock() - entered)
+
+    async def _opened(self, method: str, path: str, send: Send) -> None:
+        """Answer strangers, of whom there may be many: in vLLM's application each takes a millisecond."""
+        if method not in ("GET", "HEAD"):
+            return await _refuse(send, Refusal(405, "invalid_request_error", f"{path} is only read"))
+        if path == "/":
+            return await _say(send, PAGE.encode(), b"text/html; charset=utf-8", HEADERS)
+        status = Status.read(self._folder)
+        if status.failing:
+            return await _refuse(send, told(status.failure, status.error, self._retry_after))
+        return await _say(send, b'{"status":"ok"}', b"application/json")
 
     async def _looked(self, client: str, scope: Message, receive: Receive, send: Send) -> None:
         """Have a request answered that needs no place in the queue."""
@@ -336,6 +349,13 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return message or await receive()
 
     return once_more
+
+
+async def _say(send: Send, body: bytes, kind: bytes, more: Mapping[str, str] = MappingProxyType({})) -> None:
+    headers = [(name.lower().encode(), value.encode()) for name, value in more.items()]
+    headers += [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _refuse(send: Send, refusal: Refusal | None) -> None:

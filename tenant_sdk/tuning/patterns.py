@@ -20,6 +20,7 @@ SECONDS = 2.0  # for all patterns of a folder
 PATTERN_BYTES = 4 << 10
 MOST = 4096  # names or patterns of a field
 VALUES = 256  # of a table: each becomes a pattern, and Python keeps 512 of them compiled
+_LISTS = 16  # of layers in a model; PEFT makes an expression of each name for each module
 _FEW = 64  # names, with which PEFT's time is no matter
 # Fields of an adapter's configuration, and what they have: a pattern or names, a table of patterns, names.
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
@@ -71,6 +72,10 @@ def without_patterns(
                 )
         if given and isinstance(given, list) and field != "trainable_token_indices":
             made[field] = names.known(given)
+            if field == "layers_pattern" and (count := len(made[field])) > _LISTS:
+                raise ConfigurationError(
+                    f"{names.where} has {count} names as {field}; no model has as many lists of layers"
+                )
     return made
 
 

@@ -23,6 +23,7 @@ from tenant_sdk.gateway import serving
 from tenant_sdk.gateway.doorkeeper import Allowance, Door, Failure, Queue, Refusal, Shares, Strangers, told
 from tenant_sdk.gateway.front import Front, Served
 from tenant_sdk.gateway.options import GatewayOptions
+from tenant_sdk.gateway.page import PAGE
 from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import Asked, asked
 from tenant_sdk.gateway.status import Status, client_of, request_name
@@ -233,6 +234,7 @@ def run(
     name: str = "localhost",
     *,
     body: bytes = b'{"prompt": ""}',
+    method: str = "POST",
 ) -> Sent:
     """What a client of one request is sent."""
     sent: Sent = []
@@ -243,7 +245,7 @@ def run(
     async def receive() -> Any:
         return part(body, False)
 
-    scope = {"type": "http", "path": path, "headers": host(name)}
+    scope = {"type": "http", "path": path, "method": method, "headers": host(name)}
     asyncio.run(front(scope, receive, send))
     return sent
 
@@ -388,6 +390,26 @@ def test_a_slow_body_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(in_front, "BODY_SECONDS", 0.01)
     sent, came = received(part(b"12345", True), folder=tmp_path)
     assert (sent[0]["status"], came) == (408, [])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "body"),
+    [
+        ("GET", "/healthz", 200, b'{"status":"ok"}'),
+        ("GET", "/", 200, PAGE.encode()),
+        ("POST", "/", 405, b""),
+        ("DELETE", "/healthz", 405, b""),
+    ],
+)
+def test_strangers_are_answered_without_vllm(
+    method: str, path: str, status: int, body: bytes, tmp_path: Path
+) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("reached")
+
+    sent = run(front(application, tmp_path, door=Door([KEY])), path, name="elsewhere.example", method=method)
+    assert sent[0]["status"] == status
+    assert sent[1]["body"].startswith(body)
 
 
 def test_who_is_not_let_in_reaches_nothing(tmp_path: Path) -> None:

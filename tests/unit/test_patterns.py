@@ -93,6 +93,13 @@ def test_of_many_names_those_of_modules_are_kept(field: str) -> None:
     assert len(without_patterns({field: [f"x{at}" for at in range(1000)]}, NAMES, FOLDER)[field]) == 1
 
 
+def test_no_model_has_many_lists_of_layers() -> None:
+    """PEFT makes an expression of each name for each module."""
+    given = {"layers_pattern": list({part for name in NAMES for part in name.split(".")})[:1] * 17}
+    with pytest.raises(ConfigurationError, match="17 names as layers_pattern"):
+        without_patterns(given, NAMES, FOLDER)
+
+
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 def test_a_large_table_has_one_key_for_each_value(field: str) -> None:
     """PEFT and vLLM compile every key for every module."""
