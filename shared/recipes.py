@@ -35,6 +35,7 @@ _SIZES = re.compile(r"size|dim|width|length|capacity|_id$", re.IGNORECASE)
 _FEW, _LABELS = 1024, 1 << 20  # of anything is no matter; of labels
 _MODULES = 32  # of a model for each of its tensors, at most
 BUILD_SECONDS = 30.0  # models of a thousand layers take a few
+_ARCHITECTURES = 16  # that a configuration names; each is imported
 _UNKNOWN = 1 << 14  # tensors, where a configuration stands alone
 
 
@@ -265,6 +266,11 @@ def config_in(folder: Path, tensors: int = _UNKNOWN) -> PreTrainedConfig:
         raise CheckpointError(
             f"{folder}/config.json names other files to be read in its place: remove configuration_files"
         )
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        if "/" in str(values.get(key) if isinstance(values, dict) else ""):
+            raise CheckpointError(
+                f"{folder}/config.json names code of a hub to be run: remove {key}, {values[key]!r:.80}"
+            )
     # transformers asks for it although local files alone are wanted.
     if name := _backbone(values):
         raise CheckpointError(
@@ -352,8 +358,8 @@ def skeleton(folder: Path, dtype: torch.dtype, tensors: int = _UNKNOWN) -> PreTr
 
     try:
         config = config_in(folder, tensors)
-        classes = [getattr(transformers, name, None) for name in config.architectures or []]
-        for each in classes:
+        for name in (config.architectures or [])[:_ARCHITECTURES]:
+            each = getattr(transformers, name, None)
             if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel):
                 for part in (config, config.get_text_config(decoder=True)):
                     vars(part).pop("quantization_config", None)

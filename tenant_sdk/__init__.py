@@ -14,7 +14,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Where torch.compile keeps code. torch's default is a name in /tmp, which another user may take first.
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
-    os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "symbiosis", "compiled"),
+    # A relative XDG_CACHE_HOME is not the working directory's.
+    os.path.join(
+        os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME", ""), "symbiosis", "compiled"
+    ),
 )
 
 from shared.errors import (  # noqa: E402 - of this project, which is checked before

@@ -117,8 +117,8 @@ def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -
         The digest of its content.
 
     Raises:
-        ConfigurationError: it is larger, no file, or elsewhere.
-        OSError: it cannot be read, or the copy cannot be written.
+        ConfigurationError: it is larger, no file, elsewhere, or cannot be read.
+        OSError: the copy cannot be written.
     """
     digest = hashlib.sha256()
     with copy.open("wb") as written:
@@ -130,7 +130,10 @@ def copy_file(source: Path, copy: Path, most: int, within: Path | None = None) -
 
 def read_blocks(source: Path, most: int, within: Path | None = None) -> Iterator[bytes]:
     """The content of a file that may be anybody's; arguments and errors: see ``copy_file``."""
-    opened = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
+    try:
+        opened = os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
     with open(opened, "rb") as file:
         if within is not None:
             check_below(

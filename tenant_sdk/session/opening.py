@@ -68,7 +68,7 @@ def open_session(config: SessionConfig) -> Session:
         remotes = _open_executors(config, credentials, operators, opened)
         provider, manifest = remotes[0], remotes[0].manifest
         sources = _sources(config, remotes)
-        _warn(provider.url, config.privacy, operators, remotes)
+        _warn(provider.url, config, operators)
         if config.privacy == "one-time" and config.where_experts == "routed" and _experts(manifest):
             log.warning(
                 "%s sees how many tokens each expert gets, which depends on the text "
@@ -217,13 +217,18 @@ def _check_not_recorded(remotes: list[RemoteExecutor]) -> None:
             )
 
 
-def _warn(provider: str, privacy: str, operators: Operators, remotes: list[RemoteExecutor]) -> None:
+def _warn(provider: str, config: SessionConfig, operators: Operators) -> None:
+    privacy = config.privacy
     if privacy == "plain":
         log.warning("privacy 'plain': %s sees every activation (SECURITY.md)", provider)
-    if privacy == "noise-bank" and (len(remotes) == 1 or operators.same):
+    if privacy == "noise-bank":
+        itself = not config.mask_sources or operators.same
         log.warning(
-            "privacy 'noise-bank': %s multiplies the masks itself, so it can subtract them (SECURITY.md)",
+            "privacy 'noise-bank': %s %s (SECURITY.md)",
             provider,
+            "multiplies the masks itself, so it can subtract them"
+            if itself
+            else "sees the difference of rows under the same mask, and each mask serves many rows",
         )
     if privacy == "one-time" and operators.same:
         log.warning(

@@ -49,7 +49,7 @@ from tenant_sdk.tuning.options import TrainingOptions
 from tenant_sdk.tuning.progress import Progress, TrainingStep, estimate, last_loss
 from tenant_sdk.tuning.resuming import ExactResume, state_bytes
 from tenant_sdk.tuning.sampling import ends_of
-from tenant_sdk.tuning.trackers import check_trackers, where_reports_go
+from tenant_sdk.tuning.trackers import check_trackers, keep_from_git, where_reports_go
 
 _FEW = 32  # tokens that show how a model attends
 _NO_BASE = Message(
@@ -69,7 +69,9 @@ def check_reports(names: Sequence[str]) -> None:
         given = Argument("report_to", name)
         if name not in INTEGRATION_TO_CALLBACK:
             raise ConfigurationError("{} must be one of {}", given, ", ".join(INTEGRATION_TO_CALLBACK))
-        check_trackers([name])  # before its package is imported, which looks for its files
+        # Before its package is imported, which looks for its files.
+        check_trackers([name])
+        keep_from_git([name])
         if name not in get_available_reporting_integrations():
             raise ConfigurationError(
                 "{} needs its package, which is not installed: `pip install {}`", given, name

@@ -68,6 +68,15 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
+def keep_from_git(names: Sequence[str]) -> None:
+    """Have trackers find no repository: git runs programs that its ``.git/config`` names.
+
+    A ``GIT_DIR`` that the user has set stays. Dagshub's file is approved.
+    """
+    if set(names) - {"dagshub", "tensorboard"}:
+        os.environ.setdefault("GIT_DIR", os.devnull)
+
+
 def where_reports_go(names: Sequence[str]) -> Iterator[str]:
     """A line for each tracker."""
     for name in names:

@@ -379,3 +379,13 @@ def test_a_bank_from_the_provider_itself_says_so(
         with caplog.at_level(logging.WARNING):
             connect(provider, *sources, privacy="noise-bank", allow_same={"authority", "token"}).close()
         assert "multiplies the masks itself" in caplog.text
+
+
+def test_a_bank_from_elsewhere_does_not_accuse_the_provider(
+    trio: Callable[[str], Trio], caplog: pytest.LogCaptureFixture
+) -> None:
+    provider, _, folder = trio("llama")
+    with caplog.at_level(logging.WARNING):
+        connect(provider, f"local:{folder}", privacy="noise-bank").close()
+    assert "multiplies" not in caplog.text
+    assert "each mask serves many rows" in caplog.text

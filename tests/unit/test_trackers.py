@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from shared.errors import ConfigurationError
 from tenant_sdk.session.profiles import approve
 from tenant_sdk.tuning.finetuning import check_reports
-from tenant_sdk.tuning.trackers import check_trackers, where_reports_go
+from tenant_sdk.tuning.trackers import check_trackers, keep_from_git, where_reports_go
 
 
 @pytest.fixture
@@ -82,3 +84,19 @@ def test_where_reports_go(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line == "wandb reports to where WANDB_BASE_URL=https://reports.example says"
     (line,) = where_reports_go(["tensorboard"])
     assert "by nothing in this folder" in line
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "dagshub", "tensorboard"])
+def test_git_runs_no_program_of_this_folder(
+    tracker: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trackers call it for the state of the code; what a diff is made with, its configuration says."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    git = ["git", "-c", "init.defaultBranch=main"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "config", "diff.external", f"touch {here}/ran; true"], check=True)
+    subprocess.run([*git, "config", "core.fsmonitor", f"touch {here}/ran; true"], check=True)
+    keep_from_git([tracker])
+    subprocess.run(["git", "diff", "HEAD"], env=os.environ, check=False, capture_output=True)
+    subprocess.run(["git", "status"], env=os.environ, check=False, capture_output=True)
+    assert (here / "ran").exists() == (tracker in ("dagshub", "tensorboard"))
