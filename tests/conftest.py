@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 import transformers
@@ -34,6 +35,8 @@ from shared.wire.messages import Limits
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some tests press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Hundreds of programs, most of whose time would be imports.
+subprocess.Popen = prepared.Popen  # type: ignore[misc]
 # The models are tiny, and threads of tenant and executor in one process would only wait for each other.
 torch.set_num_threads(1)
 
