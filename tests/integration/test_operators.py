@@ -382,10 +382,10 @@ def test_a_bank_from_the_provider_itself_says_so(
 
 
 def test_a_bank_from_elsewhere_does_not_accuse_the_provider(
-    trio: Callable[[str], Trio], caplog: pytest.LogCaptureFixture
+    trio: Callable[[str], Trio], checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    provider, _, folder = trio("llama")
+    provider = trio("llama")[0]
     with caplog.at_level(logging.WARNING):
-        connect(provider, f"local:{folder}", privacy="noise-bank").close()
+        connect(provider, f"local:{checkpoint('llama')}", privacy="noise-bank").close()
     assert "multiplies" not in caplog.text
     assert "each mask serves many rows" in caplog.text
