@@ -18,6 +18,8 @@ PYTEST := pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-res
 RING := $(addprefix tests/integration/test_,$(addsuffix .py,bit_identity unused_answers tampering fingerprints bad_input)) \
   $(wildcard tests/integration/test_ring_*.py)
 test quick release coverage architectures: export OMP_NUM_THREADS ?= 1
+# Every program is executed (tests/prepared.py).
+release coverage: export TEST_PREPARED := no
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
