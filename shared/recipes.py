@@ -266,11 +266,6 @@ def config_in(folder: Path, tensors: int = _UNKNOWN) -> PreTrainedConfig:
         raise CheckpointError(
             f"{folder}/config.json names other files to be read in its place: remove configuration_files"
         )
-    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
-        if "/" in str(values.get(key) if isinstance(values, dict) else ""):
-            raise CheckpointError(
-                f"{folder}/config.json names code of a hub to be run: remove {key}, {values[key]!r:.80}"
-            )
     # transformers asks for it although local files alone are wanted.
     if name := _backbone(values):
         raise CheckpointError(

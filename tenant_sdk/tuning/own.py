@@ -99,6 +99,12 @@ def attach_own(session: Session, name: str, base: str | None = None) -> tuple[An
         tensors = len(Checkpoint(folder).names())
         config = config_in(folder, tensors)
         check_causal(session.executor, config)
+        for said in (config._attn_implementation, getattr(config, "_experts_implementation", "")):
+            if "/" in str(said):  # transformers would ask a hub for it, and run it
+                raise CheckpointError(
+                    "{}/config.json names code of a hub to be run: remove the implementation {}",
+                    *(str(folder), repr(said)[:80]),
+                )
         with torch.device("meta"), bounded_build(folder, tensors):
             AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model: Any = AutoModelForCausalLM.from_pretrained(

@@ -251,3 +251,13 @@ def test_a_copy_of_more_layers_than_it_holds(tmp_path: Path, serve: Callable[...
     (tmp_path / "own" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1000}))
     with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="many more layers"):
         attach_own(session, str(tmp_path / "own"))
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "experts_implementation"])
+def test_a_copy_that_names_code_of_a_hub(key: str, tmp_path: Path, serve: Callable[..., Executor]) -> None:
+    """With the package ``kernels``, transformers would fetch and run it."""
+    shutil.copytree(BASE_MODEL, tmp_path / "own")
+    config = json.loads((BASE_MODEL / "config.json").read_text())
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config | {key: "kernels-community/x"}))
+    with serve(BASE_MODEL).connect() as session, pytest.raises(CheckpointError, match="code of a hub"):
+        attach_own(session, str(tmp_path / "own"))

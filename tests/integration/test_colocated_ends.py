@@ -256,7 +256,8 @@ def test_an_executor_that_is_killed_and_the_next_one_that_drains(
         # It dies between a handshake and the session's first message, too.
         request_session(directory, b"symbiosis.v3", first.token.encode())
         first.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, first.process.pid, os.WSTOPPED)
+        state = Path(f"/proc/{first.process.pid}/stat")
+        eventually(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
         with pytest.raises(RequestTimeout, match="no progress"):
             product(impatient)
         waiting = [threads.submit(product, session, rows) for rows in (1, 3000)]

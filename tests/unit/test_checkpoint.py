@@ -181,14 +181,6 @@ def test_a_configuration_does_not_name_what_is_elsewhere(config: dict[str, Any],
         skeleton(tmp_path, torch.float32)
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_a_configuration_does_not_name_code(key: str, tmp_path: Path) -> None:
-    """With the package ``kernels``, transformers would ask a hub for it."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: "kernels-community/x"}))
-    with pytest.raises(CheckpointError, match=f"remove {key}"):
-        skeleton(tmp_path, torch.float32)
-
-
 def test_a_configuration_does_not_name_another_file(tmp_path: Path) -> None:
     """transformers would read that one, which nobody has looked at."""
     (tmp_path / "config.json").write_text(json.dumps({"configuration_files": ["config.4.0.0.json"]}))
