@@ -22,8 +22,8 @@ from provider.engine.latency import (
 )
 from provider.engine.profiling import profile
 from provider.executor.loading import LoadedGroup, Numerics, device_of
+from provider.executor.memory_check import BASE_BYTES, STORED_BYTES, available_memory
 from provider.executor.products import GroupExecutor
-from provider.executor.room import BASE_BYTES, STORED_BYTES, available_memory
 from provider.executor.weights import FloatWeight, GroupWeight, RingWeight
 from provider.workers.planner import Device
 from provider.workers.world import processors_each

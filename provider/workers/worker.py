@@ -21,8 +21,8 @@ from safetensors.torch import save
 
 from provider.engine.profiling import profile
 from provider.executor.loading import Numerics, device_of
+from provider.executor.memory_check import memory_errors
 from provider.executor.products import GroupExecutor, check_finite
-from provider.executor.room import memory_errors
 from provider.executor.stripes import ALONE, Stripe
 from provider.workers.batch import Batch, Layout
 from provider.workers.link import (

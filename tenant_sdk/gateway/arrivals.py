@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tenant_sdk.gateway.doorkeeper import Door, Refusal, Shares, Strangers
+from tenant_sdk.gateway.admission import Door, Refusal, Shares, Strangers
 from tenant_sdk.gateway.front import BODY_BYTES, LEFT, SMALL_BODY_BYTES
 
 HEADER_SECONDS = 10.0

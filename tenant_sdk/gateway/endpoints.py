@@ -26,12 +26,12 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.admission import Door, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.figures import Collector, rates
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
 from tenant_sdk.gateway.page import HEADERS, PAGE
+from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.quiet import leave_words_out
-from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.trials import Trials
 from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Shared, Threads, Turns, asking
@@ -97,7 +97,7 @@ class Gateway:
     served: dict[str, Adapter] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # folders that hold none, and why
     engine: Any = None  # vLLM's client of it
-    reader: Reader = field(default_factory=Reader)
+    parser: RequestParser = field(default_factory=RequestParser)
     trials: Trials | None = None  # of constraints, if it takes any
     samples: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
@@ -147,7 +147,7 @@ class Endpoints:
             retry_after=gateway.retry_after,
             served=Served(
                 context=lambda: gateway.engine.model_config.max_model_len,
-                reader=gateway.reader,
+                parser=gateway.parser,
                 judge=lambda: gateway.trials,
                 unserved=self._unserved,
             ),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared.latency import LEARNING, OUTLIER, Line
-from tenant_sdk.gateway.doorkeeper import Shares
+from tenant_sdk.gateway.admission import Shares
 
 # How many times as long a step may take for prompts: while others write, and else while others may come.
 BESIDE, ALONE = 1.5, 2.5

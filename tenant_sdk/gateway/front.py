@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from tenant_sdk.gateway.admission import Door, Failure, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.doorkeeper import Door, Failure, Queue, Refusal, Shares, told
 from tenant_sdk.gateway.requests import Asked, asked, text_bytes
 from tenant_sdk.gateway.status import Ended, Status, request_name
 from tenant_sdk.gateway.turns import Turns, asking
@@ -53,13 +53,13 @@ class Served(NamedTuple):
 
     Attributes:
         context: the most tokens of a sequence.
-        reader: ``requests.asked`` of large bodies.
+        parser: ``requests.asked`` of large bodies.
         judge: of constraints on answers; None: there are none here.
         unserved: why a model of this name is not served, if it is known; or empty.
     """
 
     context: Callable[[], int]
-    reader: Callable[[str, bytes, int], Awaitable[Asked | Refusal]]
+    parser: Callable[[str, bytes, int], Awaitable[Asked | Refusal]]
     judge: Callable[[], Judge | None] = lambda: None
     unserved: Callable[[str], str] = lambda _: ""
 
@@ -189,7 +189,7 @@ class Front:
         if len(body) <= SMALL_BODY_BYTES:
             return asked(path, body, self._served.context())
         async with self._readers.taken(client):
-            return await self._served.reader(path, body, self._served.context())
+            return await self._served.parser(path, body, self._served.context())
 
     @asynccontextmanager
     async def _body(self, client: str, path: str, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.encoded import DIGITS, UNREADABLE, numbers_fit
+from tenant_sdk.gateway.admission import Refusal
 from tenant_sdk.gateway.constraints import Constraint, ConstraintRefused, constraint
-from tenant_sdk.gateway.doorkeeper import Refusal
 
 INT32 = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=INT32)]

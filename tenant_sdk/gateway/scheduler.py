@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from shared.latency import Line
-from tenant_sdk.gateway.doorkeeper import Allowance
+from tenant_sdk.gateway.admission import Allowance
 from tenant_sdk.gateway.fairness import (
     Attention,
     Memory,

@@ -22,8 +22,8 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from shared.errors import SymbiosisError
 from shared.options import flags_of
 from shared.wire.header import RequestClass
+from tenant_sdk.gateway.admission import Failure
 from tenant_sdk.gateway.connection import session_here
-from tenant_sdk.gateway.doorkeeper import Failure
 from tenant_sdk.gateway.linear import Asking, asking, check_adaptable, lost_rows, probe
 from tenant_sdk.gateway.options import GatewayOptions
 from tenant_sdk.gateway.quiet import leave_words_out, wordless

@@ -158,7 +158,7 @@ def _masks(config: SessionConfig, provider: RemoteExecutor, sources: list[Source
             [source for source in sources if not isinstance(source, LocalSource)],
             budget_bytes=int(config.mask_budget_mib * 2**20),
             entropy=os.urandom,
-            fill_at_rest=config.fill_masks,
+            fill_when_idle=config.fill_masks,
         )
     if config.privacy == "noise-bank":
         bank = config.noise_bank or NoiseBankOptions()

@@ -396,7 +396,7 @@ def _fit(training: TrainingOptions, model: Any, longest: int, say: Say) -> None:
         if training.memory_gib is not None:
             raise
         return  # nobody asked for it, and perhaps it is not needed
-    if tuning.plan.pieces or training.memory_gib is not None:
+    if tuning.plan.chunked_loss or training.memory_gib is not None:
         say(tuning.plan.sentence(length, batch))
 
 

@@ -25,7 +25,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from shared.errors import ConfigurationError, Message, NonFiniteError
 from tenant_sdk.model.virtual import without_padding
-from tenant_sdk.sequences.pieces import shifted
+from tenant_sdk.sequences.chunked_loss import shifted
 from tenant_sdk.session.session import Session
 from tenant_sdk.tuning.adapter_config import BEGINNINGS, not_plain
 from tenant_sdk.tuning.adapters import no_untrue_warnings

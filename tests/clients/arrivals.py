@@ -13,8 +13,8 @@ from typing import Any
 import uvicorn
 
 from tenant_sdk.gateway import arrivals
+from tenant_sdk.gateway.admission import Door, Shares, Strangers
 from tenant_sdk.gateway.arrivals import Connections
-from tenant_sdk.gateway.doorkeeper import Door, Shares, Strangers
 from tenant_sdk.gateway.front import LEFT
 
 left: list[str] = []  # paths of answers that clients have taken

@@ -326,7 +326,7 @@ def test_who_leaves_is_not_multiplied(counted: Counted) -> None:
     waits = engine.submit_threadsafe("a", 1, *rows_of_group_0(base, 5))
     others = engine.submit_threadsafe("b", 2, *rows_of_group_0(base, 3))
     waiting(engine, 3)
-    engine.loop.call(lambda: engine.left("a", 1))
+    engine.loop.call(lambda: engine.session_ended("a", 1))
     with pytest.raises(ConnectionResetError):
         waits.result(60)
     assert not with_lane.done()  # its rows are in use

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tenant_sdk.gateway import front as in_front
-from tenant_sdk.gateway.beside import Beside
+from tenant_sdk.gateway.admission import Door, Queue, Refusal
 from tenant_sdk.gateway.constraints import Constraint
-from tenant_sdk.gateway.doorkeeper import Door, Queue, Refusal
 from tenant_sdk.gateway.front import LEFT, LOOKS, Front, Served, _failed
+from tenant_sdk.gateway.helper_process import HelperProcess
+from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.quiet import leave_words_out
-from tenant_sdk.gateway.reading import Reader
 from tenant_sdk.gateway.requests import asked
 from tenant_sdk.gateway.status import REMEMBERED, Ended
 from tenant_sdk.gateway.trials import REMEMBERED as KEPT
@@ -104,7 +104,7 @@ def front(application: Any, folder: Path, most: int = 4, **options: Any) -> Fron
         queue=Queue(most, door.clients),
         folder=folder,
         retry_after=3,
-        served=Served(lambda: 64, **{"reader": Reader()} | options),
+        served=Served(lambda: 64, **{"parser": RequestParser()} | options),
     )
 
 
@@ -333,25 +333,25 @@ async def test_large_bodies_are_read_in_turns(tmp_path: Path) -> None:
         assert (await Client(there, key=1).says(BODY)).status == 200
     await large.task
     assert large.status == 200
-    await there._served.reader.close()  # type: ignore[attr-defined]
+    await there._served.parser.close()  # type: ignore[attr-defined]
 
 
 @awaited
 async def test_large_bodies_are_read_beside_the_server() -> None:
-    reader = Reader()
-    found = await reader(TEXT, CONSTRAINED, 64)
+    parser = RequestParser()
+    found = await parser(TEXT, CONSTRAINED, 64)
     assert found == asked(TEXT, CONSTRAINED, 64)
     many = b'{"prompt": [' + b"[1]," * 31 + b"[1]]}" + b" " * in_front.SMALL_BODY_BYTES
-    assert (await reader(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
-    assert await reader(TEXT, b"[" * 10**6, 64) == asked(TEXT, b"[" * 10**6, 64)
-    assert reader._process is not None
-    reader._process.kill()
-    await reader._process.wait()
-    refused = await reader(TEXT, BODY, 64)
+    assert (await parser(TEXT, many, 64)).sequences == 32  # type: ignore[union-attr]
+    assert await parser(TEXT, b"[" * 10**6, 64) == asked(TEXT, b"[" * 10**6, 64)
+    assert parser._process is not None
+    parser._process.kill()
+    await parser._process.wait()
+    refused = await parser(TEXT, BODY, 64)
     assert isinstance(refused, Refusal)
     assert refused.status == 503
-    assert await reader(TEXT, BODY, 64) == asked(TEXT, BODY, 64)
-    await reader.close()
+    assert await parser(TEXT, BODY, 64) == asked(TEXT, BODY, 64)
+    await parser.close()
 
 
 @awaited
@@ -359,11 +359,11 @@ async def test_few_constraints_are_not_tried_again(monkeypatch: pytest.MonkeyPat
     """The engine has forgotten the others, and compiles them without turns."""
     tried = list[str]()
 
-    async def ask(_: Beside, message: bytes) -> bytes:
+    async def ask(_: HelperProcess, message: bytes) -> bytes:
         tried.append(json.loads(message)[1])
         return b""
 
-    monkeypatch.setattr(Beside, "ask", ask)
+    monkeypatch.setattr(HelperProcess, "ask", ask)
     trials = Trials(Path("none"), 1, 0)
     many = [Constraint("regex", str(at)) for at in range(KEPT + 1)]
     for each in [*many[:-1], many[0], many[0], many[-1], many[1], many[0]]:

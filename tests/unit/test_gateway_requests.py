@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tenant_sdk.gateway.admission import Refusal
 from tenant_sdk.gateway.constraints import (
     CHOICES,
     MEMBERS,
@@ -15,7 +16,6 @@ from tenant_sdk.gateway.constraints import (
     _check_schema,
     constraint,
 )
-from tenant_sdk.gateway.doorkeeper import Refusal
 from tenant_sdk.gateway.requests import PARTS, Asked, asked
 
 CONTEXT = 64

@@ -183,14 +183,14 @@ class ReconnectingConnection:
 
     def close(self) -> None:
         """End it; it is not opened again, and nobody waits any longer. In a forked child, nothing."""
-        if self._made_here.left:
+        if self._made_here.in_child:
             return
         self._closing.set()
         self._channel.close()
 
     def stop_waiting(self) -> None:
         """Wait for nobody any longer, but go on with an open channel. In a forked child, nothing."""
-        if not self._made_here.left:
+        if not self._made_here.in_child:
             self._closing.set()
 
     def _wait(self, until: float) -> None:

@@ -20,10 +20,10 @@ from shared.errors import (
 )
 from tenant_sdk.gateway import front as in_front
 from tenant_sdk.gateway import serving
-from tenant_sdk.gateway.doorkeeper import Allowance, Door, Failure, Queue, Refusal, Shares, Strangers, told
+from tenant_sdk.gateway.admission import Allowance, Door, Failure, Queue, Refusal, Shares, Strangers, told
 from tenant_sdk.gateway.front import Front, Served
 from tenant_sdk.gateway.options import GatewayOptions
-from tenant_sdk.gateway.reading import Reader
+from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.requests import Asked, asked
 from tenant_sdk.gateway.status import Status, client_of, request_name
 from tenant_sdk.session.options import SessionConfig
@@ -250,7 +250,7 @@ def run(
 
 def front(application: Any, folder: Path, most: int = 1, **options: Any) -> Front:
     known = {name: options.pop(name) for name in Served._fields if name in options}
-    served = Served(**{"reader": Reader(), "context": lambda: 64} | known)
+    served = Served(**{"parser": RequestParser(), "context": lambda: 64} | known)
     options = {"clock": lambda: 1.0, "door": Door(), "queue": Queue(most)} | options
     return Front(application, folder=folder, retry_after=3, served=served, **options)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from tenant_sdk.gateway.beside import Beside, answer
-from tenant_sdk.gateway.doorkeeper import Refusal
+from tenant_sdk.gateway.admission import Refusal
+from tenant_sdk.gateway.helper_process import HelperProcess, answer
 from tenant_sdk.gateway.requests import Asked, asked
 
 _Request = tuple[str, bytes, int]
 _Answer = tuple[Asked | None, Refusal | None]
 
 
-class Reader(Beside):
+class RequestParser(HelperProcess):
     """``requests.asked`` elsewhere; one call at a time."""
 
     def __init__(self) -> None:
-        super().__init__("tenant_sdk.gateway.reading")
+        super().__init__("tenant_sdk.gateway.parsing")
 
     async def __call__(self, path: str, body: bytes, context: int) -> Asked | Refusal:
         """See ``requests.asked``."""

@@ -23,7 +23,7 @@ ADVICE = Message(
 )
 
 
-def check_room(
+def check_memory(
     model: str,
     groups: Sequence[GroupInfo],
     weight_bytes: int,
