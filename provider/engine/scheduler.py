@@ -219,7 +219,7 @@ class Objective:
 class Opportunistic:
     """Decode first, then the least served tenant; whoever shares the weight comes along.
 
-    Batches without padding or lockstep (Symbiosis §3.7); windows of rows that nobody waits for, sized
+    Batches without padding or lockstep (Symbiosis §3.7); limits on rows that nobody waits for, set
     by a latency model (FlexLLM §6.2); virtual token counters (FlexLLM, appendix C). Among tenants that
     wait, none gets further ahead of the least served than the largest product or LEAD tokens cost,
     whatever it declares: FlexLLM's lemma 1 with that cost as the bound.
@@ -228,8 +228,8 @@ class Opportunistic:
     there on go through the groups with them, in the same products: tenants fall in step where there is
     more to do than time, and none waits for another that does not ask.
 
-    Of prompts one that has begun goes on: some rows of each in turn would have all wait for the last, and then
-    all ask for the next group at once.
+    Of prompts one that has begun goes on: a few rows of each in turn would have all wait for the last, and
+    then all ask for the next group at once.
 
     Args:
         latency: how long products take.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from provider.engine.latency import Shape
 from provider.executor.stripes import Stripe
-from shared.errors import Argument, ConfigurationError, Message, Word
+from shared.errors import Argument, ConfigurationError, Message, Placeholder
 
 REFERENCE_ROWS = 128  # of the product by which devices are compared; profiling measures as many
 GIB = 2.0**30
@@ -255,7 +255,7 @@ def _refusal(
     if largest < room < needed:
         parts = math.ceil(needed / room)
         told = "with as much room on each, {} hosts or more could serve a part each ({part})"
-        advice.append(Message(told, parts, part=Word(f"k/{parts}")))
+        advice.append(Message(told, parts, part=Placeholder(f"k/{parts}")))
     advice.append("choose a smaller model, or free memory")
     return Message(
         "the weights do not fit: {} groups take {} at {} bytes a weight, the largest of them {}, and {} for "

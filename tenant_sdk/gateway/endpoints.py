@@ -26,7 +26,8 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from shared.encoded import UNREADABLE
 from shared.errors import ConfigurationError, SymbiosisError
 from tenant_sdk.gateway.adapters import Adapter, folders_in, mark_of, take
-from tenant_sdk.gateway.admission import Door, Queue, Refusal, Shares, told
+from tenant_sdk.gateway.admission import Door, Queue, Refusal, told
+from tenant_sdk.gateway.fairness import Reservations
 from tenant_sdk.gateway.figures import Collector, rates
 from tenant_sdk.gateway.front import GENERATES, TOKENIZES, Front, Served
 from tenant_sdk.gateway.page import HEADERS, PAGE
@@ -34,7 +35,7 @@ from tenant_sdk.gateway.parsing import RequestParser
 from tenant_sdk.gateway.quiet import leave_words_out
 from tenant_sdk.gateway.status import Status
 from tenant_sdk.gateway.trials import Trials
-from tenant_sdk.gateway.turns import TOKENIZING_THREADS, Shared, Threads, Turns, asking
+from tenant_sdk.gateway.turns import TOKENIZING_THREADS, CachedAnswer, Threads, Turns, current_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,10 +127,10 @@ class Endpoints:
         self._changing = Turns()
         # Names of each client, and of the folder if it is watched; and whose each is.
         door = self._gateway.door
-        self._names = Shares(MOST_ADAPTERS, door.clients + bool(door.keys))
+        self._names = Reservations(MOST_ADAPTERS, door.clients + bool(door.keys))
         self._owners = dict[str, str]()
-        self._metrics_text = Shared(prometheus_client.generate_latest, FIGURES_SECONDS)
-        self._status_text = Shared(self._status_now, FIGURES_SECONDS)
+        self._metrics_text = CachedAnswer(prometheus_client.generate_latest, FIGURES_SECONDS)
+        self._status_text = CachedAnswer(self._status_now, FIGURES_SECONDS)
         self._last_id, self._began = 0, int(time.time())
         self._seen: dict[str, object] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -148,7 +149,7 @@ class Endpoints:
             served=Served(
                 context=lambda: gateway.engine.model_config.max_model_len,
                 parser=gateway.parser,
-                judge=lambda: gateway.trials,
+                constraint_checker=lambda: gateway.trials,
                 unserved=self._unserved,
             ),
         )
@@ -226,7 +227,7 @@ class Endpoints:
             SymbiosisError: see ``tenant_sdk.gateway.adapters.take``.
         """
         gateway = self._gateway
-        async with self._changing.taken(asking.get()):
+        async with self._changing.taken(current_client.get()):
             adapter = await asyncio.to_thread(
                 take,
                 folder,
@@ -242,7 +243,7 @@ class Endpoints:
             before = gateway.served.get(adapter.name)
             if before is not None and before.folder == adapter.folder:
                 return before
-            owner = self._owners.get(adapter.name, asking.get())
+            owner = self._owners.get(adapter.name, current_client.get())
             if adapter.name not in self._owners and not self._names.take(owner, 1):
                 mine = self._names.taken.get(owner, 0)
                 raise ConfigurationError(
@@ -272,7 +273,7 @@ class Endpoints:
 
     async def remove(self, name: str) -> bool:
         """Serve it no more; sequences that use it go on. Whether it was served."""
-        async with self._changing.taken(asking.get()):
+        async with self._changing.taken(current_client.get()):
             return await self._forget(name)
 
     async def _forget(self, name: str) -> bool:
@@ -291,7 +292,7 @@ class Endpoints:
 
     async def _tidy(self) -> None:
         """Remove copies of what was served before; nobody has been using any for a while."""
-        async with self._changing.taken(asking.get()):
+        async with self._changing.taken(current_client.get()):
             # While the lock was waited for, a request may have come for an adapter that was deleted then.
             if self._gateway.queue.under_way:
                 return

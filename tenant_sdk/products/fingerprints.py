@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from shared.checkpoint import Checkpoint
-from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Word
+from shared.errors import CheckpointError, ConfigurationError, ModelMismatch, Placeholder
 from shared.ownership import check_own
 from shared.ring.fixed_point import Bounds, quantize_weight, squared_norms
 from shared.ring.product import PlaneProducts
@@ -57,7 +57,7 @@ class StoredFingerprints:
             raise ConfigurationError(
                 "{} is encrypted: give {fingerprint_key}, as `symbiosis-tenant fingerprint` printed it",
                 str(path),
-                fingerprint_key=Word("KEY"),
+                fingerprint_key=Placeholder("KEY"),
             )
         check_own(path)
         try:

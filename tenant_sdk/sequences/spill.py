@@ -119,9 +119,9 @@ class Spill:
             number = next(self._numbers)
             self._numbers = itertools.count(number + max(1, count))
 
-        def write(index: int, piece: memoryview, room: memoryview) -> None:
-            self._cipher.encrypt_into(_nonce(number + index), piece, None, room)
-            _write_all(self._file, room, at + index * (PIECE + _TAG))
+        def write(index: int, piece: memoryview, encrypted: memoryview) -> None:
+            self._cipher.encrypt_into(_nonce(number + index), piece, None, encrypted)
+            _write_all(self._file, encrypted, at + index * (PIECE + _TAG))
 
         spilled = Spilled(at, number, values.shape, values.dtype)
         try:
@@ -150,9 +150,9 @@ class Spill:
             return out
         plain = out.view(-1).view(torch.uint8).numpy().data
 
-        def read(index: int, piece: memoryview, room: memoryview) -> None:
-            _read_all(self._file, room, spilled.at + index * (PIECE + _TAG))
-            self._cipher.decrypt_into(_nonce(spilled.number + index), room, None, piece)
+        def read(index: int, piece: memoryview, encrypted: memoryview) -> None:
+            _read_all(self._file, encrypted, spilled.at + index * (PIECE + _TAG))
+            self._cipher.decrypt_into(_nonce(spilled.number + index), encrypted, None, piece)
 
         self._each(plain, read)
         return out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import ConfigurationError, ModelMismatch, Word
+from shared.errors import ConfigurationError, ModelMismatch, Placeholder
 from shared.secrets import text_of
 from shared.wire.header import RINGS
 from shared.wire.messages import Manifest
@@ -245,7 +245,7 @@ def _live_fingerprints(privacy: str, shapes: list[GroupShape], sources: list[Sou
             "`symbiosis-tenant fingerprint CHECKPOINT` and give {fingerprints}. Only one-time masks can "
             "make them through the executors: others would show them to the provider",
             privacy=privacy,
-            fingerprints=Word("FILE"),
+            fingerprints=Placeholder("FILE"),
         )
     return LiveFingerprints(shapes, os.urandom)
 

@@ -207,7 +207,7 @@ def test_who_still_waits_for_a_token_is_not_forgotten() -> None:
 
 
 def test_no_product_holds_up_a_decode_for_longer_than_its_part() -> None:
-    """While somebody decodes, windows of fine-tuning leave room for the next decode; a late token less."""
+    """While somebody decodes, products of fine-tuning leave time for the next decode; a late token less."""
     policy = Opportunistic(model(), Objective(decode_seconds=0.04))  # 5 ms a request
     batches = simulate(
         policy,

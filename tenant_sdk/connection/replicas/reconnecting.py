@@ -159,7 +159,7 @@ class ReconnectingConnection:
                 return answer
             except SymbiosisError as error:
                 pending, now = None, clock.now()
-                step = retry.failed(
+                step = retry.after_error(
                     error, now, url=self.url, timeout=channel.timeout, closed=self._closing.is_set()
                 )
                 try:
@@ -266,7 +266,7 @@ class ReconnectingConnection:
         except SymbiosisError as error:
             if concerns_all(error):
                 raise
-            self._say(self.policy.failed(name, self._clock.now(), error))
+            self._say(self.policy.replica_failed(name, self._clock.now(), error))
             return None
         now = self._clock.now()
         self.policy.opened(name, channel.peer, now, now - started)
